@@ -129,22 +129,14 @@ def disk() -> Iterator[Path]:
         yield Path(folder).resolve()
 
 
-def _whole_run(folder: Path, world_size: int) -> Path:
-    from tests.tiny import trained, write_recipe
-
-    trained(write_recipe(folder), folder / "run", on=world_size)
-    return folder / "run"
-
-
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory) -> Path:
     """The tiny recipe trained to its end on one rank; only to be looked at."""
-    return _whole_run(tmp_path_factory.mktemp("uninterrupted"), 1)
+    from tests.tiny import trained, write_recipe
 
-
-@pytest.fixture(scope="session")
-def uninterrupted_on_two(tmp_path_factory) -> Path:
-    return _whole_run(tmp_path_factory.mktemp("uninterrupted-on-two"), 2)
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    trained(write_recipe(folder), folder / "run")
+    return folder / "run"
 
 
 @pytest.hookimpl(wrapper=True)

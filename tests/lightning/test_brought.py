@@ -44,6 +44,9 @@ class Net(L.LightningModule):
         return self.net(x).squeeze(1)
     def on_train_epoch_start(self):
         self.factor = 1 + 0.1 * self.current_epoch
+    def on_train_epoch_end(self):
+        self.net[1].bias.requires_grad_(self.current_epoch > 0)
+        self.log("bias", self.net[1].bias.sum())
     def training_step(self, batch, batch_idx):
         loss = self.loss(self(batch[0]), batch[1])
         self.log("train_loss", loss, prog_bar=True)
@@ -103,6 +106,8 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp
     for name, own in {"loss": "val_loss", "accuracy": "val/accuracy", "out": "val_out"}.items():
         value = float(trainer.callback_metrics[own])
         assert validation[name] == pytest.approx(value, rel=1e-5)
+    ended = [one for one in samestep.read_records(tmp_path / "run") if one["event"] == "epoch"]
+    assert ended[-1]["metrics"] == {"bias": float(trainer.callback_metrics["bias"])}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])

@@ -165,9 +165,6 @@ def untracked(tmp_path_factory):
     return value
 
 
-# tests/examples/test_spiral_lightning.py
-
-
 def test_two_ranks_have_one_run_with_what_the_trainer_logged_in_its_order(tmp_path):
     more = {"project": "odd ones", "tags": ("a", "b"), "workspace": "us"}
     key = {"MY_API_KEY": PLANTED}
@@ -279,7 +276,7 @@ def script(folder, *arguments):
 
 
 @pytest.mark.slow
-def test_without_a_close_it_is_closed_when_python_ends(tmp_path):
+def test_without_a_close_it_is_closed_when_python_ends_as_completed_or_killed(tmp_path):
     done, run = script(tmp_path, TRACKER)
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr == "own_tracker https://tracker.example/the-run\n"
@@ -291,20 +288,14 @@ def test_without_a_close_it_is_closed_when_python_ends(tmp_path):
     assert start["settings"]["track_workspace"] == "theirs"
     assert "track_workspace" not in settings, "samestep track would take it for its own"
     assert what(run, "finish")[0]["status"] == "completed"
-
-
-@pytest.mark.slow
-def test_a_script_that_ends_without_a_word_is_none_that_was_completed(tmp_path):
-    done, run = script(tmp_path, TRACKER, "fail")
+    (tmp_path / "fails").mkdir()
+    done, run = script(tmp_path / "fails", TRACKER, "fail")
     assert "RuntimeError: their own" in done.stderr
     assert what(run, "finish")[0]["status"] == "killed"
 
 
-REFUSED = {
-    "comt": "'comet'",
-    "comet,comet": "TrackerLogger: comet,comet",
-    "nowhere.py": "TrackerLogger: nowhere.py",
-}
+REFUSED = {"comt": "'comet'"}
+REFUSED |= {x: f"TrackerLogger: {x}" for x in ("comet,comet", "nowhere.py")}
 
 
 def test_a_mistake_is_refused_on_every_rank_and_a_missing_client_named(tmp_path, monkeypatch):

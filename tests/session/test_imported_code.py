@@ -142,45 +142,31 @@ LAZY = """
 from importlib import import_module
 def __getattr__(name): return getattr(import_module("p.m"), name)
 """
+MODULE, PACKAGE = {"m.py": NET}, {"p/__init__.py": "", "p/m.py": NET}
+EXPORTED, LAZILY = (PACKAGE | {"p/__init__.py": x} for x in ("from .m import Net as Small", LAZY))
+REGISTERED = {"r.py": REGISTER, "m.py": NET.replace("class", "import r\n@r.register\nclass")}
+HOOKED = {"r.py": HOOK, "m.py": "from r import Base\n" + NET.replace("(nn.", "(Base, nn.")}
+ANY = "try:\n    from missing import Net\nexcept ImportError:\n    from m import Net\n"
+BY_NAME, OF_PACKAGE = (f"importlib.import_module({x}).Net()" for x in ("'m'", "f'p.{k}'"))
 WAYS = {
-    "package": ("from p.m import Net\n" + GIVES, {"p/__init__.py": "", "p/m.py": NET}),
-    "exported": (
-        f"import p\n{BUILDS.format('p.Small()')}",
-        {"p/__init__.py": "from .m import Net as Small", "p/m.py": NET},
-    ),
-    "dotted": (f"import p.m\n{BUILDS.format('p.m.Net()')}", {"p/__init__.py": "", "p/m.py": NET}),
+    "package": (f"from p.m import Net\n{GIVES}", PACKAGE),
+    "exported": (f"import p\n{BUILDS.format('p.Small()')}", EXPORTED),
+    "dotted": (f"import p.m\n{BUILDS.format('p.m.Net()')}", PACKAGE),
     "namespace": (f"from a.b.m import Net\n{GIVES}", {"a/b/m.py": NET}),
-    "star": (f"from m import *\n{GIVES}", {"m.py": NET}),
-    "in a function": (LATER.format("from m import Net", "Net()"), {"m.py": NET}),
-    "by a name": (
-        LATER.format("import importlib", "importlib.import_module('m').Net()"),
-        {"m.py": NET},
-    ),
-    "by a made name": (
-        LATER.format("import importlib; k = 'm'", "importlib.import_module(f'p.{k}').Net()"),
-        {"p/__init__.py": "", "p/m.py": NET},
-    ),
-    "by getattr": (f"import m\n{BUILDS.format('getattr(m, str.title(`net`))()')}", {"m.py": NET}),
-    "module getattr": (f"from p import Net\n{GIVES}", {"p/__init__.py": LAZY, "p/m.py": NET}),
-    "registry": (
-        f"import m\nfrom r import ALL\n{BUILDS.format('ALL[`Net`]()')}",
-        {"r.py": REGISTER, "m.py": NET.replace("class", "import r\n@r.register\nclass")},
-    ),
-    "base class": (
-        f"import m\nfrom r import Base\n{BUILDS.format('Base.last()')}",
-        {"r.py": HOOK, "m.py": "from r import Base\n" + NET.replace("(nn.", "(Base, nn.")},
-    ),
-    "where one is missing": (
-        f"try:\n    from missing import Net\nexcept ImportError:\n    from m import Net\n{GIVES}",
-        {"m.py": NET},
-    ),
+    "star": (f"from m import *\n{GIVES}", MODULE),
+    "in a function": (LATER.format("from m import Net", "Net()"), MODULE),
+    "by a name": (LATER.format("import importlib", BY_NAME), MODULE),
+    "by a made name": (LATER.format("import importlib; k = 'm'", OF_PACKAGE), PACKAGE),
+    "by getattr": (f"import m\n{BUILDS.format('getattr(m, str.title(`net`))()')}", MODULE),
+    "module getattr": (f"from p import Net\n{GIVES}", LAZILY),
+    "registry": (f"import m\nfrom r import ALL\n{BUILDS.format('ALL[`Net`]()')}", REGISTERED),
+    "base class": (f"import m\nfrom r import Base\n{BUILDS.format('Base.last()')}", HOOKED),
+    "where one is missing": (f"{ANY}{GIVES}", MODULE),
     "imports that meet": (
-        f"from m import Net\n{GIVES}",
-        {"m.py": "import n\n" + NET, "n.py": "import m\n"},
+        f"from m import Net\n{GIVES}", {"m.py": "import n\n" + NET, "n.py": "import m\n"}
     ),
     "the recipe itself": (
-        "from p.r import recipe",
-        {"p/__init__.py": "", "p/m.py": NET, "p/r.py": f"{DATA}from .m import Net\n{GIVES}"},
+        "from p.r import recipe", PACKAGE | {"p/r.py": f"{DATA}from .m import Net\n{GIVES}"}
     ),
     "editable": (f"from e import Net\n{GIVES}", {"src/e.py": NET}),
 }  # fmt: skip

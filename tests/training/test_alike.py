@@ -164,32 +164,24 @@ def test_weights_are_compared_in_every_type_and_only_own_optimizers_draw(tmp_pat
     assert may_draw(Own(parameters))
 
 
-# Each of these trained without a word and had other weights on other numbers of ranks.
+# Each of these trained without a word and had other weights on other numbers of ranks: lines of a
+# forward, and what is named.
 HIDDEN = {
     "a tensor in a plain attribute": (
-        (
-            "self.mean = 0.9 * getattr(self, 'mean', 0.0) + 0.1 * x.detach().mean(0)\n"
-            "        out = out + self.mean.sum()"
-        ),
-        "the model's mean",
+        "self.mean = 0.9 * getattr(self, 'mean', 0.0) + 0.1 * x.detach().mean(0)",
+        *("out = out + self.mean.sum()", "the model's mean"),
     ),
     "a tensor deep in a container": (
-        (
-            "self.kept = getattr(self, 'kept', {'a': [torch.zeros(8)]})\n"
-            "        self.kept['a'][0] += x[0].detach()"
-        ),
-        "the model's kept",
+        "self.kept = getattr(self, 'kept', {'a': [torch.zeros(8)]})",
+        *("self.kept['a'][0] += x[0].detach()", "the model's kept"),
     ),
     "a counter of forwards": ("self.n = getattr(self, 'n', 0) + 1", "the model's n"),
     "a counter of a part": ("self.head.n = getattr(self.head, 'n', 0) + 1", "the model's head.n"),
     "a generator": ("out = out + float(self.drawn.normal())", "the model's drawn"),
-    "a generator of torch": (
-        "out = out + torch.rand(1, generator=self.torchs)",
-        "the model's torchs",
-    ),
+    "a torch.Generator": ("out = out + torch.rand(1, generator=self.torchs)", "the model's torchs"),
     "a list as memory bank": (
-        "bank.append(out.detach().mean(0))\n        out = out - torch.stack(bank).mean(0)",
-        "outside the model",
+        "bank.append(out.detach().mean(0))",
+        *("out = out - torch.stack(bank).mean(0)", "outside the model"),
     ),
     # The fraction alone: float32 does not tell apart two times of a long uptime within 4 ms.
     "the clock": ("out = out * (1 + time.perf_counter() % 1)", "clock"),
@@ -228,13 +220,11 @@ def with_forward(folder, lines, name="odd.py"):
     return tiny.write_recipe(folder, text, name)
 
 
-@pytest.mark.parametrize(("lines", "named"), HIDDEN.values(), ids=HIDDEN)
-def test_state_outside_of_buffers_is_named_before_the_first_update(here, refused, lines, named):
-    recipe = with_forward(
-        here, f"if self.training:\n            {lines.replace(chr(10), chr(10) + '    ')}"
-    )
-    told = refused("train", str(recipe), "--run-dir", "run")
-    assert named in told
+@pytest.mark.parametrize("what", HIDDEN)
+def test_state_outside_of_buffers_is_named_before_the_first_update(here, refused, what):
+    *lines, named = HIDDEN[what]
+    recipe = with_forward(here, "\n            ".join(("if self.training:", *lines)))
+    assert named in refused("train", str(recipe), "--run-dir", "run")
 
 
 @pytest.mark.parametrize(

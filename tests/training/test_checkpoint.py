@@ -303,8 +303,6 @@ def test_only_the_last_and_the_best_k_by_the_monitored_metric_are_kept(tmp_path)
 @pytest.mark.parametrize(
     ("flags", "steps"),
     [
-        ("--checkpoint-every-steps 5", [5, 10, 11, 15, 20, 22, 25]),
-        ("--checkpoint-every-steps 100 --checkpoint-every-epochs 2", [22, 25]),
         ("--checkpoint-every-steps 100 --checkpoint-every-minutes 1e-9", [*range(1, 26)]),
         ("--checkpoint-every-steps 100 --checkpoint-every-minutes 60", [11, 22, 25]),
     ],

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import samestep
-from samestep import read_records
 from samestep.base.errors import UserError, blame, device_error
 from samestep.core.session import build
 from samestep.core.training.dry_run import Tried
@@ -229,33 +228,3 @@ def test_what_a_loss_holds_is_where_the_model_is(tmp_path):
     loss = nn.CrossEntropyLoss(weight=torch.ones(2))
     assert place_loss(loss, torch.device("meta"), torch.float64).weight.device.type == "meta"
     assert loss.weight.device.type == "cpu", "the recipe's own stays as it is"
-
-
-EXTRA = """
-from dataclasses import replace
-class Counted(nn.Module):
-    def __init__(self, options):
-        super().__init__()
-        self.inner, self.calls = model(options), 0
-    def forward(self, x):
-        self.calls += self.training
-        return self.inner(x) * (1 + self.calls / 1000)
-    def get_extra_state(self):
-        return {"calls": self.calls}
-    def set_extra_state(self, state):
-        self.calls = state["calls"]
-recipe = replace(recipe, model=Counted)
-"""
-
-
-def test_a_module_with_extra_state_goes_on_from_it(tmp_path):
-    recipe = tiny.write_recipe(tmp_path, tiny.RECIPE + EXTRA)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    tiny.trained(recipe, whole, "--max-steps", "22")
-    tiny.trained(recipe, parts, "--max-steps", "13")
-    tiny.resumed(parts, "--max-steps", "22")
-    mine, its = tiny.last_state(parts)["model"], tiny.last_state(whole)["model"]
-    assert mine["_extra_state"] == its["_extra_state"] == {"calls": 22}
-    assert torch.equal(mine["inner.0.weight"], its["inner.0.weight"])
-    losses = [[r["loss"] for r in read_records(p) if r["event"] == "step"] for p in (whole, parts)]
-    assert losses[0] == losses[1]

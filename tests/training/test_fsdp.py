@@ -183,12 +183,41 @@ def scaled():
     return made
 recipe = replace(recipe, model=scaled)
 """
+MUON = """
+def both(model, settings):
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    return [torch.optim.Muon(matrices, settings.lr), torch.optim.AdamW(others, settings.lr)]
+recipe = replace(recipe, optimizer=both)
+"""
+PRODUCTS = """
+class Halved(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            if p.ndim == 2:
+                p.grad.bfloat16().T @ p.grad.bfloat16()
+recipe = replace(recipe, optimizer=lambda model, settings: Halved(model.parameters()))
+"""
+
+
+def test_muon_takes_the_step_of_ddp_to_the_last_bit(tmp_path):
+    recipe = write_blocks(tmp_path)
+    recipe.write_text(recipe.read_text() + MUON)
+    words = [str(recipe), "--max-steps", "2", "--clip-norm", "0.3", "--run-dir"]
+    tiny.train_all(
+        [[*words, tmp_path / "ddp"], [*words, tmp_path / "fsdp", *FSDP]], on=2, folder=tmp_path
+    )
+    tiny.assert_same_training(tmp_path / "fsdp", tmp_path / "ddp", 0.0)
+
+
 ABSENT = "recipe = replace(recipe, shard=(nn.TransformerEncoderLayer,))"
 REFUSED = {
     "tied": (TIED, (), ("blocks.0.outer.weight", "blocks.2.outer.weight")),
     "one number": (ONE_NUMBER, (), ("scale",)),
     "absent": (ABSENT, (), ("TransformerEncoderLayer", "Block")),
     "offload": ("", ("--cpu-offload",), ("--cpu-offload",)),
+    "products": (PRODUCTS, (), ("Halved", "bfloat16", "--strategy ddp")),
 }
 
 
@@ -203,7 +232,7 @@ def test_what_fsdp_cannot_train_is_refused_by_name(tmp_path, what):
     shown = ranks.printed(0)
     assert all(name in shown for name in named), shown
     assert "Traceback" not in shown
-    assert not (tmp_path / "run").exists()
+    assert (tmp_path / "run").exists() == (what == "products")  # which only a step shows
 
 
 class Skips(nn.Module):

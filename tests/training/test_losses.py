@@ -58,6 +58,15 @@ OF_TERMS = (
     .replace("= outputs\n", "= outputs\n    there = (targets[:, :1] > 0.3).to(targets)\n")
     .replace('reduction="sum"', "loss_terms=lambda batch: (batch[1][:, 0] > 0.3).sum()")
 )
+JUDGED = RECIPE.replace('"kl"}', '"spread"}').replace(
+    "recipe = Recipe(",
+    """
+def judge(outputs, targets, *, step):
+    made, _, spread = outputs
+    squares = (made - targets).square().sum()
+    return {"reconstruction": squares, "spread": step * spread.square().sum()}
+recipe = Recipe(evaluation_loss=judge,""",
+)
 NAMES = ("reconstruction", "kl")
 FLAGS = ("--schedule", "constant", "--lr", "0.003")
 
@@ -166,6 +175,37 @@ def test_a_loss_by_name_that_the_recipe_gained_within_an_epoch_begins_with_the_n
     assert second["metrics"].keys() == {*NAMES}
 
 
+def test_evaluations_measure_a_loss_of_their_own_and_the_training_stays_as_it_is(alone, tmp_path):
+    """On any number of ranks, with virtual ones, and in Lightning."""
+    (recipe, path), (_, plain) = alone(JUDGED), alone(RECIPE)
+    weights = tiny.last_state(path)["model"]
+    tiny.assert_close(dict(weights), dict(tiny.last_state(plain)["model"]), 0)
+    space: dict = {}
+    exec(JUDGED, space)
+    net, x = space["VAE"]().double(), space["data"]().validation[0]
+    net.load_state_dict(weights)
+    with torch.no_grad():
+        parts = {n: float(v) / 37 for n, v in space["judge"](net(x), x, step=21).items()}
+    validations = [r for r in tiny.events(path, "evaluation") if r["split"] == "validation"]
+    wanted = {"loss": sum(parts.values()), **parts}
+    assert {n: validations[-1][n] for n in wanted} == pytest.approx(wanted, rel=1e-12)
+    assert "kl" not in validations[-1]
+    assert "spread" not in tiny.events(path, "step")[-1]
+    start = tiny.all_records(path)[0]
+    assert (start["monitor"], start["lower_is_better"]) == ("spread", ["loss", *NAMES, "spread"])
+    best = min(validations, key=lambda record: record["spread"])
+    again = samestep.evaluate(path, split="validation")
+    assert [again[n] for n in wanted] == pytest.approx([best[n] for n in wanted], rel=1e-12)
+    tiny.trained(recipe, tmp_path / "lightning", *FLAGS, "--engine", "lightning")
+    words = [[recipe, "--run-dir", tmp_path / "two", *FLAGS]]
+    words.append([recipe, "--run-dir", tmp_path / "virtual", *FLAGS, "--virtual-ranks", "3"])
+    tiny.train_all(words, on=2, folder=tmp_path)
+    for name in ("two", "virtual"):
+        tiny.assert_same_training(tmp_path / name, path, 1e-12)
+    records = (tiny.account(folder) for folder in (tmp_path / "lightning", path))
+    tiny.assert_close_records(*records, 1e-12)
+
+
 def test_losses_that_a_model_has_only_in_training_need_no_evaluation(tmp_path):
     text = RECIPE.replace("validation=(x[131:168], x[131:168]),", "")
     text = text.replace(" test=(x[168:], x[168:])", "").replace(', "monitor": "kl"', "")
@@ -217,6 +257,7 @@ def test_whole_steps_of_a_sum_take_the_eager_trajectory(monkeypatch, micro):
         {"loss_weights": {"kl": "0.1"}},
         {"loss_weights": {"kl": float("nan")}},
         {"evaluate_batch": 3},
+        {"evaluation_loss": 3},
     ],
 )
 def test_what_a_recipe_says_of_its_loss_is_checked_where_it_is_made(given):

@@ -149,7 +149,13 @@ def test_a_run_with_an_optimizer_around_another_goes_on_from_its_own_form_of_sta
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-KINDS = {"groups": Slowing, "joint": Joint, "around another": Around}
+def several(params, lr):
+    """Return one with a state_dict of its own form, and one that counts in its groups."""
+    first, second = params
+    return [Around([first], lr), Slowing([second], lr)]
+
+
+KINDS = {"groups": Slowing, "joint": Joint, "around another": Around, "several": several}
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
@@ -186,6 +192,11 @@ def test_an_optimizer_that_a_checkpoint_would_not_bring_back_is_told_in_the_firs
         take(model, update, range(1))
     model, _, update, _ = made(Counting, torch.float32)
     with pytest.raises(UserError, match=r"its attribute steps, .*--no-self-check"):
+        take(model, update, range(1))
+    model, _, update, _ = made(
+        lambda p, lr: [Slowing([next(p)], lr), Counting(p, lr)], torch.float32
+    )
+    with pytest.raises(UserError, match=r"Slowing \+ Counting.* its attribute steps, "):
         take(model, update, range(1))
     model, optimizer, update, _ = made(Slowing, torch.float32)
     update._sharded, optimizer.step = True, lambda: 1 / 0  # as of one that takes no DTensor

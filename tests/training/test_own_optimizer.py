@@ -12,7 +12,7 @@ from samestep.base.errors import UserError
 from samestep.base.phases import make_phases
 from samestep.core.training.compiled import ModelStep, make_step, what_compiles
 from samestep.core.training.learner import Learner
-from samestep.core.training.optimizer import optimizer_of, set_lr
+from samestep.core.training.optimizer import Update, optimizer_of, set_lr
 from samestep.core.training.optimizer_state import load_state
 from samestep.core.training.plan import learning_rate, make_plan
 from samestep.launch.ranks.world import World
@@ -103,6 +103,14 @@ recipe = replace(recipe, optimizer=optimizer, schedule=schedule)
 """
 FLAGS = ("--epochs", "2", "--warmup-steps", "3")
 
+SEVERAL = """
+from dataclasses import replace
+def optimizers(model, settings):
+    body, head = model[0].parameters(), [{"params": [p]} for p in model[2].parameters()]
+    return (torch.optim.SGD(body, settings.lr, momentum=0.9), torch.optim.NAdam(head, 3e-3))
+recipe = replace(recipe, optimizer=optimizers)
+"""
+
 # A sample in nine is of the kind that the second branch is for: some steps have none of them, and
 # in others one rank has none.
 BRANCHES = """
@@ -163,6 +171,70 @@ def test_with_it_stopped_or_with_unused_branches_the_training_is_the_same_on_oth
         assert groups[0] == groups[1]
 
 
+@pytest.mark.slow
+def test_several_optimizers_take_one_step_whatever_the_ranks_strategy_and_engine(tmp_path):
+    recipe = tiny.write_recipe(
+        tmp_path, tiny.RECIPE.replace('"checkpoint_every_steps": 4,', "") + SEVERAL
+    )
+    flags = ("--epochs", "1", "--clip-norm", "0.05", "--schedule", "cosine")
+    virtual = ("--virtual-ranks", "2")
+    how = {"fsdp": ("--ema", "0.9", "--strategy", "fsdp"), "virtual": virtual}
+    one, *others = (tmp_path / name for name in ("one", "lightning", "alone", "fsdp", "virtual"))
+    tiny.trained(recipe, one, *flags, "--ema", "0.9")
+    tiny.trained(recipe, others[0], *flags, "--engine", "lightning")
+    tiny.trained(recipe, others[1], *flags, *virtual)
+    words = [[recipe, "--run-dir", tmp_path / name, *flags, *more] for name, more in how.items()]
+    tiny.train_all(words, on=2, folder=tmp_path)
+    tiny.assert_same_training(others[2], one)
+    tiny.assert_close(tiny.last_state(others[0])["model"], tiny.last_state(one)["model"], 1e-12)
+    hashes = [tiny.last_state(run)["weights_sha256"] for run in (others[1], others[3])]
+    assert hashes[0] == hashes[1]
+    for record in tiny.events(one, "step"):
+        assert record["lr_SGD"] == record["lr"]
+        assert record["lr_NAdam"] == pytest.approx(0.3 * record["lr"])
+
+
+def test_a_gradient_that_overflows_leaves_out_the_step_of_each_of_several_optimizers():
+    model = network()
+    parts = [torch.optim.SGD(model[0].parameters()), torch.optim.AdamW(model[2].parameters())]
+    optimizer = optimizer_of(recipe_of(optimizer=lambda *_: parts), model, Settings(), 1e-3, CPU)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    update = Update(optimizer, scaler)
+    for factor in (float("inf"), 1.0):
+        before = [p.clone() for p in model.parameters()]
+        model.zero_grad()
+        scaler.scale(model(torch.ones(2, 4).double()).sum()).backward()
+        model[2].weight.grad.mul_(factor)
+        update(1e-3)
+        same = [
+            torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True)
+        ]
+        assert same == [factor != 1.0] * len(same)
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        (lambda m: [m[0], m], r"number 2, SGD, are both given 0\.weight, 0\.bias"),
+        (lambda m: [m, nn.Linear(2, 2).requires_grad_(requires_grad=False)], "number 2, SGD,"),
+        (lambda m: [m[0], m[2].weight], "not given 2.bias"),
+        (lambda _: [], "empty list"),
+        (lambda m: [m[0], None], "returned a NoneType"),
+    ],
+)
+def test_several_optimizers_that_do_not_share_out_the_model_are_refused(parts, named):
+    def optimizers(model, _):
+        return [
+            None
+            if one is None
+            else torch.optim.SGD(one.parameters() if isinstance(one, nn.Module) else [one])
+            for one in parts(model)
+        ]
+
+    with pytest.raises(UserError, match=named):
+        optimizer_of(recipe_of(optimizer=optimizers), network(), Settings(), 1e-3, CPU)
+
+
 def test_a_checkpoint_of_another_kind_of_optimizer_is_refused():
     layer = nn.Linear(2, 2)
 
@@ -174,3 +246,7 @@ def test_a_checkpoint_of_another_kind_of_optimizer_is_refused():
     load_state(of(torch.optim.AdamW), adam.state_dict())
     with pytest.raises(UserError):
         load_state(of(torch.optim.Adagrad), adam.state_dict())
+    several = of(lambda parameters: [torch.optim.AdamW([one]) for one in parameters])
+    for one, other in ((several, adam), (adam, several)):
+        with pytest.raises(UserError, match=r"the state of [12] optimizers?"):
+            load_state(one, other.state_dict())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from samestep import Recipe, Settings, Splits, evaluate
 from samestep.core.data.order import epoch_order
@@ -43,6 +43,12 @@ def by_epoch(scheduler):
 def in_turn(optimizer):
     warmup = LinearLR(optimizer, 0.1, total_iters=4)
     return SequentialLR(optimizer, [warmup, CosineAnnealingLR(optimizer, 30)], [4])
+def two(model, settings):
+    return [torch.optim.SGD(model[0].parameters(), settings.lr, momentum=0.8),
+            torch.optim.Adam(model[2].parameters(), settings.lr / 4)]
+def each(optimizer):
+    first, second = optimizer
+    return [by_epoch(StepLR(first, 1, 0.3)), OneCycleLR(second, 0.1, 33)]
 def chained(optimizer):
     decay = LambdaLR(optimizer, lambda step: np.float64(0.9) ** step)
     return ChainedScheduler([decay, MultiStepLR(optimizer, [3, 20])])
@@ -78,6 +84,7 @@ SCHEDULERS: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
     ),
     "one after the other": ("in_turn", adam),
     "chained, with NumPy's numbers": ("chained", sgd),
+    "one for each of two optimizers": ("each, optimizer=two", None),
     "PyTorch's class itself": ("__import__('functools').partial(PolynomialLR)", adam),
 }
 
@@ -104,24 +111,31 @@ def by_hand(
     plan = make_plan(Settings(lr=LR, batch_size=12, epochs=EPOCHS), 131, 1)
     takes_plan = "plan" in inspect.signature(recipe.schedule).parameters
     made = recipe.schedule(optimizer, plan) if takes_plan else recipe.schedule(optimizer)
-    scheduler, interval = (*made.values(),) if isinstance(made, dict) else (made, "step")
-    on_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    schedulers = [
+        (*one.values(),)
+        if isinstance(one, dict)
+        else (one, "validation" if isinstance(one, ReduceLROnPlateau) else "step")
+        for one in (made if isinstance(made, list) else [made])
+    ]
     rates = []
     for epoch in range(EPOCHS):
         for indices in epoch_order(131, SEED, epoch).split(12):
-            optimizer.zero_grad()
+            model.zero_grad()
             recipe.loss(model(inputs[indices]), targets[indices]).backward()
-            optimizer.step()
-            rates.append(optimizer.param_groups[0]["lr"])
-            if interval == "step" and not on_plateau:
-                scheduler.step()
+            for one in optimizers:
+                one.step()
+            rates.append(optimizers[0].param_groups[0]["lr"])
+            for scheduler, interval in schedulers:
+                if interval == "step":
+                    scheduler.step()
         with torch.no_grad():
             loss = float(recipe.loss(model(unseen), answers))
-        if on_plateau:
-            scheduler.step(loss)
-        elif interval == "epoch":
-            scheduler.step()
-    return rates, [g["lr"] for g in optimizer.param_groups], model.state_dict()
+        for scheduler, interval in schedulers:
+            if interval != "step":
+                scheduler.step(*[loss] * (interval == "validation"))
+    groups = [group for one in optimizers for group in one.param_groups]
+    return rates, [g["lr"] for g in groups], model.state_dict()
 
 
 def rates_of(run: Path) -> list[float]:
@@ -147,9 +161,10 @@ def test_a_scheduler_gives_the_rates_and_weights_of_a_loop_by_hand_and_goes_on(t
     assert rates_of(run) == rates
     assert len({*rates}) > 1
     state = tiny.last_state(run)
-    assert [group["lr"] for group in state["optimizer"]["param_groups"]] == last
+    saved = state["optimizer"].get("optimizers", [state["optimizer"]])
+    assert [group["lr"] for one in saved for group in one["param_groups"]] == last
     assert all(torch.equal(state["model"][key], value) for key, value in weights.items())
-    by_epoch = "by_epoch" in schedule or "Plateau" in schedule
+    by_epoch = "by_epoch" in schedule or "Plateau" in schedule or "each" in schedule
     again = rewound(run, tmp_path / "again", 22 if by_epoch else 12)
     tiny.resumed(again)
     tiny.assert_same_training(again, run, 0.0)
@@ -290,6 +305,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "after step 6",
     ),
     "of another optimizer": ("other", "another optimizer"),
+    "two of one optimizer": ("lambda optimizer: [StepLR(optimizer, 1)] * 2", "SequentialLR"),
+    "none of several": ("lambda optimizer: [], optimizer=two", "empty list"),
     "of another optimizer within": ("nested", "another optimizer"),
     "a step when it is made": ("steps_at_once", "steps the optimizer"),
     "a step later": ("lambda optimizer: Steps(optimizer, 1)", "steps the optimizer"),

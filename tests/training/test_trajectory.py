@@ -194,15 +194,6 @@ def test_incomplete_batches_schedules_and_early_stopping_end_where_they_should(r
     assert steps(one, "samples") == [12 * k for k in range(1, 21)]
 
 
-def test_clipping_changes_the_training_and_the_recorded_norm_is_the_one_before(recipe, tmp_path):
-    flags = ("--max-steps", "5", "--optimizer", "sgd")
-    free = train(recipe, tmp_path, "free", *flags)
-    clipped = train(recipe, tmp_path, "clipped", *flags, "--clip-norm", "0.001")
-    assert worst(free, clipped) > 1e-6
-    assert clipped[0]["grad_norm"] == pytest.approx(free[0]["grad_norm"], rel=1e-14)
-    assert min(steps(clipped, "grad_norm")) > 0.01
-
-
 def first_stop(losses, patience, min_delta):
     reference, since = math.inf, 0
     for number, loss in enumerate(losses, start=1):

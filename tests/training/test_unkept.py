@@ -1,4 +1,4 @@
-"""A loss may name the step; what it counts itself, and buffers that get lost, are told."""
+"""A loss may name the step; what it counts itself, and state that gets lost or grows, are told."""
 
 import inspect
 
@@ -7,13 +7,7 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.core.training.unkept import (
-    Unkept,
-    at_first_forward,
-    count_of_calls,
-    of_buffers,
-    of_forward,
-)
+from samestep.core.training import unkept
 from samestep.launch.ranks.world import World
 from tests import tiny
 
@@ -179,22 +173,22 @@ def test_buffers_that_are_lost_or_made_of_a_ranks_own_samples_are_told(tmp_path)
 
     def found(**world: int):
         model = Buffers()
-        return of_buffers(model, lambda rows: model(x[:rows]), 8, World(**world))
+        return unkept.of_buffers(model, lambda rows: model(x[:rows]), 8, World(**world))
 
     assert found() == {"lost": ("drift",), "of_rank": ()}
     assert found(world_size=2) == {"lost": ("drift",), "of_rank": ("codes",)}
     assert found(world_size=2, virtual_ranks=4)["of_rank"] == ()
 
-    told: list[Unkept] = []
+    told: list[unkept.Unkept] = []
     model, plain = Buffers(), Buffers()
-    at_first_forward(model, World(world_size=2), told.append)
+    unkept.at_first_forward(model, World(world_size=2), told.append)
     for one in (model, plain):
         one.eval()(x)
         assert told == []
     for one in (model.train(), plain.train()):
         one(x)
         one(x)
-    assert told == [Unkept(lost=("drift",), of_rank=("codes",))]
+    assert told == [unkept.Unkept(lost=("drift",), of_rank=("codes",))]
     for name, buffer in plain.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
     text = (
@@ -236,7 +230,7 @@ def test_a_model_that_counts_its_calls_is_told_and_not_resumed_unless_its_state_
 
     def found(model, function=None):
         applied = function or (lambda model, x: model(x))
-        return of_forward(model, function, lambda rows: applied(model, x[:rows]), 2)
+        return unkept.of_forward(model, function, lambda rows: applied(model, x[:rows]), 2)
 
     def counting(model, x):
         calls[0] += 1
@@ -249,7 +243,7 @@ def test_a_model_that_counts_its_calls_is_told_and_not_resumed_unless_its_state_
 
     told = []
     for model in (Counts(2, 2), Keeps(2, 2)):
-        count_of_calls(model, told.append)
+        unkept.count_of_calls(model, told.append)
         for _ in range(4):
             model(x)
     assert told == [["n"]]
@@ -262,3 +256,75 @@ def test_a_model_that_counts_its_calls_is_told_and_not_resumed_unless_its_state_
     assert " changes n," in tiny.events(run, "start")[0]["notes"][0]
     with pytest.raises(samestep.UserError, match="changes n from call to call"):
         samestep.train(run, resume=True, max_steps=2, quiet=True)
+
+
+GROWS = """
+class Grows(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 2)
+        self.register_buffer("seen", torch.zeros(0))
+        self.register_buffer("none", None)
+        self.layers = nn.ModuleList()
+        self.calls = 0
+    LOADING
+    def get_extra_state(self):
+        return {"calls": self.calls}
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+            FORWARD
+        return super().forward(x) + self.seen.sum()
+recipe = replace(recipe, model=lambda: Grows().double())
+"""
+GROWING = "self.seen = torch.cat([self.seen, self.seen.new_full((1,), 1e-3 * self.calls)])"
+MAKES_ROOM = """
+    def _load_from_state_dict(self, state, prefix, *others):
+        self.seen = torch.zeros_like(state[prefix + "seen"])
+        super()._load_from_state_dict(state, prefix, *others)
+"""
+
+
+def write_growing(folder, forward: str, loading: str = "", **other: str):
+    text = GROWS.replace("FORWARD", forward).replace("    LOADING", loading)
+    for old, new in other.items():
+        text = text.replace(old, new)
+    imports = "from dataclasses import dataclass"
+    return tiny.write_recipe(
+        folder, tiny.RECIPE.replace(imports, f"{imports}, replace") + text, "grows.py"
+    )
+
+
+def test_a_buffer_for_which_its_module_makes_room_resumes_to_the_last_bit(tmp_path):
+    recipe = write_growing(tmp_path, GROWING, MAKES_ROOM)
+    tiny.trained(recipe, tmp_path / "whole", "--max-steps", "13")
+    tiny.trained(recipe, tmp_path / "stopped", "--max-steps", "9")
+    tiny.resumed(tmp_path / "stopped", "--max-steps", "13")
+    one, other = (tiny.last_state(tmp_path / name)["model"] for name in ("stopped", "whole"))
+    assert (one["_extra_state"], len(one["seen"])) == ({"calls": 13}, 13)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+KEPT_APART = {"self.calls = state": "self.kept = state"}
+GROWN = "seen has shape (1,), the model (0,)"
+# What a forward does, with a change of the model, and what is then told.
+LOST = {
+    "grows": (GROWING, {}, GROWN),
+    "grows in step 2": (f"if self.calls == 2: {GROWING}", {}, GROWN),
+    "begins as None": ("self.none = x[:1].detach()", {}, "none is not in the model"),
+    "gets layers": ("self.layers.append(nn.Linear(2, 2))", {}, "layers.0.weight is not in"),
+    "extra state": ("pass", KEPT_APART, "['_extra_state']['calls'] is 1, and 0"),
+}
+
+
+@pytest.mark.parametrize(("forward", "other", "named"), LOST.values(), ids=LOST)
+def test_state_that_no_checkpoint_leads_back_to_is_named_after_the_step(
+    tmp_path, refused, forward, other, named
+):
+    recipe = write_growing(tmp_path, forward, **other)
+    run = tmp_path / "run"
+    told = refused("train", str(recipe), "--run-dir", str(run), "--checkpoint-every-steps", "1")
+    assert named in told
+    assert f"{recipe.name}:" in told
+    assert len(list(run.rglob("*.pt"))) <= 1

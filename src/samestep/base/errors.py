@@ -85,8 +85,11 @@ def _as_arguments(text: str) -> str:
         named = shell and shell.compile.format_code_name(place["file"])
         return f"{named[1]} line {place['line']}" if named else place[0]
 
-    text = _CELL.sub(cell, text)
-    return _FLAG.sub(lambda found: (found["flag"] or "").replace("-", "_") or found[0], text)
+    def argument(place: re.Match[str]) -> str:
+        name = (place["flag"] or "").replace("-", "_")
+        return f"{name[3:]}=False" if name.startswith("no_") else name or place[0]
+
+    return _FLAG.sub(argument, _CELL.sub(cell, text))
 
 
 class AlreadyTold(SystemExit):
@@ -121,6 +124,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("grad_clip", "gradient_clip_val", "max_grad_norm"), "clip_norm"),
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "accumulate"),
     **dict.fromkeys(("amp", "dtype", "mixed_precision"), "precision"),
+    **dict.fromkeys(("load_from", "pretrained", "initial_checkpoint"), "init_from"),
     "wd": "weight_decay",
     "warmup": "warmup_steps",
     "random_seed": "seed",

@@ -175,6 +175,12 @@ class Settings:
     """Precision of float32 products and convolutions; highest forbids TF32."""
     seed: int = field(default=42, metadata=_COMMON)
     """Seed of all random numbers: initial weights, sample order, augmentation, dropout."""
+    init_from: str | None = field(default=None, metadata=_COMMON)
+    """Weights to start from: a run (its best checkpoint), one of its checkpoints, or a file with a
+    state_dict (.safetensors, .pt, .pth, .bin, .ckpt). All else is new, also the optimizer."""
+    init_strict: bool = True
+    """With --init-from, names and shapes must be those of the model. Off loads what fits, and lists
+    the rest."""
     device: Device = field(default="auto", metadata=_COMMON | _FREE)
     """Device to train on; auto takes the best one of this machine."""
     backend: Backend = field(default="auto", metadata=_FREE)

@@ -133,6 +133,10 @@ class Recipe:
     """(outputs, targets) → mean loss over the samples of the batch, a scalar. With `forward` it is
     given (outputs, batch), and so are the metrics. A dict of scalars is logged by name; their sum
     is trained. It may also ask for `step` and `epoch` by name, counted from 0."""
+    evaluation_loss: Callable[..., Any] | None = None
+    """What validations and tests measure as the loss, if that is not `loss`: without its label
+    smoothing or auxiliary terms. It is called as `loss` is; `reduction`, `loss_terms`, `loss_over`
+    and those of the `loss_weights` that it has apply to it, too."""
     loss_weights: Mapping[str, float] | None = None
     """Name → weight of that loss in the sum, where `loss` returns a dict; 1 for the others."""
     reduction: Reduction = "mean"
@@ -164,9 +168,10 @@ class Recipe:
     shard: tuple[type, ...] = ()
     """Classes of the model's repeated blocks: with `--strategy fsdp` each block's weights are
     gathered and freed at once. By default samestep looks for blocks in the model."""
-    optimizer: Callable[[nn.Module, Settings], torch.optim.Optimizer] | None = None
-    """(model, settings) → the optimizer, instead of `--optimizer`. Its groups' learning rates are
-    scaled by `--lr-scaling` and follow the schedule."""
+    optimizer: Callable[[nn.Module, Settings], Any] | None = None
+    """(model, settings) → the optimizer, instead of `--optimizer`, or a list of several over
+    different parameters. Learning rates of their groups are scaled by `--lr-scaling` and follow the
+    schedule."""
     schedule: Callable[..., Any] | None = None
     """(step from 0, total steps) → the factor of the learning rate, instead of `--schedule`; a
     warm-up comes on top. It may also ask for `epoch`, `steps_per_epoch`, `metrics` by name. Or
@@ -175,6 +180,10 @@ class Recipe:
     """name → (outputs, targets) → one value per sample (batch,), averaged exactly over all samples.
     Or a metric of torchmetrics, for what needs all predictions at once. By default accuracy,
     where the loss is cross-entropy and the targets are classes."""
+    after_epoch: Callable[[nn.Module, Any], Mapping[str, float] | None] | None = None
+    """(model, end) → name → number, or nothing: called after each epoch and its validation, between
+    two steps, on all ranks. `end` has `epoch`, `step` and `metrics`. The values are in the epoch's
+    record. It may set `requires_grad` of parameters; a resumed run continues with that."""
     evaluate_batch: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
     """(model, batch) → name → one value per sample (batch,), for what needs the model itself, such
     as text that it generates. Called in evaluations only; the batch is (inputs, targets), or with
@@ -185,6 +194,10 @@ class Recipe:
     """Turns stored inputs into model inputs, in training and evaluation."""
     augment: Augment | None = None
     """Changes inputs at random before `transform`, in training only."""
+    batch_transform: Callable[..., Any] | None = None
+    """(inputs, targets) → inputs and targets of the whole global batch, or with `forward` batch →
+    batch, in training only: mixup, CutMix. What it draws from the generators of torch, NumPy and
+    Python is decided by the seed, the epoch and the step."""
     options: type | None = None
     """A frozen dataclass of the recipe's own options; each becomes a flag."""
     complete: Callable[[Any], Any] | None = None
@@ -218,7 +231,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.metrics is _BY_DEFAULT:
-            own = dict(_BY_DEFAULT) if is_cross_entropy(self.loss) else {}
+            losses = (self.loss, self.evaluation_loss)
+            own = dict(_BY_DEFAULT) if any(map(is_cross_entropy, losses)) else {}
             object.__setattr__(self, "metrics", own)
         if self.weights is not None:
             object.__setattr__(self, "settings", {"order": "weighted", **self.settings})
@@ -243,9 +257,15 @@ class Recipe:
         if self.options is not None:
             check_options(self.options, known)
 
+    @property
+    def evaluated_loss(self) -> Callable[..., Any]:
+        """The loss of evaluations: `evaluation_loss`, or else `loss`."""
+        return self.loss if self.evaluation_loss is None else self.evaluation_loss
+
     def own_parts(self) -> tuple[str, ...]:
         """Return which of batches, forward, terms, optimizer and the like are the recipe's own."""
-        names = ("collate", "forward", "loss_terms", "carry", "optimizer")
+        names = ["collate", "forward", "loss_terms", "carry", "optimizer"]
+        names += ["batch_transform", "after_epoch"]
         own = [name for name in names if getattr(self, name) is not None]
         own += ["loss that names the step"] * bool(moment_asks(self.loss))
         own += ["forward that names the step"] * bool(self.forward and moment_asks(self.forward))

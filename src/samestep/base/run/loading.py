@@ -49,7 +49,7 @@ def load(
     path = folder / entry.path
     if not verified:
         verify(folder, entry)
-    state = _read(path)
+    state = read_file(path)
     if not isinstance(state, dict) or not isinstance(state.get("format"), int):
         raise UserError(f"{path} is not a checkpoint of samestep.")
     if state["format"] > FORMAT:
@@ -106,7 +106,7 @@ def _has(state: Mapping[str, Any], part: str) -> bool:
     return first in state and (not inner or (isinstance(found, Mapping) and _has(found, inner)))
 
 
-def _read(path: Path) -> Any:
+def read_file(path: Path) -> Any:
     """Return what a file holds, mapped; read into memory if it cannot be mapped."""
     try:
         path.open("rb").close()

@@ -109,8 +109,7 @@ class StartRecord(Struct, kw_only=True, tag_field="event", tag="start"):
     parameters: int | None = None
     """The model's parameters."""
     by_ranks: list[str] | None = None
-    """Of the model's modules, what gives something else on another number of ranks by itself:
-    `BatchNorm`, `dropout`."""
+    """Modules whose outputs depend on the number of ranks: `BatchNorm`, `dropout`."""
     monitor: str | None = None
     """The metric that the best checkpoint is chosen by."""
     lower_is_better: list[str] | None = None
@@ -119,6 +118,8 @@ class StartRecord(Struct, kw_only=True, tag_field="event", tag="start"):
     """Options that may change on resume."""
     left_out: list[Any] = []
     """Files that could not be read."""
+    init_from: dict[str, Any] = {}
+    """With `--init-from`: the file, its SHA-256, and what did not fit."""
     resumed: bool
     """True if the run continues."""
     notes: list[str] = []

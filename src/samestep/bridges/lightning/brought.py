@@ -38,7 +38,8 @@ from samestep.core.recipe import Recipe, Splits
 _LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 _OF_DATA = {"setup", "prepare_data", "on_after_batch_transfer", *_LOADERS.values()}
 _OF_STEPS = {"training_step", "validation_step", "test_step", "configure_optimizers", "forward"}
-_CALLED = _OF_DATA | _OF_STEPS | {"configure_model", "on_train_epoch_start"}
+_OF_EPOCHS = {"on_train_epoch_start", "on_train_epoch_end"}
+_CALLED = _OF_DATA | _OF_STEPS | {"configure_model", *_OF_EPOCHS}
 _LEFT_ALONE = {"teardown", "on_train_start", "on_fit_start", "predict_dataloader", "predict_step"}
 """Hooks that change no training: on_train_start is for seeds, which are samestep's."""
 _REMEDIES = {
@@ -84,6 +85,7 @@ def recipe(module: Any, datamodule: Any = None, **settings: Any) -> Recipe:
         collate=_collate,
         forward=brought.forward,
         loss=_loss,
+        after_epoch=brought.ended,
         evaluate_batch=brought.measured,
         optimizer=brought.optimizer,
         schedule=brought.schedule,
@@ -266,6 +268,17 @@ class _Brought:
         }
 
     measured.calls_model = False  # type: ignore[attr-defined] # FSDP's ranks need not meet in it
+
+    def ended(self, module: Any, _end: object) -> dict[str, Any]:
+        """Call `on_train_epoch_end`; return what it logs."""
+        logged: dict[str, Any] = {}
+        if _has_own(module, _base(module, "LightningModule"), "on_train_epoch_end"):
+            token = _logged.set(logged)
+            try:
+                module.on_train_epoch_end()
+            finally:
+                _logged.reset(token)
+        return logged
 
     def optimizer(self, module: Any, settings: Settings) -> torch.optim.Optimizer:
         """Make the module's optimizer, and keep its scheduler for `schedule`."""

@@ -210,6 +210,8 @@ class _Module(LitRecipe):
     def __init__(self, task: Task) -> None:
         request, work = task.request, task.work
         recipe = replace(request.recipe, loss=work.learner.loss, metrics=work.metrics)
+        if recipe.evaluation_loss is not None:
+            recipe = replace(recipe, evaluation_loss=work.evaluation_loss)
         super().__init__(recipe, work.settings, request.options, model=work.learner.model)
         self._work, self._state = work, task.state
         self.moment = work.learner.moment

@@ -30,6 +30,7 @@ from samestep.core.training.alike import (
 from samestep.core.training.apply import (
     Moment,
     call,
+    evaluating,
     measure_of,
     of_counted,
     parts_of,
@@ -58,6 +59,16 @@ def check_recipe(recipe: Recipe) -> None:
         raise UserError(
             f"Recipe(loss_over={recipe.loss_over!r}) gathers the outputs of all ranks, which "
             "Lightning's loop has no place for: use --engine native."
+        )
+    if recipe.batch_transform is not None:
+        raise UserError(
+            "Recipe(batch_transform=…) gathers the batch of all ranks, which Lightning's loop has "
+            "no place for: use --engine native."
+        )
+    if recipe.after_epoch is not None:
+        raise UserError(
+            "Recipe(after_epoch=…) may freeze and train other parameters, and Lightning wraps a "
+            "model once: use --engine native."
         )
     if found := {*recipe.schedule_asks()} & {"optimizer", "metrics"}:
         what = "is a scheduler of PyTorch" if "optimizer" in found else "reads the metrics"
@@ -172,11 +183,8 @@ class LitRecipe(pl.LightningModule):
 
     def on_train_start(self) -> None:
         """Take what the loss holds to where the model is."""
-        self._loss = self._placed_loss()
-
-    def _placed_loss(self) -> Callable[[Any, Any], Tensor]:
         placed = place_loss(self.recipe.loss, self.device, self._dtype_of_weights())
-        return summed(timed(placed, self.moment), self.recipe.loss_weights)
+        self._loss = summed(timed(placed, self.moment), self.recipe.loss_weights)
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:
         """Seed a step as samestep's loop does, so that dropout is the same and resumes exactly."""
@@ -249,13 +257,15 @@ class LitRecipe(pl.LightningModule):
         for optimizer in self.trainer.optimizers if self.trainer.state.fn == "fit" else ():
             if has_modes(optimizer):
                 self._drawn.enter_context(OwnAverage(self.model, optimizer).in_place())
+        dtype, own = self._dtype_of_weights(), self.recipe.evaluation_loss is not None
+        placed = place_loss(self.recipe.evaluated_loss, self.device, dtype)
         self._totals = Totals(
-            self._placed_loss(),
+            evaluating(self.recipe, placed, self.moment),
             self.recipe.metrics,
             world,
             terms=terms_of(self.recipe),
             reduction=self.recipe.reduction,
-            parts=self.parts,
+            parts=None if own else self.parts,
             measure=self.measure,
         )
 

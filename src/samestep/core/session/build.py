@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,9 @@ from samestep.core.data.source import Source
 from samestep.core.data.stream_lanes import is_stream
 from samestep.core.data.stream_source import StreamSource
 from samestep.core.recipe import Recipe, Splits
+from samestep.core.session.initial_weights import InitialWeights, start_from
 from samestep.core.session.request import Request
+from samestep.core.training.after_epoch import AfterEpoch
 from samestep.core.training.alike import (
     arithmetic,
     check_same_model,
@@ -30,9 +33,24 @@ from samestep.core.training.alike import (
     seed_alike,
     seed_rank,
 )
-from samestep.core.training.apply import Moment, applied, measure_of, summed, terms_of, timed
+from samestep.core.training.apply import (
+    Moment,
+    applied,
+    evaluating,
+    measure_of,
+    summed,
+    terms_of,
+    timed,
+)
+from samestep.core.training.batch_transform import BatchTransform
 from samestep.core.training.carried import Carried
-from samestep.core.training.compiled import Compiles, make_step, what_compiles, with_forward
+from samestep.core.training.compiled import (
+    Compiles,
+    RenewableStep,
+    make_step,
+    what_compiles,
+    with_forward,
+)
 from samestep.core.training.device import (
     check_precision,
     choose_allocation,
@@ -60,7 +78,7 @@ from samestep.core.training.scheduler import Scheduler
 from samestep.core.training.sharding import build_once, compile_blocks, is_fsdp, shard
 from samestep.core.training.stopping import Watch
 from samestep.core.training.unkept import Unkept
-from samestep.core.training.work import State, Work
+from samestep.core.training.work import State, Step, Work
 from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.nproc import check_workers
 from samestep.launch.ranks.world import World
@@ -77,6 +95,8 @@ class Built:
     """CPU threads of this rank."""
     unkept: Unkept
     """What no checkpoint holds."""
+    initial: InitialWeights | None = None
+    """What the weights were before the first step, if model() has not made them."""
 
 
 def build(
@@ -109,44 +129,47 @@ def build(
     train = source(splits.train, lap=phases.lap, split="training")
     _agree_on_size(train, world)
     plan = world.on_every(lambda: planned(request, train, world.world_size))
-    seed_alike(settings.seed)
-    new, placed = partial(recipe.build_model, request.options), made_by(recipe.model)(prepare)
-    make = partial(build_once, new, world) if is_fsdp(settings, world) else new
-    model = world.on_every(lambda: placed(make(), settings, world, dtype))
-    check_same_model(model, world)
-    restores = ModelTrial(model)  # before it is shared out or compiled
-    takes = applied(model, recipe, moment := Moment(), compiles=settings.compile == "on")
-    if is_fsdp(settings, world):
-        shard(model, takes, recipe, settings, world)
+    model, takes, restores, initial = _build_model(request, world, dtype, moment := Moment())
     seed_rank(settings.seed, world.rank)
     threads = _share_cores(request, model, world, train)
-    loss = place_loss(recipe.loss, world.device, dtype)
+    loss, judged = _placed_losses(recipe, world.device, dtype)
     held_out, test = splits.validation, splits.test
     validation = source(held_out, split="validation") if held_out is not None else None
     lonely = None if holds_norms else of_one_sample(plan, settings)
-    how = (settings.precision, world, takes, lonely)
-    trial = partial(dry_run, model, loss, recipe, splits, train, *how)
-    untried = Tried(recipe.metrics)
-    tried = _try_out(trial, validation, test, source, world) if tries else untried
-    metrics, parts = tried.metrics, tried.parts
+    how = (settings, world, takes, lonely)
+    trial = partial(dry_run, model, loss, judged, recipe, splits, train, *how)
+    tried = Tried(recipe.metrics)
+    if tries:
+        tried = _try_out(trial, validation, test, source, world)
+    metrics, parts, judged_parts = tried.metrics, tried.parts, tried.evaluation_parts
     own = _own_parts(recipe, train) + ("losses by name",) * bool(parts)
     compiles = what_compiles(settings, world, model, own=own)
-    loss = timed(loss, moment)
+    judged, loss = evaluating(recipe, judged, moment, judged_parts), timed(loss, moment)
     loss = summed(loss, recipe.loss_weights, parts) if parts else loss
     recipe = replace(recipe, loss=loss, metrics=metrics)
-    learner = _make_learner(
-        recipe, takes, model, settings, world, plan, compiles, wrap_model, train, len(parts)
+    learner, wrapped = _make_learner(
+        recipe, takes, model, settings, world, plan, compiles, wrap_model, train, tried
     )
-    learner = replace(learner, own=own, parts=parts, moment=moment)
+    mixes = recipe.batch_transform is not None
+    learner = replace(learner, own=own, moment=moment)
+    made = partial(make_step, compiles, settings=settings, world=world, plan=plan)
     most = train.steps_per_block(plan.global_batch_size)
+    made = partial(made, steps_per_block=most, phases=phases)
+    learner, step, after_epoch = _make_steps(
+        recipe, learner, made, wrapped, world, settings.seed, tried
+    )
     work = Work(
         settings=settings,
         plan=plan,
         world=world,
         learner=learner,
-        step=make_step(compiles, learner, settings, world, plan, most, phases),
+        step=step,
+        after_epoch=after_epoch,
+        batch_transform=BatchTransform(recipe, settings, world) if mixes else None,
         train=train,
         validation=validation,
+        evaluation_loss=judged,
+        evaluation_parts=judged_parts,
         metrics=metrics,
         measure=measure_of(recipe, model, tried.measured),
         trial=restores,
@@ -154,14 +177,46 @@ def build(
         classes=splits.classes,
         cost=model_cost(tried.forward_flops, settings, world),
     )
-    measured = EpochMetrics(
-        metrics, world.device, held_parts(world), by_step=world.virtual_ranks > 0
+    by_step = world.virtual_ranks > 0
+    state = State(
+        watch=_watch(settings, recipe, splits, tried),
+        measured=EpochMetrics(
+            {} if mixes else metrics, world.device, held_parts(world), by_step=by_step
+        ),
     )
-    state = State(watch=_watch(settings, recipe, splits, tried), measured=measured)
     _check_followed(learner, plan, state.watch, splits)
     if is_fsdp(settings, world):
         return_freed_memory(world.device)
-    return Built(with_forward(work), state, splits, threads, tried.unkept)
+    return Built(with_forward(work), state, splits, threads, tried.unkept, initial)
+
+
+def _build_model(
+    request: Request, world: World, dtype: torch.dtype, moment: Moment
+) -> tuple[nn.Module, nn.Module, ModelTrial, InitialWeights | None]:
+    """Return the model, shared out if it is to be, what takes the inputs, its trial, its weights.
+
+    The last are those of --init-from.
+    """
+    settings, recipe = request.settings, request.recipe
+    seed_alike(settings.seed)
+    new, placed = partial(recipe.build_model, request.options), made_by(recipe.model)(prepare)
+    make = partial(build_once, new, world) if is_fsdp(settings, world) else new
+    model = world.on_every(lambda: placed(make(), settings, world, dtype))
+    check_same_model(model, world)
+    source, strict = settings.init_from, settings.init_strict
+    initial = None if source is None else start_from(model, Path(source), world, strict=strict)
+    restores = ModelTrial(model)  # before it is shared out or compiled
+    takes = applied(model, recipe, moment, compiles=settings.compile == "on")
+    if is_fsdp(settings, world):
+        shard(model, takes, recipe, settings, world)
+    return model, takes, restores, initial
+
+
+def _placed_losses(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the loss of the training, and that of evaluations, which may be the same."""
+    loss = place_loss(recipe.loss, device, dtype)
+    own = recipe.evaluation_loss
+    return loss, loss if own is None else place_loss(own, device, dtype)
 
 
 def _check_same_arithmetic(world: World) -> None:
@@ -203,52 +258,95 @@ def _make_learner(
     compiles: Compiles,
     wrap_model: Wrap,
     train: Source,
-    num_parts: int,
-) -> Learner:
-    """Put a built model on all ranks, and give it what changes it."""
+    tried: Tried,
+) -> tuple[Learner, Callable[[nn.Parameter | None], nn.Module]]:
+    """Put a built model on all ranks, and give it what changes it; return how it was put there."""
+    if compiles == "model" and any_sharded(model):
+        compile_blocks(takes)
+    wrapped = partial(_wrapped, takes, model, settings, world, compiles, wrap_model)
     terms = terms_of(recipe)
-    numbers = int(terms is not None) + (1 + num_parts if world.elastic else 0)
+    numbers = int(terms is not None) + (1 + len(tried.parts) if world.elastic else 0)
     counter = make_counter(model, world, settings, numbers)
     # Code that runs between two steps of an epoch may change what model and loss read. Functions of
     # this package do not.
     between = [recipe.schedule, recipe.transform, recipe.augment, *recipe.metrics.values()]
     functions = [f.func if isinstance(f, partial) else f for f in between if f is not None]
     ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
-    to_wrap = takes
-    if compiles == "model" and any_sharded(model):
-        compile_blocks(takes)
-    elif compiles == "model":  # first compile, then wrap: DDP breaks a graph that starts outside it
-        to_wrap = cast("nn.Module", torch.compile(takes, dynamic=False))
     optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))
     made = () if recipe.optimizer is None else groups_of(optimizer)  # what no scheduler has set
-    return Learner(
+    learner = Learner(
         model=model,
         applied=takes,
-        wrapped=wrap_model(to_wrap, world, settings, counter),
+        wrapped=wrapped(counter),
         optimizer=optimizer,
         scheduler=world.on_every(lambda: _scheduler_of(plan, settings, optimizer)),
         optimizer_maker=recipe.optimizer,
         made=made,
         carried=_carried(recipe, settings, plan, world, train),
         over_batch=recipe.loss_over == "batch",
-        measured=bool(in_training(recipe.metrics)),
+        # Of mixed samples they would say nothing.
+        measured=bool(in_training(recipe.metrics)) and recipe.batch_transform is None,
         alone=ours and isinstance(train, MemorySource),
-        average=average_of(model, settings, optimizer),
+        average=average_of(model, settings, optimizer, frozen=recipe.after_epoch is not None),
         scaler=make_scaler(settings.precision, world.device),
         loss=recipe.loss,
         reduction=recipe.reduction,
         terms=terms,
         counter=counter,
+        parts=tried.parts,
         makers=(recipe.model, recipe.data),
     )
+    return learner, wrapped
+
+
+def _make_steps(
+    recipe: Recipe,
+    learner: Learner,
+    made: Callable[[Learner], Step],
+    wrapped: Callable[[nn.Parameter | None], nn.Module],
+    world: World,
+    seed: int,
+    tried: Tried,
+) -> tuple[Learner, Step, AfterEpoch | None]:
+    """Return the learner, what takes its steps, and what calls the recipe's `after_epoch`.
+
+    With that, the steps may be built anew, so nothing else keeps the first ones.
+    """
+    step = made(learner)
+    if recipe.after_epoch is None:
+        return learner, step, None
+    bare = replace(learner, wrapped=learner.applied)
+    again = RenewableStep(step, lambda: made(replace(bare, wrapped=wrapped(bare.counter))))
+    taken = {*recipe.metrics, *tried.parts, *tried.evaluation_parts, *tried.measured}
+    called = AfterEpoch(recipe.after_epoch, bare, world, seed, taken, again.renew)
+    return bare, again, called
+
+
+def _wrapped(
+    takes: nn.Module,
+    model: nn.Module,
+    settings: Settings,
+    world: World,
+    compiles: Compiles,
+    wrap_model: Wrap,
+    counter: nn.Parameter | None,
+) -> nn.Module:
+    """Return the model, compiled if it is to be, on all ranks."""
+    if compiles == "model" and not any_sharded(model):
+        # First compile, then wrap: DDP breaks a graph that starts outside it.
+        takes = cast("nn.Module", torch.compile(takes, dynamic=False))
+    return wrap_model(takes, world, settings, counter)
 
 
 def average_of(
-    model: nn.Module, settings: Settings, optimizer: torch.optim.Optimizer
+    model: nn.Module, settings: Settings, optimizer: torch.optim.Optimizer, *, frozen: bool = False
 ) -> Average | OwnAverage | None:
-    """Return what makes the weights to evaluate, if they are others than those trained."""
+    """Return what makes the weights to evaluate, if they are others than those trained.
+
+    `frozen`: whether some that are not trained yet will be.
+    """
     if settings.ema is not None:
-        return Average(model, settings.ema)
+        return Average(model, settings.ema, frozen=frozen)
     return OwnAverage(model, optimizer) if has_modes(optimizer) else None
 
 
@@ -287,15 +385,14 @@ def _scheduler_of(
 
 def _check_followed(learner: Learner, plan: Plan, watch: Watch, splits: Splits) -> None:
     """Check that what a schedule follows is measured, and that it looks the same way."""
-    plateau = learner.scheduler is not None and learner.scheduler.interval == "validation"
+    plateaus = () if learner.scheduler is None else learner.scheduler.plateaus
     place = defined_at(plan.schedule)
-    if splits.validation is None and (plateau or "metrics" in plan.schedule_asks):
+    if splits.validation is None and (plateaus or "metrics" in plan.schedule_asks):
         raise UserError(
             f"The recipe's schedule{place} follows what is validated, and the recipe has no "
             "validation data. Give its Splits(validation=…), or take another schedule."
         )
-    if learner.scheduler is not None and plateau and learner.scheduler.made.mode != watch.mode:
-        mode = learner.scheduler.made.mode
+    for mode in {one.mode for one in plateaus} - {watch.mode}:
         raise UserError(
             f"ReduceLROnPlateau(mode={mode!r}){place} follows {watch.metric}, of which the "
             f"{'highest' if watch.mode == 'max' else 'lowest'} value is the best. Write "
@@ -383,8 +480,8 @@ def _agree_on_stream(source: Source | None) -> None:
 
 
 def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> Watch:
-    known = in_training(recipe.metrics)
-    names = [*dict.fromkeys(("loss", *tried.parts, *known, *tried.measured, *tried.computed))]
+    known, parts = in_training(recipe.metrics), tried.evaluation_parts
+    names = [*dict.fromkeys(("loss", *parts, *known, *tried.measured, *tried.computed))]
     if splits.validation is None:
         for name in ("patience", "monitor", "halving"):
             if getattr(settings, name) is not None:
@@ -394,5 +491,5 @@ def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> 
         raise UserError(f"--monitor {metric}: the recipe measures {', '.join(names)}.")
     mode = settings.mode
     if mode == "auto":
-        mode = "min" if metric in (*recipe.falling(), *tried.parts) else "max"
+        mode = "min" if metric in (*recipe.falling(), *parts) else "max"
     return Watch(metric=metric, mode=mode)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from samestep.base.trees import tree_leaves
 from samestep.base.words import count, size
+from samestep.core.training.joint import members_of
 
 _FEW = 4
 """With room for fewer checkpoints a run says so when it starts."""
@@ -31,7 +32,7 @@ def state_bytes(
     for module in modules:
         kept = {id(one): one for one in module.state_dict(keep_vars=True).values()}
         total += sum(_bytes(one) for one in kept.values() if isinstance(one, Tensor))
-    for optimizer in optimizers:
+    for optimizer in (one for given in optimizers for one in members_of(given)):
         held = [leaf for state in optimizer.state.values() for leaf in tree_leaves(state)]
         total += sum(_bytes(leaf) for leaf in held if isinstance(leaf, Tensor))
         for group in optimizer.param_groups:

@@ -33,6 +33,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
             f"This is a new run with the settings of {request.settings_of}. To continue that "
             f"run: samestep train {request.settings_of} --resume."
         )
+    notes += [] if built.initial is None else [built.initial.note()]
     by_virtual = "--virtual-ranks N makes it the same on any number of ranks."
     sharded = any_sharded(work.learner.model)
     by_virtual = f"With --strategy ddp, {by_virtual}" if sharded else by_virtual

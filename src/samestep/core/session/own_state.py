@@ -57,9 +57,14 @@ def check_state(state: Any) -> None:
         )
     for name, one in state.items():
         if not isinstance(one, Stateful):
+            remedy = "Leave it out, or put it into an object that has both."
+            if isinstance(one, list | tuple | Mapping):
+                first, second = (f"{name}_{number}" for number in (1, 2))
+                remedy = f"Name what is in it: {{…, {first!r}: …, {second!r}: …}}."
             raise UserError(
                 f"state[{name!r}] is a {type(one).__name__}, which has no state_dict and "
-                "load_state_dict. Leave it out, or put it into an object that has both."
+                "load_state_dict.",
+                remedy=remedy,
             )
         if isinstance(one, nn.Module):
             check_dense(one, f"state[{name!r}] has")

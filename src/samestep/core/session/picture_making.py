@@ -270,7 +270,7 @@ def _kind(recipe: Recipe, splits: Splits, sample: Any) -> Literal["images", "poi
     if recipe.forward is not None or not isinstance(sample, tuple) or len(sample) != 2:
         return None
     stored, target = sample
-    has_classes = bool(splits.classes) or is_cross_entropy(recipe.loss)
+    has_classes = bool(splits.classes) or is_cross_entropy(recipe.evaluated_loss)
     if has_classes:
         return "images" if is_image(stored) else None
     if isinstance(target, Tensor):

@@ -145,7 +145,7 @@ def _said(opened: TrainedModel, samples: Sequence[Any], top: int) -> list[dict[s
     known = recipe.forward is None and _fits(targets, count)
     actual = _rows_of("target", targets, count) if known else [{}] * count
     # Where the loss is made of it, outputs are class scores whether classes have names or not.
-    scores = _class_scores(outputs, names, top, numbered=is_cross_entropy(recipe.loss))
+    scores = _class_scores(outputs, names, top, numbered=is_cross_entropy(recipe.evaluated_loss))
     if scores is None:
         rows = zip(_rows_of("output", outputs, count), actual, strict=True)
         return [{"values": {**row, **its}} for row, its in rows]

@@ -44,7 +44,7 @@ _OF_THE_ORDER = frozenset(
         *("shuffle_buffer", "order", "group_by_length", "batch_tokens"),
     ]
 )
-_FIXED = _OF_THE_ORDER | {"engine", "virtual_ranks"}
+_FIXED = _OF_THE_ORDER | {"engine", "virtual_ranks", "init_from"}
 
 Change = tuple[Any, Any]
 """A value before, and the value now; None where it was not set."""
@@ -249,6 +249,8 @@ def finish(
         merged = _with_sizes_of(run, merge_layers(run.settings_layer, merged), flags)
     elif start.run is not None:
         merged["run_dir"] = str(start.run) if resume else flags.get("run_dir")
+    init = merged.get("init_from")  # by its whole path, as a resume compares it
+    merged |= {"init_from": str(start.folder / str(init))} if init else {}
     resolved = Settings(**merged)  # type: ignore[arg-type]
     if run is not None:
         _check_same(run, resolved, options, given, allowed)

@@ -20,7 +20,7 @@ from samestep.core.recipe import Recipe
 from samestep.core.session.recipe_changes import check_recipe_unchanged
 from samestep.core.session.request import draft, read_toml
 from samestep.core.training.alike import seed_alike
-from samestep.core.training.apply import Moment, applied, measure_of, summed, terms_of, timed
+from samestep.core.training.apply import Moment, applied, evaluating, measure_of, terms_of
 from samestep.core.training.device import check_precision, choose_threads, data_dtype, switched
 from samestep.core.training.dry_run import fitting_metrics
 from samestep.core.training.evaluation import evaluate, evaluation_batch
@@ -118,11 +118,11 @@ def evaluate_run(
     source = open_split(data, world, plain, settings, opened.dtype)
     moment = Moment()
     moment.after(opened.content["position"])
-    loss = timed(place_loss(recipe.loss, opened.device, opened.dtype), moment)
+    loss = place_loss(recipe.evaluated_loss, opened.device, opened.dtype)
     values = switched(settings, opened.device)(evaluate)(
         applied(model, recipe, moment),
         source,
-        summed(loss, recipe.loss_weights),
+        evaluating(recipe, loss, moment),
         fitting_metrics(recipe.metrics, source.peek(1).targets),
         world=world,
         batch_size=evaluation_batch(settings),

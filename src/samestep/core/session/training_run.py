@@ -22,6 +22,7 @@ from samestep.core.recipe import Splits
 from samestep.core.session.build import Built, build
 from samestep.core.session.declared import kept_options
 from samestep.core.session.halving import check_halving, halving_of
+from samestep.core.session.initial_weights import as_built, check_unchanged
 from samestep.core.session.notes import notes_of
 from samestep.core.session.outcome import Outcome, finish_run, record_failure
 from samestep.core.session.recipe_changes import FROM_PYTHON, keep_recipe
@@ -200,7 +201,8 @@ def _run(
             path = named.absolute()  # the recipe's functions may change the working directory
             asked, request = request, completed(request, world)
             norms = engine.holds_norms
-            built = build(request, world, engine.wrap, holding.splits, holds_norms=norms)
+            fresh = as_built(request, path, world)
+            built = build(fresh, world, engine.wrap, holding.splits, holds_norms=norms)
             holding = replace(holding, splits=built.splits)
             session = Session(path, world, shown.begin, shown.show)
             if membership is not None:
@@ -250,6 +252,8 @@ def _begin(run: _Run) -> Loaded | None:
             built.unkept.refuse(request.recipe.loss, request.recipe.model)
         if resumed is not None:
             world.on_main(lambda: remove_unfinished(session.path))
+    if (initial := built.initial) is not None:
+        world.on_main(lambda: check_unchanged(session.path, initial))
     gpus = world.gather(gpu_uuid(world.device))
     if session.run is not None:
         describe(session.run, request, built, gpus)
@@ -419,6 +423,7 @@ def _start_record(
         "param_dtype": settings.param_dtype,
         "own_schedule": bool(request.recipe.schedule),
         "left_out": list(splits.left_out),
+        "init_from": None if built.initial is None else vars(built.initial),
         "arithmetic": arithmetic(work.world.device) if work.world.virtual_ranks else None,
     }
     return start_record(
@@ -432,7 +437,9 @@ def _start_record(
         lr_scaling=settings.lr_scaling,
         base_lr=settings.lr,
         precision=settings.precision,
-        lower_is_better=[*request.recipe.falling(), *work.learner.parts],
+        lower_is_better=[
+            *dict.fromkeys((*request.recipe.falling(), *work.learner.parts, *work.evaluation_parts))
+        ],
         monitor=built.state.watch.metric,
         free_options=sorted(free_names(request.recipe.options)),
         resumed=resumed is not None,

@@ -15,7 +15,7 @@ from samestep.base.run.loading import load
 from samestep.core.training.model_state import EXTRA_STATE
 from samestep.core.training.snapshot import evaluated_weights
 
-_SAFETENSORS = ".safetensors"
+SAFETENSORS = ".safetensors"
 _BY_TORCH = (".pt", ".pth")
 
 
@@ -41,12 +41,12 @@ def write_weights(
         UserError: the name, the run or the checkpoint does not fit, the file is there already, or
             safetensors is not installed.
     """
-    if file.suffix not in (_SAFETENSORS, *_BY_TORCH):
+    if file.suffix not in (SAFETENSORS, *_BY_TORCH):
         raise UserError(
-            f"{file}: name a file that ends in {_SAFETENSORS}, or in {' or '.join(_BY_TORCH)} for "
+            f"{file}: name a file that ends in {SAFETENSORS}, or in {' or '.join(_BY_TORCH)} for "
             "a state_dict of PyTorch."
         )
-    save = _by_safetensors() if file.suffix == _SAFETENSORS else torch.save
+    save = _by_safetensors() if file.suffix == SAFETENSORS else torch.save
     if not is_run(run):
         raise no_run(run)
     if not file.parent.is_dir():
@@ -62,9 +62,9 @@ def write_weights(
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     if not tensors:
         raise UserError(f"{run / 'checkpoints' / entry.path} holds no weights.")
-    left_out = sorted(weights.keys() - tensors.keys()) if file.suffix == _SAFETENSORS else []
+    left_out = sorted(weights.keys() - tensors.keys()) if file.suffix == SAFETENSORS else []
     # A state_dict's order is that of the model.
-    content = tensors if file.suffix == _SAFETENSORS else weights
+    content = tensors if file.suffix == SAFETENSORS else weights
     write_atomically(file, lambda opened: save(content, opened))
     return {
         "file": str(file),
@@ -100,7 +100,7 @@ def _by_safetensors() -> Callable[[dict[str, Tensor], BinaryIO], None]:
         from safetensors.torch import save_file  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise UserError(
-            f"A {_SAFETENSORS} file needs safetensors, which is not installed. "
+            f"A {SAFETENSORS} file needs safetensors, which is not installed. "
             f"{what_to_install(error)}Or name a file that ends in .pt."
         ) from error
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, listed
 from samestep.core.data.keyed_random import mix
 from samestep.core.data.loader_source import seed_reading
+from samestep.core.training.joint import Joint
 from samestep.launch.ranks.world import World
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -83,6 +84,8 @@ def _seed_others(drawn: int) -> None:
 
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer's step may draw random numbers: PyTorch's own draw none."""
+    if isinstance(optimizer, Joint):
+        return any(map(may_draw, optimizer))
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
     own = not type(optimizer).__module__.startswith("torch.optim.")
     return own or bool(hooks) or "step" in vars(optimizer)

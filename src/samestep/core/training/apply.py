@@ -145,11 +145,13 @@ def summed(
     loss: Callable[[Any, Any], Any],
     weights: Mapping[str, float] | None,
     names: Collection[str] = (),
+    *,
+    some: bool = False,
 ) -> Callable[[Any, Any], Tensor]:
     """Return a loss that gives a scalar: of a dict of losses their weighted sum.
 
     That scalar has each loss by its name, unweighted and detached, in its attribute `parts`. With
-    `names` each batch must have these losses.
+    `names` each batch must have these losses. With `some`, others than these may have weights.
     """
     weights = weights or {}
 
@@ -159,9 +161,21 @@ def summed(
         summed_already = isinstance(found, Tensor) and parts_of(found).keys() == {*names}
         if summed_already or not (names or isinstance(found, Mapping)):
             return found
-        return total_of(found, weights, names or found, loss)
+        of_these = {n: w for n, w in weights.items() if not some or n in found}
+        return total_of(found, of_these, names or found, loss)
 
     return total
+
+
+def evaluating(
+    recipe: Recipe,
+    loss: Callable[..., Any],
+    moment: "Moment | None" = None,
+    names: Collection[str] = (),
+) -> Callable[[Any, Any], Tensor]:
+    """Return what evaluations call: the recipe's `evaluated_loss`, which is on the device."""
+    timely, some = timed(loss, moment or Moment()), recipe.evaluation_loss is not None
+    return summed(timely, recipe.loss_weights, names, some=some)
 
 
 def total_of(

@@ -5,9 +5,10 @@ backward, clipping and update together, for several steps at once, removes what 
 """
 
 import contextlib
+import gc
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -93,6 +94,28 @@ def make_step(
         return step
     why = "" if is_virtual else _why_the_model_alone(settings, world, learner.model, learner.own)
     return ModelStep(step, settings, plan, phases, why)
+
+
+class RenewableStep:
+    """Steps that are built anew where other parameters are trained from now on.
+
+    DDP, a compiled graph and the update know only what was trained when they were made.
+    """
+
+    def __init__(self, first: Step, make: Callable[[], Step]) -> None:
+        self._step, self._make = first, make
+        self.steps_per_call = first.steps_per_call
+
+    def renew(self) -> None:
+        """Build them anew, once the old ones are gone: so are the hooks of their DDP."""
+        del self._step
+        gc.collect()
+        self._step = self._make()
+        self.steps_per_call = self._step.steps_per_call
+
+    def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
+        """Take the steps of a block."""
+        return self._step(block, step, lrs, want_norm=want_norm)
 
 
 class ModelStep:

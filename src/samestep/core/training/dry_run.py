@@ -5,7 +5,7 @@ So parts that do not fit fail before anything is trained or written, not after a
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from samestep.base.errors import UserError, defined_at, made_by
 from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.run.records import TAKEN_IN_STEPS, TAKEN_NAMES
 from samestep.base.settings import Precision, Settings
+from samestep.core.data.blocks import Batch
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.order import step_range
 from samestep.core.data.source import Source
@@ -25,6 +26,7 @@ from samestep.core.training.alike import random_numbers
 from samestep.core.training.apply import (
     Moment,
     applied,
+    evaluating,
     measure_of,
     parts_of,
     summed,
@@ -32,6 +34,7 @@ from samestep.core.training.apply import (
     timed,
     total_of,
 )
+from samestep.core.training.batch_transform import BatchTransform
 from samestep.core.training.buffers import keep_buffers
 from samestep.core.training.device import autocast
 from samestep.core.training.evaluation import Totals, as_evaluated, outputs_of
@@ -56,6 +59,8 @@ class Tried(NamedTuple):
     """Those that fit the data."""
     parts: tuple[str, ...] = ()
     """Names of the losses, where `loss` returns a dict."""
+    evaluation_parts: tuple[str, ...] = ()
+    """Those of what evaluations measure as the loss."""
     measured: tuple[str, ...] = ()
     """Names that `evaluate_batch` returns."""
     forward_flops: int = 0
@@ -69,10 +74,11 @@ class Tried(NamedTuple):
 def dry_run(
     model: nn.Module,
     loss: Callable[[Any, Any], Tensor],
+    judged: Callable[[Any, Any], Tensor],
     recipe: Recipe,
     splits: Splits,
     train: Source,
-    precision: Precision,
+    settings: Settings,
     world: World,
     takes: nn.Module,
     alone: UserError | None,
@@ -80,6 +86,7 @@ def dry_run(
 ) -> Tried:
     """Try a few samples on copies of model, loss and metrics; return what fits, and its names.
 
+    `judged` is the loss of evaluations; where it is another, that of the training is tried apart.
     `takes` is what takes the inputs: the model, or the model by the recipe's `forward`; `alone` is
     raised where it would have to train on one sample and batch normalisation refuses that. A model
     that the ranks share out cannot be copied, and is tried itself; all ranks call it then.
@@ -88,73 +95,140 @@ def dry_run(
     without metrics the first step reports what fails, before it changes anything.
     """
     made_by(recipe.model)(check_extra_state)(model)
-    told_later = evaluated is None and not recipe.metrics
+    precision = settings.precision
+    apart = judged is not loss or recipe.batch_transform is not None
+    told_later = evaluated is None and (apart or not recipe.metrics)
     measures = evaluated is not None and recipe.evaluate_batch is not None
     evaluated = train if evaluated is None else evaluated
     with random_numbers(0):
         batch = evaluated.peek(_SAMPLES)
     metrics = fitting_metrics(recipe.metrics, batch.targets)
-    try:
-        kept = (takes, model) if any_sharded(model) else model.parameters()
-        shared: dict[int, object] = {id(one): one for one in kept}
-        trial, trial_loss, trial_metrics = copy.deepcopy((model, loss, dict(metrics)), shared)
-        tried = takes if trial is model else applied(trial, recipe)
-    except Exception as error:  # what cannot be copied is tried for the first time when it counts
-        if measures:
-            raise UserError(
-                "Recipe(evaluate_batch=…) is tried before the first step, and its model, loss or "
-                f"metrics cannot be copied with copy.deepcopy: {error}"
-            ) from error
+    trial = _copied(model, loss, judged, metrics, takes, recipe, measures=measures)
+    if trial is None:
         return Tried(metrics)
+    tried = trial.applied
     classes = recipe.counted_classes(splits) if splits.test is not None else ()
     if alone is not None:
-        with (
-            made_by(recipe.model, recipe.data),
-            as_evaluated(trial, seed=0),
-            _undisturbed(takes, model),
-        ):
-            _check_alone(alone, trial, tried, train, precision, world)
-    with (
-        made_by(recipe.model, recipe.data),
-        as_evaluated(trial, seed=0),
-        _undisturbed(takes, model),
-    ):
-        terms = terms_of(recipe)
+        with _as_tried(recipe, trial, takes, model):
+            _check_alone(alone, trial.model, tried, train, precision, world)
+    with _as_tried(recipe, trial, takes, model):
+        parts, kept = None, None
+        if apart:
+            parts, kept = _trained_on(recipe, train, trial, settings, world)
         forward = partial(outputs_of, tried, batch.inputs, precision, world.device, recipe.model)
-        named = partial(_names_of_losses, recipe, timed(trial_loss, Moment()), batch.targets)
-
-        def in_training() -> Any:
-            tried.train()
-            return forward()
-
+        named = partial(_names_of_losses, recipe, trial, batch.targets, forward)
         try:
             outputs, flops = count_flops(forward)
         except UserError:
             if told_later:
-                return Tried(metrics, named(in_training))
+                return Tried(metrics, named() if parts is None else parts)
             raise
         flops //= max(1, batch.samples)
         for name, source in (("training", train), ("evaluated", evaluated)):
             _check_labels(name, source, outputs, loss)
         with autocast(precision, world.device):
-            loss_of = summed(timed(trial_loss, Moment()), recipe.loss_weights)
-            _check_pairs(loss_of, outputs, batch.targets, loss)
-            found = of_loss(trial_loss, loss_of, outputs, batch.targets)
+            loss_of = evaluating(recipe, trial.judged)
+            _check_pairs(loss_of, outputs, batch.targets, judged)
+            if kept is None:
+                kept = of_loss(trial.loss, loss_of, outputs, batch.targets)
             how = precision, world, recipe.forward
-            look = partial(_unkept, found, trial, tried, evaluated, *how)
+            look = partial(_unkept, kept, trial.model, tried, evaluated, *how)
             if told_later:
-                names = named(lambda: outputs, in_training)
+                names = named(outputs) if parts is None else parts
                 return Tried(metrics, names, forward_flops=flops, unkept=look())
-            measure = measure_of(recipe, trial) if measures else None
-            totals = Totals(loss_of, trial_metrics, world, classes, terms, measure=measure)
+            measure = measure_of(recipe, trial.model) if measures else None
+            terms = terms_of(recipe)
+            totals = Totals(loss_of, trial.metrics, world, classes, terms, measure=measure)
             totals.add(outputs, batch)
-            computed = totals.objects.check()
+            computed = tuple(totals.objects.check())
         unkept = look()
-    parts, measured = tuple(totals.parts), tuple(totals.measured)
-    _check_names(recipe, parts, measured, computed)
-    if measures:
-        check_lower(recipe.lower_is_better, (*recipe.metrics, *parts, *measured))
-    return Tried(metrics, parts, measured, flops, unkept, tuple(computed))
+    judged_parts, measured = tuple(totals.parts), tuple(totals.measured)
+    found = Tried(metrics, judged_parts, judged_parts, measured, flops, unkept, computed)
+    if parts is not None:
+        found = found._replace(parts=parts)
+    _check_names(recipe, found)
+    return found
+
+
+class _Trial(NamedTuple):
+    """Copies of what is tried."""
+
+    model: nn.Module
+    applied: nn.Module
+    """What takes the inputs."""
+    loss: Callable[[Any, Any], Any]
+    judged: Callable[[Any, Any], Any]
+    """The loss of evaluations."""
+    metrics: Metrics
+
+
+def _copied(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Any],
+    judged: Callable[[Any, Any], Any],
+    metrics: Metrics,
+    takes: nn.Module,
+    recipe: Recipe,
+    *,
+    measures: bool,
+) -> _Trial | None:
+    """Return copies; None if some part cannot be copied, and is first tried when it counts."""
+    try:
+        kept = (takes, model) if any_sharded(model) else model.parameters()
+        shared: dict[int, object] = {id(one): one for one in kept}
+        one: nn.Module
+        others: Any
+        one, *others = copy.deepcopy((model, loss, judged, dict(metrics)), shared)
+        takes = takes if one is model else applied(one, recipe)
+        return _Trial(one, takes, *others)
+    except Exception as error:
+        if measures:
+            raise UserError(
+                "Recipe(evaluate_batch=…) is tried before the first step, and its model, loss or "
+                f"metrics cannot be copied with copy.deepcopy: {error}"
+            ) from error
+        return None
+
+
+@contextlib.contextmanager
+def _as_tried(recipe: Recipe, trial: _Trial, takes: nn.Module, model: nn.Module) -> Iterator[None]:
+    """Be in eval mode; mistakes name the recipe, and the model itself stays as it was."""
+    with (
+        made_by(recipe.model, recipe.data),
+        as_evaluated(trial.model, seed=0),
+        _undisturbed(takes, model),
+    ):
+        yield
+
+
+def _trained_on(
+    recipe: Recipe, train: Source, trial: _Trial, settings: Settings, world: World
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Try the loss of the training on samples of it; return its names, and what it keeps.
+
+    That is for recipes whose evaluations measure another; the first step tells what fails.
+    """
+    with random_numbers(0):
+        batch = _as_trained(recipe, settings, train.peek(_SAMPLES), world)
+    total = summed(timed(trial.loss, Moment()), recipe.loss_weights)
+    precision = settings.precision
+    trial.applied.train()
+    outputs = outputs_of(trial.applied, batch.inputs, precision, world.device, recipe.model)
+    with autocast(precision, world.device):
+        kept = of_loss(trial.loss, total, outputs, batch.targets)
+        names = _names_of_losses(recipe, trial, batch.targets, lambda: outputs)
+    trial.applied.eval()
+    return names, kept
+
+
+def _as_trained(recipe: Recipe, settings: Settings, batch: Batch, world: World) -> Batch:
+    """Return samples as the recipe's `batch_transform` leaves them, if it can take so few."""
+    if recipe.batch_transform is not None:
+        with contextlib.suppress(UserError):  # the first step tells it
+            change = BatchTransform(recipe, settings, world).change
+            inputs, targets = change(batch.inputs, batch.targets, batch.samples)
+            return batch._replace(inputs=inputs, targets=targets)
+    return batch
 
 
 def of_one_sample(plan: Plan, settings: Settings) -> UserError | None:
@@ -242,30 +316,35 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 
 def _names_of_losses(
-    recipe: Recipe, loss: Callable[[Any, Any], Any], targets: Any, *forwards: Callable[[], Any]
+    recipe: Recipe, trial: _Trial, targets: Any, forward: Callable[[], Any], *outputs: Any
 ) -> tuple[str, ...]:
-    """Return the names of the losses where nothing is evaluated; other mistakes are reported later.
+    """Return the names of the losses of a training; other mistakes are reported later.
 
-    The first of the forwards counts whose outputs the loss takes: a model may have them only in
-    training.
+    They are looked for with `outputs`, if there are some, and then with those of a forward in
+    training: a model may have what the loss takes only then.
     """
-    found: Any = None
-    for forward in forwards:
+
+    def in_training() -> Any:
+        trial.applied.train()
+        return forward()
+
+    found, loss = None, timed(trial.loss, Moment())
+    for make in (*(lambda one=one: one for one in outputs), in_training):
         with contextlib.suppress(Exception):
-            found = loss(forward(), targets)
+            found = loss(make(), targets)
             break
     if not isinstance(found, Mapping):
         return ()
     parts = tuple(parts_of(total_of(found, recipe.loss_weights or {}, found, recipe.loss)))
-    _check_names(recipe, parts, ())
+    _check_names(recipe, Tried(recipe.metrics, parts))
     return parts
 
 
-def _check_names(
-    recipe: Recipe, parts: Sequence[str], measured: Sequence[str], computed: Sequence[str] = ()
-) -> None:
+def _check_names(recipe: Recipe, tried: Tried) -> None:
     """Check what `loss`, `evaluate_batch` and metric objects have named."""
-    check_names("metrics", {*computed} - {*recipe.metrics}, TAKEN_NAMES)
+    measured = tried.measured
+    check_names("metrics", {*tried.computed} - {*recipe.metrics}, TAKEN_NAMES)
+    parts = tuple(dict.fromkeys((*tried.parts, *tried.evaluation_parts)))
     check_names("loss", parts, {*TAKEN_IN_STEPS, *recipe.metrics, *measured})
     check_names("evaluate_batch", measured, {*TAKEN_NAMES, *recipe.metrics})
     if recipe.loss_weights and not parts:
@@ -273,6 +352,8 @@ def _check_names(
             f"Recipe(loss_weights=…) takes a loss that returns a dict of losses; "
             f"loss(){defined_at(recipe.loss)} returned a scalar."
         )
+    if measured:
+        check_lower(recipe.lower_is_better, (*recipe.metrics, *parts, *measured))
 
 
 def fitting_metrics(metrics: Metrics, targets: Any) -> Metrics:

@@ -19,6 +19,7 @@ from samestep.base.errors import UserError, made_by
 from samestep.base.run.records import Record
 from samestep.core.data.blocks import Block
 from samestep.core.data.source import Source
+from samestep.core.training.after_epoch import EpochEnd
 from samestep.core.training.alike import is_checked
 from samestep.core.training.evaluation import (
     Evaluable,
@@ -88,6 +89,8 @@ def _done_whole(work: Work, state: State) -> Iterator[None]:
     except RoomNeeded:
         raise
     except Exception:
+        position = state.position  # `after_epoch` has changed the model: it is not called again
+        kept.position.told_epoch, kept.position.told = position.told_epoch, position.told
         vars(state).update(vars(kept))
         # A training may end within an epoch: what its end is due is done as a stopped run does it.
         at_end = is_done(work, state) and not epoch_is_full(work, state)
@@ -156,7 +159,7 @@ def end_of_epoch(work: Work, state: State, control: RunControl) -> Iterator[Reco
         if metric is not None and not last and control.is_hopeless(number, metric):
             state.stop_reason = state.stop_reason or "successive halving"
     else:
-        yield epoch
+        yield _told(work, state, epoch)
     if epoch_is_full(work, state):
         close_epoch(work, state)
     if due.saves or state.stop_reason or _is_kept(work, state, metric):
@@ -184,11 +187,33 @@ def _evaluate(
         _stop(state, signum)
         save_now(work, state, control, None)
         return None
-    yield from before  # this evaluation is done: it will not be repeated
-    record, metric = judge(work, state, values, time.perf_counter() - started)
+    # This evaluation is done: it will not be repeated.
+    seconds, later = time.perf_counter() - started, work.after_epoch is not None
+    if not (later and math.isfinite(values["loss"])):
+        yield from before
+    record, metric = judge(work, state, values, seconds)
+    for epoch in before if later else ():
+        yield _told(work, state, epoch)
     yield record
     stop_early(work, state)
     return metric
+
+
+def _told(work: Work, state: State, epoch: Record) -> Record:
+    """Return an epoch's record with what the recipe's `after_epoch` says of it."""
+    position = state.position
+    if work.after_epoch is None or not epoch_is_full(work, state):
+        return epoch
+    number, step = position.epoch + 1, position.step
+    if position.told_epoch < number:
+        end = EpochEnd(epoch=number, step=step, metrics=dict(state.validated))
+
+        def called(values: dict[str, float]) -> None:
+            position.told, position.told_epoch = values, number
+
+        work.after_epoch(end, called)
+    metrics = {**epoch.get("metrics", {}), **position.told}
+    return {**epoch, "metrics": metrics} if metrics else epoch
 
 
 def _stop(state: State, signum: int) -> None:
@@ -214,7 +239,7 @@ def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) ->
         return evaluate(
             work.learner.applied,
             source,
-            work.learner.loss,
+            work.evaluation_loss,
             work.metrics,
             world=work.world,
             batch_size=evaluation_batch(work.settings, work.plan.evaluated_at_once),
@@ -223,7 +248,7 @@ def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) ->
             classes=classes,
             terms=work.learner.terms,
             reduction=work.learner.reduction,
-            parts=work.learner.parts,
+            parts=work.evaluation_parts,
             measure=work.measure,
             forward=work.forward,
         )
@@ -350,6 +375,8 @@ def epoch_steps(work: Work, state: State) -> Iterator[StepsTaken]:
     if position.stream_ended or position.step >= plan.total_steps:
         return
     for block in _blocks(work, state):
+        if work.batch_transform is not None:
+            block = work.batch_transform(block, position.epoch, position.step)  # noqa: PLW2901
         work.phases.lap("data")
         first = position.step
         after = first + block.num_steps

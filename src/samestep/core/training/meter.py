@@ -4,6 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from samestep.base.phases import compute_of
 from samestep.base.run.records import Record
 from samestep.core.training.apply import over_nothing
 from samestep.core.training.device import peak_memory_bytes
+from samestep.core.training.optimizer import rates_of
 from samestep.core.training.work import Position, State, StepsTaken, Sums, Work, newest_lr
 from samestep.launch.ranks.world import World
 
@@ -242,14 +244,16 @@ class Meter:
         samples: Sequence[int],
     ) -> list[Record]:
         """Return the `step` records of some steps behind the first ones."""
-        state, names, records = self._state, ("loss", *self._work.learner.parts), []
+        learner, state, records = self._work.learner, self._state, []
+        names = ("loss", *learner.parts)
+        rates = partial(rates_of, learner.optimizer, scheduled=learner.scheduler is not None)
         losses, state.sums = self._window.read(taken, logged, lrs[-1], state.sums)
         for step, values in zip(logged, losses, strict=True):
             place = step - first - 1
             record = {"event": "step", "step": step, "epoch": state.position.epoch + 1}
             record |= zip(names, values, strict=True)
             record["grad_norm"] = None if taken.norms is None else float(taken.norms[place])
-            record |= {"lr": lrs[place], "samples": samples[place]}
+            record |= {"lr": lrs[place], **rates(lrs[place]), "samples": samples[place]}
             records.append(record | self._clock.rate(samples[-1]))
         if logged:
             self._clock.mark(samples[-1])

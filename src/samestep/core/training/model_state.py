@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,18 +17,30 @@ from samestep.launch.ranks.mesh import is_sharded, sharded_as
 EXTRA_STATE = "_extra_state"
 
 
-def load_model(model: nn.Module, state: dict[str, Any]) -> None:
+def misfits(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Return what of saved weights does not fit those of a model, a sentence each."""
+    found = [f"{name} is missing" for name in own if name not in saved]
+    found += [f"{name} is not in the model" for name in saved if name not in own]
+    return found + _other_shapes(saved, own)
+
+
+def load_model(
+    model: nn.Module,
+    state: dict[str, Any],
+    what: str = "The checkpoint does",
+    remedy: str = "Use the model options of the run that wrote it.",
+    most: int = 3,
+) -> None:
     """Load a checkpoint's weights into a model.
 
     A module's own `_load_from_state_dict` may make room for what has grown, or take other names.
 
     Raises:
-        UserError: the checkpoint does not fit the model.
+        UserError: the checkpoint does not fit the model; `what` begins the message, which lists as
+            many misfits as `most`.
     """
     saved, own = state["model"], model.state_dict()
-    misfits = [f"{name} is missing" for name in own if name not in saved]
-    misfits += [f"{name} is not in the model" for name in saved if name not in own]
-    misfits += _other_shapes(saved, own)
+    wrong = misfits(saved, own)
     given = copy.copy(saved)  # with the versions of its modules, which are in an attribute
     if any(is_sharded(value) for value in own.values()):
         given.update({n: sharded_as(one, own[n]) for n, one in saved.items() if n in own})
@@ -36,19 +49,18 @@ def load_model(model: nn.Module, state: dict[str, Any]) -> None:
     try:
         model.load_state_dict(given)
         # PyTorch puts the first of several numbers into a single one.
-        loaded = not misfits or not _other_shapes(saved, model.state_dict())
+        loaded = not wrong or not _other_shapes(saved, model.state_dict())
     except Exception:
-        if not misfits:
+        if not wrong:
             raise
         loaded = False
     if not loaded:
         raise UserError(
-            f"The checkpoint does not fit the model: {listed(misfits, between='; ')}. "
-            "Use the model options of the run that wrote it."
+            f"{what} not fit the model: {listed(wrong, most, between='; ')}.", remedy=remedy
         )
 
 
-def _other_shapes(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
+def _other_shapes(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     return [
         f"{name} has shape {_shape(saved[name])}, the model {_shape(own[name])}"
         for name in own

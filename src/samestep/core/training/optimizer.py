@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from inspect import Parameter, getsource, signature
 from textwrap import dedent
@@ -17,8 +18,10 @@ from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.settings import Settings
 from samestep.base.trees import map_tensors
 from samestep.core.recipe import Recipe
+from samestep.core.training.joint import Joint, joined, kind_of, members_of
 from samestep.core.training.optimizer_state import RATIO, Trial
 from samestep.core.training.plan import GroupRates
+from samestep.core.training.sharded_update import sharded_update
 from samestep.launch.ranks.mesh import is_sharded, parts_of_rank, sharded_as
 
 _FUSED = ("cpu", "cuda", "mps")
@@ -33,6 +36,8 @@ _KERNELS_OF: dict[bool, tuple[Callable[..., None], tuple[str, ...]]] = {
 
 _VARIES = ("params", "lr")
 
+_ALONE = contextlib.nullcontext()
+
 
 def make_optimizer(
     parameters: Iterable[nn.Parameter],
@@ -41,9 +46,13 @@ def make_optimizer(
     device: torch.device,
     *,
     fuse: bool = True,
+    frozen: bool = False,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of these settings; fused if wanted and possible."""
-    parameters = [p for p in parameters if p.requires_grad]
+    """Return the optimizer of these settings; fused if wanted and possible.
+
+    With `frozen` it also has the parameters that are not trained yet.
+    """
+    parameters = [p for p in parameters if p.requires_grad or (frozen and p.is_floating_point())]
     fused = fuse and device.type in _FUSED and not any(p.is_complex() for p in parameters)
     decay = settings.weight_decay
     if settings.optimizer == "sgd":
@@ -75,7 +84,7 @@ def optimizer_of(
     *,
     fuse: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return the recipe's own optimizer, or else that of the settings."""
+    """Return the recipe's own optimizer, or else that of the settings; of several a `Joint`."""
     if recipe.optimizer is None:
         tables = [n for n, m in model.named_modules() if getattr(m, "sparse", False) is True]
         if tables and settings.optimizer != "sgd":
@@ -88,13 +97,17 @@ def optimizer_of(
                 flags=["optimizer"],
             )
         fuse = fuse and not tables
-        return make_optimizer(model.parameters(), settings, lr, device, fuse=fuse)
+        frozen = recipe.after_epoch is not None
+        return make_optimizer(model.parameters(), settings, lr, device, fuse=fuse, frozen=frozen)
     place = defined_at(recipe.optimizer)
     try:
-        optimizer = recipe.optimizer(model, settings)
+        found: Any = recipe.optimizer(model, settings)
     except Exception as error:
         blame("The recipe's optimizer failed", error, recipe.optimizer)
-    _check_kind(optimizer, place)
+    several = found if isinstance(found, list | tuple) else [found]
+    for one in several:
+        _check_kind(one, place)
+    optimizer = joined(several, model, place, may_unfreeze=recipe.after_epoch is not None)
     _check_covers(optimizer, model, place)
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # one for all groups, a scheduler would set it for each
@@ -111,7 +124,7 @@ def _check_kind(optimizer: Any, place: str) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"The recipe's optimizer{place} returned a {type(optimizer).__name__}; it must return "
-            "a torch.optim.Optimizer."
+            "a torch.optim.Optimizer, or a list of several."
         )
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         # Many a Lookahead calls no super().__init__(): PyTorch adds what is missing.
@@ -148,17 +161,17 @@ def _needs_closure(step: Callable[..., Any]) -> bool:
 
 def has_modes(optimizer: Any) -> bool:
     """Whether an optimizer evaluates other weights than it trains, as schedule-free ones do."""
-    return callable(getattr(optimizer, "train", None)) and callable(
-        getattr(optimizer, "eval", None)
-    )
+    modes = ("train", "eval")
+    return any(all(callable(getattr(o, m, None)) for m in modes) for o in members_of(optimizer))
 
 
-def _switch(optimizer: Any, mode: Literal["train", "eval"]) -> None:
-    try:
-        getattr(optimizer, mode)()
-    except Exception as error:
-        kind = type(optimizer)
-        blame(f"The recipe's optimizer, {kind.__name__}, failed in {mode}()", error, kind)
+def _switch(optimizer: torch.optim.Optimizer, mode: Literal["train", "eval"]) -> None:
+    for one in filter(has_modes, members_of(optimizer)):
+        try:
+            getattr(one, mode)()
+        except Exception as error:
+            kind = type(one)
+            blame(f"The recipe's optimizer, {kind.__name__}, failed in {mode}()", error, kind)
 
 
 def _check_covers(optimizer: torch.optim.Optimizer, model: nn.Module, place: str) -> None:
@@ -186,6 +199,23 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         return
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get(RATIO, 1.0)
+
+
+def rates_of(
+    optimizer: torch.optim.Optimizer, lr: float, *, scheduled: bool = False
+) -> dict[str, float]:
+    """Return the rate of each of several optimizers, that of its first group, for a record.
+
+    `lr` is a step's rate, or those of all groups; `scheduled` if a scheduler has set them.
+    """
+    found, seen, place = dict[str, float](), Counter[str](), 0
+    for one in members_of(optimizer) if isinstance(optimizer, Joint) else ():
+        seen[kind := type(one).__name__] += 1
+        rate = lr.each[place] if isinstance(lr, GroupRates) else lr
+        ratio = 1.0 if scheduled else one.param_groups[0][RATIO]
+        found[f"lr_{kind}" + (f"_{seen[kind]}" if seen[kind] > 1 else "")] = rate * ratio
+        place += len(one.param_groups)
+    return found
 
 
 def check_groups(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -258,9 +288,10 @@ class Update:
 
     def _own_step(self) -> None:
         """Take a step of the recipe's own optimizer, and see once that a checkpoint can hold it."""
-        told = f"The recipe's optimizer, {type(self._optimizer).__name__}"
+        told = f"The recipe's optimizer, {kind_of(self._optimizer)}"
         try:
-            self._ordinary_step()
+            with sharded_update(told, looks=self._trial is not None) if self._sharded else _ALONE:
+                self._ordinary_step()
         except Exception as error:
             parts = (
                 "With --strategy fsdp, an optimizer is given a rank's parts of the weights, which "
@@ -293,7 +324,7 @@ def check_trial(
 
     With `counts`, also what it counts in attributes of its own.
     """
-    told, state = f"The recipe's optimizer, {type(optimizer).__name__}", optimizer.state_dict()
+    told, state = f"The recipe's optimizer, {kind_of(optimizer)}", optimizer.state_dict()
     told += f"{defined_at(maker)},"
     # Tensors may be large, and it is the rest that can be of any type.
     if why := why_not_kept(map_tensors(lambda _: torch.empty(0), state)):
@@ -322,9 +353,10 @@ class Average:
     Buffers, such as BatchNorm's statistics, are the model's own.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, *, frozen: bool = False) -> None:
+        """Begin; with `frozen` also the average of what is not trained yet."""
         self._decay = decay
-        self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._named = {n: p for n, p in model.named_parameters() if p.requires_grad or frozen}
         self._weights = parts_of_rank(self._named.values())
         self._kept = {name: p.detach().clone() for name, p in self._named.items()}
         self._averages = parts_of_rank(self._kept.values())

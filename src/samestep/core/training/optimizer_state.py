@@ -19,7 +19,9 @@ from samestep.base.errors import UserError, blame, said
 from samestep.base.patches import patched
 from samestep.base.run.loading import own_memory
 from samestep.base.trees import map_tensors
+from samestep.base.words import count
 from samestep.core.training.hollow import Hollowing, difference, hollow
+from samestep.core.training.joint import Joint, members_of
 from samestep.launch.ranks.mesh import sharded_as
 
 RATIO = "lr_ratio"
@@ -113,6 +115,10 @@ def load_state(
     Raises:
         UserError: the state is that of another optimizer, or its own `load_state_dict` fails.
     """
+    several = saved.get("optimizers") if isinstance(saved, dict) else None
+    if isinstance(optimizer, Joint) or (several is not None and not _has_its_own(optimizer)):
+        _load_each(members_of(optimizer), several or [saved], made, kept)
+        return
     own = [dict(group) for group in optimizer.param_groups]
     its: Sequence[Group] = saved.get("param_groups", ()) if isinstance(saved, dict) else ()
     if len(own) != len(its) and not _has_its_own(optimizer):
@@ -137,6 +143,23 @@ def load_state(
     _load(optimizer, saved, own, its)
     for group, mine in zip(optimizer.param_groups, own, strict=True):
         group.update({name: mine[name] for name in _SETTINGS if name in mine})
+
+
+def _load_each(
+    members: Sequence[torch.optim.Optimizer],
+    saved: Sequence[dict[str, Any]],
+    made: Sequence[Group],
+    kept: Sequence[Group] | None,
+) -> None:
+    if len(members) != len(saved):
+        raise UserError(
+            f"The checkpoint has the state of {count(len(saved), 'optimizer')}, the recipe "
+            f"{len(members)}. Use those of the run that wrote it, or start a new run."
+        )
+    start = 0
+    for one, state in zip(members, saved, strict=True):
+        here = slice(start, start := start + len(one.param_groups))
+        load_state(one, state, made[here], None if kept is None else kept[here])
 
 
 def _has_its_own(optimizer: torch.optim.Optimizer) -> bool:
@@ -295,9 +318,12 @@ class Trial:
         """
         if self._twin is None:
             return []
-        back = vars(self._twin)
-        numbers = {n: v for n, v in vars(optimizer).items() if isinstance(v, int | float)}
-        return [n for n, v in numbers.items() if n[0] != "_" and repr(back.get(n)) != repr(v)]
+        found = list[str]()
+        for one, twin in zip(members_of(optimizer), members_of(self._twin), strict=True):
+            back = vars(twin)
+            numbers = {n: v for n, v in vars(one).items() if isinstance(v, int | float)}
+            found += [n for n, v in numbers.items() if n[0] != "_" and repr(back.get(n)) != repr(v)]
+        return found
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
@@ -323,6 +349,10 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
 def with_inner(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
     """Yield an optimizer and those that it is made of."""
     yield optimizer
+    if isinstance(optimizer, Joint):
+        for member in optimizer:
+            yield from with_inner(member)
+        return
     for value in vars(optimizer).values():
         inside = value.values() if isinstance(value, dict) else value
         for one in inside if isinstance(inside, list | tuple) else [inside]:

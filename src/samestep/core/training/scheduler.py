@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -13,8 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.trees import tree_leaves
+from samestep.base.words import count
+from samestep.core.training.joint import Joint, members_of
 from samestep.core.training.optimizer_state import RATIO
-from samestep.core.training.plan import Plan
+from samestep.core.training.plan import GroupRates, Plan
 
 Interval = Literal["step", "epoch", "validation"]
 
@@ -37,14 +40,10 @@ class Scheduler:
         asked = {name: given[name] for name in plan.schedule_asks}
         schedule, before = plan.schedule, self._as_they_are()
         made = self._called("The recipe's schedule failed", lambda: schedule(**asked))
-        self.interval: Interval
-        """After what it is stepped."""
-        self.made, self.interval = self._checked(made)
-        if any(one.optimizer is not optimizer for one in _all_of(self.made)):
-            raise UserError(
-                f"The recipe's schedule{self._place} made a {self.name} for another optimizer. "
-                "Give it the one that the function is called with."
-            )
+        several = made if isinstance(made, list | tuple) else [made]
+        self.parts = [self._checked(one) for one in several]
+        """The scheduler, or one for each of several optimizers, and after what it is stepped."""
+        self._check_optimizers()
         self._built = self._as_they_are()
         pairs = list(zip(before, self._built, strict=True))
         self.sets = {"lr"} | {
@@ -62,12 +61,18 @@ class Scheduler:
     @property
     def name(self) -> str:
         """The class of the scheduler."""
-        return type(self.made).__name__
+        return " + ".join(type(made).__name__ for made, _ in self.parts)
+
+    @property
+    def plateaus(self) -> list[ReduceLROnPlateau]:
+        """Those that follow the monitored metric."""
+        return [made for made, _ in self.parts if isinstance(made, ReduceLROnPlateau)]
 
     @property
     def next_lr(self) -> float:
-        """The rate of the next step, in the optimizer's first group."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        """The rate of the next step, in the optimizer's first group; of several, of all groups."""
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        return GroupRates(rates) if isinstance(self._optimizer, Joint) else rates[0]
 
     def begin_step(self) -> float:
         """Return the rate of the step that begins."""
@@ -79,9 +84,10 @@ class Scheduler:
 
         A profile may take more steps than the training has: these are not asked for.
         """
-        if what == self.interval and step <= self._plan.total_steps:
-            told = f"The recipe's {self.name} failed after step {step}"
-            self._called(told, lambda: self.made.step(*monitored))
+        for made, interval in self.parts if step <= self._plan.total_steps else ():
+            if interval == what:
+                told = f"The recipe's {type(made).__name__} failed after step {step}"
+                self._called(told, partial(made.step, *monitored))
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: its own state, and what it has set in the groups."""
@@ -89,7 +95,9 @@ class Scheduler:
             {name: value for name, value in group.items() if built.get(name) != value}
             for group, built in zip(self._as_they_are(), self._built, strict=True)
         ]
-        return {"lr": self._plan.lr, "made": _plain(self.made.state_dict()), "groups": moved}
+        states = [_plain(made.state_dict()) for made, _ in self.parts]
+        made = states if len(states) > 1 else states[0]
+        return {"lr": self._plan.lr, "made": made, "groups": moved}
 
     def load(self, saved: dict[str, Any] | None) -> None:
         """Continue from a checkpoint; without a state, begin with the rates of the first step."""
@@ -104,8 +112,17 @@ class Scheduler:
                 f"it is {self._plan.lr:g}: the scheduler would not follow. Write the old value "
                 "back, or start a new run."
             )
-        state = copy.deepcopy(saved["made"])  # loading takes parts out of it
-        self._called(f"The recipe's {self.name} failed", lambda: self.made.load_state_dict(state))
+        states = copy.deepcopy(saved["made"])  # loading takes parts out of it
+        states = states if isinstance(states, list) else [states]
+        if len(states) != len(self.parts):
+            raise UserError(
+                f"The checkpoint has the state of {count(len(states), 'scheduler')}, the recipe's "
+                f"schedule{self._place} makes {len(self.parts)}. Use those of the run that wrote "
+                "it, or start a new run."
+            )
+        for (made, _), state in zip(self.parts, states, strict=True):
+            told = f"The recipe's {type(made).__name__} failed"
+            self._called(told, partial(made.load_state_dict, state))
         for group, moved in zip(self._optimizer.param_groups, saved["groups"], strict=True):
             group.update(moved)
 
@@ -120,8 +137,24 @@ class Scheduler:
             group.update(plain)
         return found
 
+    def _check_optimizers(self) -> None:
+        """Check that each optimizer has one scheduler at most, and that no other has one."""
+        members, taken = {id(one) for one in members_of(self._optimizer)}, set[int]()
+        for made, _ in self.parts:
+            its, name = {id(one.optimizer) for one in _all_of(made)}, type(made).__name__
+            its = members if its == {id(self._optimizer)} else its
+            if not its <= members - taken:
+                raise UserError(
+                    f"The recipe's schedule{self._place} made a {name} for another optimizer, or "
+                    "for one that has a scheduler. Give it that which the function is called with; "
+                    "join several by SequentialLR or ChainedScheduler."
+                )
+            taken |= its
+        if not self.parts:
+            raise UserError(f"The recipe's schedule{self._place} returned an empty list.")
+
     def _checked(self, made: Any) -> tuple[Any, Interval]:
-        """Return the scheduler, and after what it is stepped."""
+        """Return a scheduler, and after what it is stepped."""
         told: dict[str, Any] = made if isinstance(made, dict) else {"scheduler": made}
         found, interval = told.get("scheduler"), told.get("interval", "step")
         if not isinstance(found, LRScheduler):

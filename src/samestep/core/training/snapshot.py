@@ -80,7 +80,8 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
             "next_lr": float(next_lr),
         },
         **scheduled,
-        **({"validated": state.validated} if "metrics" in plan.schedule_asks else {}),
+        **({"validated": state.validated} if _follows(work) else {}),
+        **({} if work.after_epoch is None else {"frozen": work.after_epoch.frozen()}),
         "rng": [rank["rng"] for rank in ranks],
         "position": asdict(state.position),
         "loss_sums": [rank["loss_sum"] for rank in ranks],
@@ -91,6 +92,11 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "order": _order(work),
         "stream": [rank["stream"] for rank in ranks],
     }
+
+
+def _follows(work: Work) -> bool:
+    """Whether something reads what was validated last."""
+    return "metrics" in work.plan.schedule_asks or work.after_epoch is not None
 
 
 def check_alike(work: Work, step: int) -> None:
@@ -147,6 +153,8 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
                 "samples would change within the run. Start a new run instead."
             )
     _restore_learner(work.learner, saved, owned="optimizer" in kept_parts(work))
+    if work.after_epoch is not None and "frozen" in saved:
+        work.after_epoch.freeze(saved["frozen"])
     state.validated = saved.get("validated", {})
     state.position = Position(**saved["position"])
     work.learner.moment.after(saved["position"])

@@ -52,10 +52,10 @@ class WholeBatch:
         # A part without a weight only stands in, so that its rank takes part in collectives.
         real = [(part, made) for part, made in zip(parts, outputs, strict=True) if part.weight]
         rows = sum(part.rows for part, _ in real)
-        own_outputs = [_rows_of(made, part.rows, "outputs") for part, made in real]
-        own_targets = [_rows_of(part.targets, part.rows, "targets") for part, _ in real]
+        own_outputs = [rows_of(made, part.rows, "outputs") for part, made in real]
+        own_targets = [rows_of(part.targets, part.rows, "targets") for part, _ in real]
         both = [[*o, *t] for o, t in zip(own_outputs, own_targets, strict=True)]
-        own = [_joined(column) for column in zip(*both, strict=True)]
+        own = [joined(column) for column in zip(*both, strict=True)]
         tensors, self._first = gather_rows(own, rows, world, "Outputs and targets of the batch")
         self._real = real
         number = len(own_outputs[0]) if real else 0
@@ -76,8 +76,8 @@ class WholeBatch:
         if not self._real:
             return [self._nothing(made) for made in self._outputs]
         part, made = self._real[0]
-        outputs = _rebuilt(made, iter(self._made))
-        loss = loss_of(outputs, _rebuilt(part.targets, iter(self._targets)))
+        outputs = rebuilt(made, iter(self._made))
+        loss = loss_of(outputs, rebuilt(part.targets, iter(self._targets)))
         leaves = [leaf for leaf in self._made if leaf.requires_grad]
         if named:
             _refuse_weights(loss, named)
@@ -125,47 +125,53 @@ def _refuse_weights(loss: Tensor, named: Mapping[str, Tensor]) -> None:
         )
 
 
-def _rows_of(tree: Any, rows: int, what: str) -> list[Tensor]:
-    """Return the tensors of a tree, each with a row for each sample; a single number repeats."""
+_FIELD = 'Recipe(loss_over="batch")'
+
+
+def rows_of(tree: Any, rows: int, what: str, field: str = _FIELD) -> list[Tensor]:
+    """Return the tensors of a tree, each with a row for each sample; a single number repeats.
+
+    `what` it is, and the `field` that asks for it, are for messages.
+    """
     found = []
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, Tensor):
             if leaf is None or (what == "outputs" and isinstance(leaf, int | float)):
                 continue
             raise UserError(
-                f'Recipe(loss_over="batch"): the {what} hold {describe(leaf)}, and only tensors '
-                "are put together from all ranks. Turn names into numbers, or leave them out of "
+                f"{field}: the {what} hold {describe(leaf)}, and only tensors are "
+                "put together from all ranks. Turn names into numbers, or leave them out of "
                 "the batch."
             )
         if leaf.dim() and len(leaf) != rows:
             raise UserError(
-                f'Recipe(loss_over="batch"): the {what} of {rows} samples hold {describe(leaf)}, '
-                "which has no row for each sample, so the batch of all ranks cannot be put "
+                f"{field}: the {what} of {rows} samples hold {describe(leaf)}, which has "
+                "no row for each sample, so the batch of all ranks cannot be put "
                 "together. Give each sample a row (pad to a fixed length), or one number for all."
             )
         found.append(leaf.detach() if leaf.dim() else leaf.detach().repeat(rows))
     return found
 
 
-def _joined(column: Sequence[Tensor]) -> Tensor:
+def joined(column: Sequence[Tensor], field: str = _FIELD) -> Tensor:
+    """Return the rows of several micro-steps in new memory."""
     shapes = {tuple(t.shape[1:]) for t in column}
     if len(shapes) > 1:
         one, other = sorted(shapes)[:2]
         raise UserError(
-            f"Outputs and targets of the batch cannot be put together: rows are {one} in one "
-            f"micro-step and {other} in another. Give rows of one shape: pad to a fixed length."
+            f"{field}: the batch cannot be put together: rows are {one} in one micro-step and "
+            f"{other} in another. Give rows of one shape: pad to a fixed length."
         )
     return torch.cat(list(column)) if len(column) > 1 else column[0].clone()
 
 
 def put_together(trees: Sequence[Any], counts: Sequence[int]) -> Any:
     """Return the rows of several batches, of `counts` samples, as one batch of the same form."""
-    rows = [_rows_of(tree, count, "outputs") for tree, count in zip(trees, counts, strict=True)]
-    joined = [_joined(column) for column in zip(*rows, strict=True)]
-    return _rebuilt(trees[0], iter(joined))
+    rows = [rows_of(tree, count, "outputs") for tree, count in zip(trees, counts, strict=True)]
+    return rebuilt(trees[0], iter([joined(column) for column in zip(*rows, strict=True)]))
 
 
-def _rebuilt(tree: Any, tensors: Iterator[Tensor]) -> Any:
+def rebuilt(tree: Any, tensors: Iterator[Tensor]) -> Any:
     """Return a tree of the same form with the rows of the whole batch."""
 
     def of(leaf: Any) -> Any:

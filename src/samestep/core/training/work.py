@@ -11,7 +11,9 @@ from samestep.base.phases import Phases
 from samestep.base.settings import Settings
 from samestep.core.data.blocks import Block
 from samestep.core.data.source import Source
+from samestep.core.training.after_epoch import AfterEpoch
 from samestep.core.training.apply import Measure
+from samestep.core.training.batch_transform import BatchTransform
 from samestep.core.training.flops import ModelCost
 from samestep.core.training.learner import Learner, StepResult
 from samestep.core.training.metrics import EpochMetrics
@@ -42,6 +44,10 @@ class Position:
     """The value of `seconds` when the running epoch began."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds of the running epoch in each phase of its steps, on rank 0."""
+    told_epoch: int = 0
+    """The newest epoch after which the recipe's `after_epoch` was called, from 1."""
+    told: dict[str, float] = field(default_factory=dict)
+    """What it returned then."""
     evaluation_due: bool = False
     """Whether an evaluation that fell due within the epoch was stopped, and is to be done first."""
 
@@ -81,6 +87,10 @@ class Work:
     step: Step
     train: Source
     validation: Source | None
+    evaluation_loss: Callable[[Any, Any], Tensor]
+    """What evaluations measure as the loss: that of the training, or the recipe's own."""
+    evaluation_parts: tuple[str, ...] = ()
+    """Names of the losses that it is the sum of."""
     metrics: Mapping[str, Callable[[Any, Any], Tensor]]
     phases: Phases
     """Where this rank's time goes; the source and the step take part in the count."""
@@ -88,6 +98,10 @@ class Work:
     """Names of the classes, if the data has them."""
     measure: Measure | None = None
     """The recipe's `evaluate_batch`."""
+    batch_transform: BatchTransform | None = None
+    """The recipe's `batch_transform`."""
+    after_epoch: AfterEpoch | None = None
+    """The recipe's `after_epoch`."""
     cost: ModelCost = field(default_factory=ModelCost)
     """What a sample costs to train."""
     trial: ModelTrial

@@ -90,6 +90,12 @@ def is_sharded(tensor: object) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
+def is_partial_sum(tensor: Tensor) -> bool:
+    """Whether each rank holds a summand of a tensor, which is their sum."""
+    placements: tuple[Any, ...] = getattr(tensor, "placements", ())
+    return any(one.is_partial() for one in placements)
+
+
 def any_sharded(model: nn.Module) -> bool:
     """Whether a model's parameters are sharded."""
     return any(is_sharded(p) for p in model.parameters())

@@ -15,6 +15,7 @@ from samestep.base.run.records import read_records
 from samestep.base.settings import Settings, as_table
 from samestep.core.data.recipe_splits import load_splits
 from samestep.core.session.build import Built, build, planned
+from samestep.core.session.initial_weights import as_built
 from samestep.core.session.notes import notes_of
 from samestep.core.session.request import Request
 from samestep.core.session.restoring import Loaded, go_on
@@ -22,6 +23,7 @@ from samestep.core.session.training_run import choose_path, completed, retention
 from samestep.core.training.alike import seed_alike
 from samestep.core.training.device import data_dtype, switched
 from samestep.core.training.evaluation import evaluation_batch
+from samestep.core.training.joint import kind_of
 from samestep.core.training.plan import ENDLESS, Plan
 from samestep.core.training.prepare import prepare
 from samestep.core.training.side_effects import batch_norms
@@ -145,7 +147,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
     request = completed(request, world)
     settings, recipe = request.settings, request.recipe
     world = replace(world, virtual_ranks=settings.virtual_ranks or 0)
-    built, why = _build(request, world, device)
+    built, why = _build(as_built(request, path, World()), world, device)
     with closing(built.work):
         model = built.work.learner.model
         if settings.sync_batchnorm and not batch_norms(model):
@@ -163,7 +165,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
         events = schedule.planned_events(
             plan, settings, built.state.position, evaluates=built.splits.validation is not None
         )
-        made = built.work.learner.scheduler
+        scheduler = built.work.learner.scheduler
         unknown = events is None or schedule.saves_the_best(settings, events)
         kept = (
             None if unknown else schedule.kept_files(events or (), retention_of(settings), before)
@@ -180,8 +182,11 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
             step=shares,
             last_step=schedule.last_step(plan, settings, world),
             rates=schedule.rates(plan, settings, built),
-            scheduler="" if made is None else f"{made.name}, stepped after each {made.interval}",
-            optimizer=type(built.work.learner.optimizer).__name__,
+            scheduler="; ".join(
+                f"{type(one).__name__}, stepped after each {when}"
+                for one, when in (scheduler.parts if scheduler else ())
+            ),
+            optimizer=kind_of(built.work.learner.optimizer),
             memory=memory,
             strategies=strategies,
             drawn=drawn,

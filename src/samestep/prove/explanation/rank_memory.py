@@ -20,6 +20,7 @@ from samestep.core.data.blocks import Block, held_parts
 from samestep.core.session.build import Built
 from samestep.core.session.free_space import state_bytes
 from samestep.core.session.request import Request, to_toml
+from samestep.core.training.batch_transform import BatchTransform
 from samestep.core.training.device import data_dtype
 from samestep.core.training.loss_checks import check_used
 from samestep.core.training.optimizer import Average
@@ -139,6 +140,8 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
         loss=watched(work.learner.loss, seen),
     )
     block = _real_batch(request, built, rows)
+    if work.batch_transform is not None:
+        block = BatchTransform(request.recipe, work.settings, World())(block, 0, 0)
     leaves = tree_leaves((block.inputs, block.targets))
     batch = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
     known = {_address(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch)}

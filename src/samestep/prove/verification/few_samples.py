@@ -180,8 +180,8 @@ def evaluated_split(splits: Splits) -> str:
 
 def cut_down(splits: Splits, num_train: int, num_evaluated: int) -> Splits:
     """Return a few samples of the training data, and of the evaluated split as `validation`."""
-    evaluated = _some(getattr(splits, evaluated_split(splits)), num_evaluated)
-    train = _some(splits.train, num_train)
+    evaluated = some_of(getattr(splits, evaluated_split(splits)), num_evaluated)
+    train = some_of(splits.train, num_train)
     return replace(splits, train=train, validation=evaluated, test=None, notes=(), left_out=())
 
 
@@ -199,7 +199,7 @@ def cut_numbers(recipe: Recipe, whole: Splits, few: Splits) -> Recipe:
     return replace(recipe, **cut) if cut else recipe
 
 
-def _some(data: Any, number: int) -> Any:
+def some_of(data: Any, number: int) -> Any:
     """Return some samples of a split; what is not data is returned as it is, and refused later."""
     total = num_samples(data)
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:

@@ -219,7 +219,11 @@ class _Start:
         if self._facts.virtual_ranks is None:  # else nothing is fixed, or looked into
             loss = watched(tested.placed_loss, RandomDraws(), ALL_KINDS - training.free)
             forward = None if inner.forward is None else tested.exactly(inner.forward)
-            recipe = replace(recipe, loss=loss, forward=forward)
+            judged = None
+            if inner.evaluation_loss is not None:
+                held = ALL_KINDS - training.free
+                judged = watched(tested.placed_evaluation_loss, RandomDraws(), held)
+            recipe = replace(recipe, loss=loss, evaluation_loss=judged, forward=forward)
             prepare = partial(self._hold, training, trace, tested)
         request = replace(self._request, recipe=recipe, settings=settings)
         received, engine = (

@@ -25,7 +25,8 @@ from samestep.core.data.blocks import Block
 from samestep.core.data.source import Source
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.training.alike import seed_alike
-from samestep.core.training.apply import Moment, applied, call, summed, timed
+from samestep.core.training.apply import Moment, applied, call, evaluating, summed, timed
+from samestep.core.training.batch_transform import BatchTransform
 from samestep.core.training.device import autocast, data_dtype
 from samestep.core.training.prepare import place_loss, prepare
 from samestep.core.training.side_effects import (
@@ -109,6 +110,12 @@ class RecipeUnderTest:
         placed = timed(placed, Moment())  # a training gives its own
         return self.exactly(summed(placed, self.recipe.loss_weights))
 
+    @cached_property
+    def placed_evaluation_loss(self) -> Callable[[Any, Any], Tensor]:
+        """The loss of evaluations in the same way."""
+        placed = place_loss(self.recipe.evaluated_loss, self.world.device, self.dtype)
+        return self.exactly(evaluating(self.recipe, placed))
+
     def exactly(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that computes in float64 throughout, where that is compared."""
         held = self.settings.virtual_ranks is None and self.settings.precision == "fp64"
@@ -146,6 +153,13 @@ class RecipeUnderTest:
         if not all(fits) or all(leaf.dim() == 0 for leaf in leaves):
             return None
         return HeldForward(model, block, map_leaves(Tensor.detach, outputs))
+
+    @property
+    def unmixed(self) -> "RecipeUnderTest":
+        """The recipe as evaluations and metrics have its samples: without `batch_transform`."""
+        if self.recipe.batch_transform is None:
+            return self
+        return replace(self, recipe=replace(self.recipe, batch_transform=None))
 
     @property
     def held_forward(self) -> HeldForward | None:
@@ -199,11 +213,15 @@ class RecipeUnderTest:
                 0, step, global_batch=size.global_batch, drop_last=size.drop_last, cut=cut
             )
             found = next(single for block in blocks for single in block.singles())
-            return found.parts[0] if found.parts else found
+        found = found.parts[0] if found.parts else found
+        if self.recipe.batch_transform is None or recipe or world or rows:
+            return found  # as it is read
+        change = BatchTransform(self.recipe, self.settings, self.world)
+        return change(found, 0, step)
 
     def part(self, block: Block, start: int, count: int) -> Block:
         """Return some rows of a block that `batch` returned."""
-        if self.recipe.collate is not None:
+        if self.recipe.collate is not None and self.recipe.batch_transform is None:
             return self.batch(block.first_step, rows=range(start, start + count))
         check_rows((block.inputs, block.targets), block.rows)
         inputs, targets = (narrow(tree, start, count) for tree in (block.inputs, block.targets))
@@ -213,7 +231,7 @@ class RecipeUnderTest:
         self, recipe: Recipe | None = None, seed: int = 0, world: World | None = None
     ) -> list[str]:
         """Return a hash of each sample of the first step, as `batch` reads it."""
-        block = self.batch(0, recipe, seed, world)
+        block = self.batch(0, recipe or self.recipe, seed, world)
         if self.recipe.collate is None:
             return sample_hashes(block.inputs, block.targets)
         single = [self.batch(0, recipe, seed, world, range(k, k + 1)) for k in range(block.rows)]
@@ -231,9 +249,15 @@ class RecipeUnderTest:
         with autocast(self.settings.precision, self.world.device):
             return call(self.applied(model), inputs)
 
-    def loss(self, outputs: Any, targets: Any, moment: Moment | None = None) -> Tensor:
-        """Return the loss with all that it draws fixed."""
-        timely = timed(self.placed_loss, moment or Moment())
+    def loss(
+        self,
+        outputs: Any,
+        targets: Any,
+        moment: Moment | None = None,
+        loss: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
+        """Return the loss, that of the training if not given, with all that it draws fixed."""
+        timely = timed(loss or self.placed_loss, moment or Moment())
         held = watched(timely, RandomDraws(), ALL_KINDS)
         with autocast(self.settings.precision, self.world.device):
             return cast("Tensor", held(outputs, targets))

@@ -75,6 +75,8 @@ class SettingsArguments(TypedDict, total=False):
     param_dtype: ParamDtype | None
     matmul_precision: MatmulPrecision | None
     seed: int
+    init_from: str | os.PathLike[str] | None
+    init_strict: bool
     device: Device
     backend: Backend
     timeout_s: float

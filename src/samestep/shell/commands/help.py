@@ -49,7 +49,13 @@ GROUPS = {
     "track": "tracking",
 }
 _SHORT_GROUPS = {"epochs": "training", "engine": "computation", "run_dir": "evaluating and saving"}
-_TAKES = {"run_dir": "DIR", "monitor": "METRIC", "track": "NAMES", "track_tags": "TAGS"}
+_TAKES = {
+    "init_from": "RUN|FILE",
+    "run_dir": "DIR",
+    "monitor": "METRIC",
+    "track": "NAMES",
+    "track_tags": "TAGS",
+}
 """What these settings take, where `TEXT` says too little."""
 _WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 _COLUMN, _LEAST, _MOST = 26, 40, 100

@@ -48,6 +48,9 @@ class TrainFlags:
     `recipe` allows an edited recipe. The run then becomes another training."""
     recipe_of_run: Switch = False
     """With --resume, use the run's own copy of the recipe, not the current file."""
+    smoke: Switch = False
+    """Only try it: two steps, a checkpoint, a resume, validation and test on a few samples, in a
+    scratch directory."""
     report: Switch = False
     """Write report.html into the run's directory at the end: curves and pictures."""
 
@@ -71,6 +74,11 @@ def parse(arguments: list[str], verb: str = "train") -> "tuple[TrainFlags, Reque
         raise UserError(
             "--elastic-limit and --no-elastic-replace say how --elastic acts: give it, too.",
             flags=["elastic"],
+        )
+    if command.smoke and (command.elastic is not None or command.report):
+        raise UserError(
+            "--smoke keeps nothing and takes seconds: it goes with neither --elastic nor --report.",
+            flags=["smoke"],
         )
     return command, request
 
@@ -134,6 +142,10 @@ def _train(arguments: list[str], log: RankLog) -> int:
     )
     if code is not None:
         return code
+    if command.smoke:
+        from samestep.shell.api.smoke import smoke  # noqa: PLC0415 - rarely needed
+
+        return smoke(request)
     outcome = train_as_rank(request, Screen(), log.move_to, speak=log.give_back)
     if command.report and log.rank == 0:
         from samestep.show.reporting.page import write_report  # noqa: PLC0415 - rarely needed

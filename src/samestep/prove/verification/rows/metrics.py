@@ -36,7 +36,7 @@ def _dependences(tested: RecipeUnderTest) -> dict[str, float]:
     An untrained model may give all samples the same class, which hides every dependence: so the
     outputs are varied, too.
     """
-    if (held := tested.held_forward) is None:
+    if (held := tested.unmixed.held_forward) is None:
         return {}
     rows, found = held.block.rows, {}
     parts = (range(rows), range(rows // 2 + 1), range(rows // 2 + 1, rows))
@@ -89,7 +89,7 @@ def _measure_with_others(tested: RecipeUnderTest, world: World) -> dict[str, flo
 
     It measures its samples while the others measure theirs, then all measure the same ones.
     """
-    if world.world_size == 1 or (held := tested.held_forward) is None:
+    if world.world_size == 1 or (held := tested.unmixed.held_forward) is None:
         return {}
     rows, found = range(held.block.rows), {}
     parts = [share(rows, rank, world.world_size) for rank in range(world.world_size)]
@@ -162,11 +162,12 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
     load_evaluated(model, newest.content)
     moment = Moment()
     moment.after(newest.content["position"])
-    virtual, loss = tested.settings.virtual_ranks, timed(tested.placed_loss, moment)
+    virtual, judged = tested.settings.virtual_ranks, tested.placed_evaluation_loss
+    loss = timed(judged, moment)
     world = replace(tested.world, virtual_ranks=virtual or 0)
     if virtual is None:
         hold_model(model, RandomDraws(), ALL_KINDS)
-        loss = partial(tested.loss, moment=moment)
+        loss = partial(tested.loss, moment=moment, loss=judged)
     # A loss over the whole batch is evaluated over batches as they were trained.
     as_trained = replace(tested.settings, batch_size=tested.size.global_batch)
     tested = replace(tested, recipe=replace(tested.recipe, augment=None), settings=as_trained)

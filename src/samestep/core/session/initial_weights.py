@@ -1,0 +1,165 @@
+"""Weights that a training starts from (`--init-from`): of another run, or of a file."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from samestep.base.errors import UserError, listed, said, what_to_install
+from samestep.base.nearby import nearby
+from samestep.base.run.directory import is_run, no_run
+from samestep.base.run.files import sha256_of
+from samestep.base.run.index import Entry, find_checkpoint, read_index, verify
+from samestep.base.run.loading import load, read_file
+from samestep.base.run.records import first_start
+from samestep.core.session.request import Request
+from samestep.core.session.weights_file import SAFETENSORS, weights_in
+from samestep.core.training.model_state import load_model, misfits
+from samestep.launch.ranks.world import World
+
+_BY_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+_INSIDE = ("state_dict", "model_state_dict", "model")
+"""Where in a file of PyTorch's the weights may be, if it holds more."""
+_AROUND = ("module.", "_orig_mod.", "model.")
+"""What DDP, torch.compile and a LightningModule put before each name."""
+_MOST = 20
+"""Misfits that a message lists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialWeights:
+    """The weights that a model was given before its first step."""
+
+    path: str
+    """The file; of a run, its checkpoint."""
+    sha256: str
+    left_out: tuple[str, ...]
+    """With --no-init-strict: what did not fit."""
+
+    def note(self) -> str:
+        """Return what is shown when the run begins."""
+        left = f" Not loaded, as it did not fit: {listed(self.left_out, _MOST, '; ')}."
+        return f"It starts from the weights in {self.path}.{left if self.left_out else ''}"
+
+
+def start_from(model: nn.Module, source: Path, world: World, *, strict: bool) -> InitialWeights:
+    """Load weights into a new model, before ranks share it out; all ranks call it.
+
+    No code in a file is run.
+
+    Args:
+        model: the new model; where it has no numbers yet, rank 0's will be taken.
+        source: a run, whose best checkpoint is taken as it is evaluated; one of its checkpoints; or
+            a file: .safetensors, or a `state_dict` of PyTorch in .pt, .pth, .bin or .ckpt.
+        world: the ranks; each reads the file.
+        strict: whether names and shapes must be those of the model; else those that are, are
+            loaded.
+
+    Raises:
+        UserError: the file cannot be read, or the weights do not fit.
+    """
+    what = f"--init-from {source}"
+    path, entry, digest = world.on_main(lambda: _found(source, what))
+    left_out = world.on_every(lambda: _fill(model, _read(path, entry, what), what, strict=strict))
+    return InitialWeights(path=str(path), sha256=digest, left_out=left_out)
+
+
+def as_built(request: Request, path: Path, world: World) -> Request:
+    """Return the request that is built: a run with a checkpoint starts from no other weights."""
+    settings = request.settings
+    if settings.init_from is None or not request.resume:
+        return request
+    known = world.on_main(lambda: is_run(path) and read_index(path / "checkpoints").checkpoints)
+    return replace(request, settings=replace(settings, init_from=None)) if known else request
+
+
+def check_unchanged(run: Path, now: InitialWeights) -> None:
+    """Check that a run that begins again, without a checkpoint, starts from the same weights."""
+    before = first_start(run).get("init_from") or {}
+    if before and before["sha256"] != now.sha256:
+        raise UserError(
+            f"--init-from {now.path} is not what {run} began with: its SHA-256 was "
+            f"{before['sha256'][:12]}…, now it is {now.sha256[:12]}…. Put the file back, or start "
+            "a new run without --resume."
+        )
+
+
+def _found(source: Path, what: str) -> tuple[Path, Entry | None, str]:
+    """Return the file to read, its entry if it is a run's checkpoint, and its SHA-256."""
+    folder, name = source.parent, source.name
+    if source.is_dir():
+        if not is_run(source):
+            raise no_run(source)
+        folder, name = source / "checkpoints", "best"
+    if folder.name == "checkpoints" and is_run(folder.parent):
+        entry = find_checkpoint(folder, name)
+        verify(folder, entry)
+        return folder / entry.path, entry, entry.sha256
+    if source.suffix not in (SAFETENSORS, *_BY_TORCH):
+        raise UserError(
+            f"{what}: name the directory of a run, one of its checkpoints, or a file that ends in "
+            f"{SAFETENSORS}, or in {', '.join(_BY_TORCH)} for a state_dict of PyTorch."
+            f"{'' if source.exists() else nearby(source, 'run', 'file')}"
+        )
+    try:
+        return source, None, sha256_of(source)
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror}.{nearby(source, 'file')}") from error
+
+
+def _read(path: Path, entry: Entry | None, what: str) -> dict[str, Any]:
+    """Return the weights in a file by their names."""
+    if entry is not None:
+        return weights_in(load(path.parent, entry, verified=True))
+    if path.suffix == SAFETENSORS:
+        try:
+            return import_module("safetensors.torch").load_file(path)  # type: ignore[no-any-return]
+        except Exception as error:  # it is an extra, and its errors are its own
+            more = what_to_install(error)
+            raise UserError(f"{what} cannot be read: {said(error)}. {more}".rstrip()) from error
+    content = read_file(path)
+    if isinstance(content, dict) and isinstance(content.get("format"), int):
+        content = weights_in(content)  # a checkpoint that was taken out of its run
+    inside = [content.get(name) for name in _INSIDE] if isinstance(content, dict) else []
+    for found in (content, *inside):
+        if isinstance(found, dict) and any(isinstance(v, Tensor) for v in found.values()):
+            return copy.copy(found)
+    raise UserError(
+        f"{what}: the file holds no tensors by name, on top or under {', '.join(_INSIDE)}. Save "
+        "only the weights: torch.save(model.state_dict(), file)."
+    )
+
+
+def _fill(model: nn.Module, weights: dict[str, Any], what: str, *, strict: bool) -> tuple[str, ...]:
+    """Load weights into a model; return what did not fit."""
+    own = model.state_dict()
+    if any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
+        return ()
+    given = _named_as(own, weights)
+    wrong = misfits(given, own)
+    if wrong and not strict:
+        fits = {n for n in own if n in given and not misfits({n: given[n]}, {n: own[n]})}
+        if not fits:
+            raise UserError(f"{what}: nothing in it fits the model: {listed(wrong, _MOST, '; ')}.")
+        given = {name: given[name] if name in fits else value for name, value in own.items()}
+    remedy = "Build the model that they are of, or add --no-init-strict to load what fits."
+    load_model(model, {"model": given}, f"{what}: the weights do", remedy, most=_MOST)
+    return () if strict else tuple(wrong)
+
+
+def _named_as(own: Mapping[str, Any], weights: dict[str, Any]) -> dict[str, Any]:
+    """Return weights by the names that they have in a model, also without a wrapper's prefix."""
+    for prefix in _AROUND:
+        inside = all(name.startswith(prefix) for name in weights)
+        if inside and not any(name.startswith(prefix) for name in own):
+            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    # Files of Hugging Face hold tied weights once.
+    places = {n: (v.data_ptr(), v.shape) for n, v in own.items() if isinstance(v, Tensor)}
+    held = {place: weights[n] for n, place in places.items() if n in weights and place[0]}
+    tied = {n: held[place] for n, place in places.items() if n not in weights and place in held}
+    weights.update(tied)
+    return weights

@@ -1,0 +1,145 @@
+"""A recipe's `batch_transform`: mixup, CutMix and what else mixes the samples of a batch.
+
+Every rank is sent the whole global batch, changes it with the same random numbers, and trains on
+its own rows of the result.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samestep.base.errors import UserError, blame, defined_at
+from samestep.base.settings import Settings
+from samestep.base.trees import describe, map_tensors, narrow, tree_leaves
+from samestep.core.data.blocks import Block
+from samestep.core.data.keyed_random import mix
+from samestep.core.data.loader_source import seed_reading
+from samestep.core.recipe import Recipe
+from samestep.core.training.alike import seed_torch
+from samestep.core.training.device import data_dtype
+from samestep.core.training.gathered import gather_rows
+from samestep.core.training.whole_batch import joined, rebuilt, rows_of
+from samestep.launch.ranks.world import World
+
+_FIELD = "Recipe(batch_transform=…)"
+
+
+class BatchTransform:
+    """Changes the global batch of each step, equally on all ranks."""
+
+    def __init__(self, recipe: Recipe, settings: Settings, world: World) -> None:
+        assert recipe.batch_transform is not None
+        self._function, self._whole = recipe.batch_transform, recipe.forward is not None
+        self._seed, self._dtype = settings.seed, data_dtype(settings.precision)
+        self._world, self._agreed = world, False
+
+    def __call__(self, block: Block, epoch: int, step: int) -> Block:
+        """Return this rank's part of a step with its samples changed; all ranks call it.
+
+        Epoch and step are counted from 0: with the seed, they decide what is drawn.
+        """
+        # A virtual rank's share is a micro-step, and a rank may have none.
+        parts = block.parts if block.targets is None else (block,)
+        agreed: Callable[[Callable[[], Any]], Any] = self._world.on_every
+        agreed = _call if self._agreed else agreed
+        columns, rows = agreed(lambda: self._columns(parts))
+        what = f"{_FIELD}: what ranks have of the batch"
+        tensors, first = gather_rows(columns, rows, self._world, what)
+        cut = agreed(lambda: self._cut(parts, tensors, first, epoch, step))
+        self._agreed = True
+        return cut[0] if block.targets is not None else replace(block, parts=tuple(cut))
+
+    def _columns(self, parts: Sequence[Block]) -> tuple[list[Tensor], int]:
+        """Return this rank's rows of each tensor of the batch, and their number."""
+        real = [part for part in parts if part.weight]
+        # A part without a weight stands in: it only tells the form of a row.
+        own = [self._leaves(part) for part in real or parts[:1]]
+        columns = [joined(column, _FIELD).contiguous() for column in zip(*own, strict=True)]
+        rows = sum(part.rows for part in real)
+        return (columns if real else [column[:0] for column in columns]), rows
+
+    def _leaves(self, part: Block) -> list[Tensor]:
+        trees = [part.inputs] if self._whole else [part.inputs, part.targets]
+        return [leaf for tree in trees for leaf in rows_of(tree, part.rows, "batch", _FIELD)]
+
+    def _cut(
+        self, parts: Sequence[Block], tensors: Sequence[Tensor], first: int, epoch: int, step: int
+    ) -> list[Block]:
+        """Change the whole batch, and return these parts of it, whose first row is `first`."""
+        if not parts:
+            return []
+        size, found, cut = len(tensors[0]), iter(tensors), []
+        inputs = rebuilt(parts[0].inputs, found)
+        targets = inputs if self._whole else rebuilt(parts[0].targets, found)
+        inputs, targets = self.change(inputs, targets, size, epoch, step)
+        for part in parts:
+            start = first if part.weight else 0
+            first += part.rows if part.weight else 0
+            mine = _rows(inputs, start, part.rows, size)
+            wanted = mine if self._whole else _rows(targets, start, part.rows, size)
+            cut.append(replace(part, inputs=mine, targets=wanted))
+        return cut
+
+    def change(
+        self, inputs: Any, targets: Any, size: int, epoch: int = 0, step: int = 0
+    ) -> tuple[Any, Any]:
+        """Return the inputs and targets that the recipe makes of a whole batch of `size` samples.
+
+        With `forward`, both are the batch.
+        """
+        given = (inputs,) if self._whole else (inputs, targets)
+        # Six parts: nothing else that is drawn is seeded alike.
+        with _drawing(mix(self._seed, 2, epoch, step, 0, 0), self._world.device):
+            try:
+                found = self._function(*given)
+            except Exception as error:
+                told = f"The recipe's batch_transform failed with a batch {describe(given)}"
+                blame(told, error, self._function)
+        pair = isinstance(found, tuple | list) and len(found) == 2
+        leaves = tree_leaves(found)
+        fit = [isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size for leaf in leaves]
+        if not all(fit) or not (pair or self._whole):
+            wanted = "the batch" if self._whole else "a pair (inputs, targets)"
+            raise UserError(
+                f"The recipe's batch_transform{defined_at(self._function)} returned "
+                f"{describe(found)} for {size} samples; it must return {wanted}, of tensors with "
+                "a row for each sample."
+            )
+        found = map_tensors(self._cast, found)
+        return (found, found) if self._whole else (found[0], found[1])
+
+    def _cast(self, leaf: Tensor) -> Tensor:
+        return leaf.to(self._dtype) if leaf.is_floating_point() else leaf
+
+
+@contextlib.contextmanager
+def _drawing(drawn: int, device: torch.device) -> Iterator[None]:
+    """Seed every generator; those of the host are as they were afterwards.
+
+    A third of the time of `random_numbers`, once per step; each forward seeds the device's.
+    """
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    seed_reading(drawn)
+    if device.type != "cpu":
+        seed_torch(drawn, device)
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])  # noqa: NPY002
+        torch.set_rng_state(kept[2])
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def _rows(tree: Any, start: int, count: int, size: int) -> Any:
+    """Return some rows in memory of their own: a kernel may round otherwise elsewhere."""
+    return tree if count == size else map_tensors(torch.clone, narrow(tree, start, count))

@@ -1,0 +1,68 @@
+"""The step of an optimizer on weights that ranks hold in parts, for one that multiplies matrices.
+
+An update by elements, as Adam's, is the same on parts as on the whole. Muon multiplies matrices,
+and in bfloat16.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import _muon
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from samestep.base.errors import UserError
+from samestep.base.patches import patched
+from samestep.launch.ranks.mesh import is_partial_sum, sharded_as, whole
+
+_HALF = (torch.bfloat16, torch.float16)
+_PRODUCTS = tuple(getattr(torch.ops.aten, n) for n in ("mm", "addmm", "bmm", "baddbmm"))
+
+
+@contextlib.contextmanager
+def sharded_update(told: str, *, looks: bool) -> Iterator[None]:
+    """Within this, let torch's Muon orthogonalise whole matrices; all ranks step.
+
+    One at a time is gathered, and each rank computes what a single process would. The momentum
+    stays in parts. `told` names the optimizer.
+
+    Raises:
+        UserError: if this `looks`, an optimizer has multiplied sharded matrices in half precision,
+            and the product is a sum over ranks of what is rounded: Newton-Schulz makes percents of
+            that.
+    """
+    with patched((_muon, "_zeropower_via_newtonschulz", _of_whole)):
+        if not looks:
+            yield
+            return
+        with _PartialProducts() as products:  # type: ignore[no-untyped-call]
+            yield
+    if products.found is not None:
+        kind = str(products.found).removeprefix("torch.")
+        raise UserError(
+            f"{told}, multiplies matrices of which each rank has a part, and adds up what {kind} "
+            "has rounded: with --strategy fsdp its updates would be other ones, by percents.",
+            remedy="Use --strategy ddp, or torch.optim.Muon, for which matrices are gathered.",
+            on_all_ranks=True,
+        )
+
+
+def _of_whole(original: Callable[..., Tensor], update: Tensor, *how: Any, **more: Any) -> Tensor:
+    return sharded_as(original(whole(update), *how, **more), update)
+
+
+class _PartialProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Note products that are sums over ranks of what half precision has rounded."""
+
+    found: torch.dtype | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Compute, and look at the result."""
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _PRODUCTS and result.dtype in _HALF and is_partial_sum(result):
+            self.found = result.dtype
+        return result
