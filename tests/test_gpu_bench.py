@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import typed
-
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 
@@ -67,31 +65,14 @@ def measured(tmp_path) -> Path:
     return folder
 
 
-# The codes of several commands in one process, which imports PyTorch once.
-CODES = """
-import json, sys
-import gpu
-def code(arguments):
-    sys.argv = ["gpu.py", *arguments]
-    try:
-        return gpu.main()
-    except SystemExit as ended:
-        return ended.code
-print(json.dumps([code(arguments) for arguments in json.loads(sys.argv[1])]))
-"""
-
-
 @pytest.mark.slow
 def test_what_may_not_be_is_refused_with_code_2(tmp_path):
     before = files(RESULTS)
-    refused = (
-        ["startup"],
-        ["startup", "--dry", "--out", str(RESULTS / "gpu")],
-        ["page"],
-        ["page", str(tmp_path), "--out", str(tmp_path)],
-    )
-    done = typed("-c", CODES, json.dumps(refused), folder=BENCHMARKS, CUDA_VISIBLE_DEVICES="")
-    assert json.loads(done.stdout.splitlines()[-1]) == [2, 2, 2, 2]
+    for words in (
+        *(("startup",), ("startup", "--dry", "--out", RESULTS / "gpu")),
+        *(("page",), ("page", tmp_path, "--out", tmp_path)),
+    ):
+        assert bench(*words, CUDA_VISIBLE_DEVICES="").returncode == 2, words
     assert files(RESULTS) == before
 
 

@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import samestep
 from samestep import read_records
 from tests.command_line import run
 from tests.processes import start_ranks
-from tests.tiny import all_records, read_index, sha256
+from tests.tiny import all_records, read_index
 
 KEPT = Path(__file__).parent / "kept"
 
@@ -78,15 +77,3 @@ def test_a_checkpoint_of_a_kept_run_is_evaluated_as_it_was(copy, checkpoint):
     (recorded,) = told
     for key in ("loss", "accuracy"):
         assert measured[key] == pytest.approx(recorded[key], rel=1e-5)
-
-
-@pytest.mark.parametrize("copy", NAMES[:1], indirect=True)
-def test_a_checkpoint_of_a_newer_format_is_refused_and_both_formats_are_named(copy, refused):
-    index = copy / "checkpoints" / "index.json"
-    for path in (copy / "checkpoints").glob("*.pt"):
-        was = sha256(path)
-        torch.save({**torch.load(path, weights_only=True), "format": 99}, path)
-        index.write_text(index.read_text().replace(was, sha256(path)))
-    said = refused("train", str(copy), "--resume", "--epochs", "6", "--max-steps", "42")
-    assert "format 99" in said
-    assert "format 1." in said

@@ -21,13 +21,8 @@ STEPS = {
 """The lessons of docs/examples/lessons.md, and the number of their steps."""
 PAGES = sorted((ROOT / "docs" / "examples").glob("*.md"))
 LESSONS = ("spiral-lightning", "mnist-profiling", "plain-slurm", "cifar10-lightning", "cricket-ddp")
-EXAMPLES = (
-    "spiral_lightning",
-    "mnist_profiling",
-    "mnist_torchrun",
-    "cifar10_lightning",
-    "cricket_ddp",
-)
+EXAMPLES = ("spiral_lightning", "mnist_profiling", "mnist_torchrun", "cifar10_lightning")
+EXAMPLES += ("cricket_ddp",)
 BLOCK = re.compile(r"^```(\w+)(?: title=\"(\S+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LEFT_OUT = re.compile(r"^ *(?:# )?…$", re.MULTILINE)
 """A line that stands for lines which an excerpt leaves out."""

@@ -37,9 +37,7 @@ PARTS = parts_drawn()
 DISTRIBUTED = {
     "launch.ranks.world": {"torch.distributed"},
     "launch.ranks.mesh": {"torch.distributed"},  # FSDP2 and its sharded tensors
-    "launch.ranks.start": {
-        "torch.distributed"
-    },  # torchrun's agent, which starts ranks and is none itself
+    "launch.ranks.start": {"torch.distributed"},  # torchrun's agent: it starts ranks, is none
     "launch.ranks.keeper": {"torch.distributed"},  # the store, which outlives the ranks
     "launch.ranks.regroup": {"torch.distributed"},  # leaves a broken group and joins the next
     "launch.stall.collectives": {"torch.distributed", "torch.nn.parallel"},  # notes who calls what
@@ -47,16 +45,12 @@ DISTRIBUTED = {
     "scripts.checking.watch.model": {"torch.nn.parallel"},
     "base.run.shards": {"torch.distributed"},  # DCP's files
     "core.training.prepare": {"torch.nn.parallel"},
-    "scripts.checking.watch.data": {
-        "torch.distributed"
-    },  # whether ranks may have batches left over
+    "scripts.checking.watch.data": {"torch.distributed"},  # whether ranks have batches left over
     # A script may start its ranks itself.
     "scripts.checking.processes": {"torch.distributed", "torch.multiprocessing"},
     # CUDA and NCCL are answered by the CPU and Gloo.
     "scripts.checking.substitute": {"torch.distributed", "torch.nn.parallel"},
-    "scripts.checking.watch.life": {
-        "torch.distributed"
-    },  # notes what a script calls, and calls nothing
+    "scripts.checking.watch.life": {"torch.distributed"},  # notes what a script calls
 }
 
 # A file is one subject: big enough to be worth opening, small enough to hold in the head.
@@ -173,47 +167,17 @@ def test_only_the_world_talks_to_torch_distributed_and_no_recipe_asks_for_its_ra
 
 def test_what_needs_no_torch_does_not_import_it():
     """One process imports them all: these verbs and readers begin in tenths of a second."""
-    names = [
-        *(
-            "",
-            ".shell.cli",
-            ".base.errors",
-            ".base.machine",
-            ".base.settings",
-            ".base.version",
-            ".core.data.catalog",
-        ),
-        *(
-            ".core.data.download",
-            ".launch.ranks.launch",
-            ".launch.ranks.nproc",
-            ".launch.ranks.process",
-        ),
-        *(
-            ".base.run.directory",
-            ".base.run.files",
-            ".base.run.index",
-            ".base.run.records",
-            ".base.words",
-        ),
-        *(
-            ".shell.commands.checkpoint",
-            ".shell.commands.compare",
-            ".shell.commands.data",
-            ".shell.commands.new",
-        ),
-        *(
-            ".shell.commands.report",
-            ".shell.commands.runs",
-            ".shell.commands.track",
-            ".shell.commands.watch",
-        ),
-        *(".launch.stall.judge", ".launch.stall.pulse", ".launch.stall.stacks"),
-        *(".show.tracking.follower", ".show.tracking.processes", ".core.recipes.cricket.corpus"),
-    ]
-    program = (
-        f"import sys, {', '.join('samestep' + n for n in names)}; sys.exit('torch' in sys.modules)"
-    )
+    names = """
+        base.errors base.machine base.settings base.version base.words base.run.directory
+        base.run.files base.run.index base.run.records core.data.catalog core.data.download
+        core.recipes.cricket.corpus launch.ranks.launch launch.ranks.nproc launch.ranks.process
+        launch.stall.judge launch.stall.pulse launch.stall.stacks shell.cli
+        shell.commands.checkpoint shell.commands.compare shell.commands.data shell.commands.new
+        shell.commands.report shell.commands.runs shell.commands.track shell.commands.watch
+        show.tracking.follower show.tracking.processes
+    """
+    modules = ", ".join(f"samestep.{name}" for name in names.split())
+    program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

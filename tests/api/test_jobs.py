@@ -1,4 +1,7 @@
-"""`samestep.submit`, with Slurm's programs played by scripts, `sweep` and `check` from Python."""
+"""`samestep.submit`, with Slurm's programs played by scripts, `sweep` and `check` from Python.
+
+That a job gives its run, or the error of its rank, is seen on a real Slurm: cluster/test_jobs.py.
+"""
 
 import os
 
@@ -8,7 +11,6 @@ import samestep
 from samestep import SubmittedJob, UserError
 from tests.api.recipes import made
 from tests.checking.planted import BASE, forked, planted
-from tests.reporting.made_runs import write_run
 from tests.slurm.fake_slurm import FakeSlurm, install
 
 
@@ -37,26 +39,14 @@ def test_a_recipe_and_a_script_become_jobs_with_their_flags(slurm, here):
 @pytest.mark.parametrize(
     "wrong", [{"nodes": "x"}, {"lr": "much"}, {"no_such": 1}, {"arguments": ["a"]}, {"time": "1x"}]
 )
-def test_a_mistake_is_refused_before_anything_is_submitted(wrong, slurm, here):
+def test_a_mistake_is_refused_before_anything_is_submitted_or_trained(wrong, slurm, here):
     with pytest.raises(UserError):
         samestep.submit("spiral", **wrong)
     assert not any(line.startswith("sbatch") for line in slurm.calls)
+    for more in ({"lr": []}, {"lr": 0.1}, {"lr": [0.1, 0.01], "run_dir": "x"}):
+        with pytest.raises(UserError):
+            samestep.sweep(made(), **more, folder="runs", quiet=True)
     assert not (here / "runs").exists()
-
-
-def test_a_job_that_is_waited_for_gives_its_run_or_the_error_of_its_rank(slurm, here):
-    write_run(here / "run")
-    slurm.add(77, here / "run", "RUNNING")
-    job = SubmittedJob(77, here / "run")
-    assert job.status()["state"] == "RUNNING"
-    assert not job.wait(0.05, every_s=0.02)
-    slurm.add(77, here / "run", "COMPLETED")
-    assert job.wait()
-    assert job.result().path == here / "run"
-    (here / "slurm-77.out").write_text("samestep: job 77, start 1, on a\n1: ValueError: planted\n")
-    slurm.add(77, here, "FAILED", log=str(here / "slurm-77.out"))
-    with pytest.raises(UserError, match="ValueError: planted"):
-        SubmittedJob(77, here).result()
 
 
 @pytest.mark.parametrize("state", ["PENDING", "COMPLETED"])
@@ -81,13 +71,6 @@ def test_a_recipe_made_in_python_is_trained_with_each_value(here, monkeypatch):
         samestep.sweep(recipe, **(asked | {"lr": [0.01, 0.2]}))
 
 
-@pytest.mark.parametrize("wrong", [{"lr": []}, {"lr": 0.1}, {"lr": [0.1, 0.01], "run_dir": "x"}])
-def test_a_mistake_is_an_error_before_the_first_training(wrong, here):
-    with pytest.raises(UserError):
-        samestep.sweep(made(), **wrong, folder="sweep", quiet=True)
-    assert not (here / "sweep").exists()
-
-
 @pytest.fixture(autouse=True)
 def _forked_ranks(monkeypatch):
     monkeypatch.setattr("samestep.scripts.checking.check_script.start_processes", forked)
@@ -106,7 +89,3 @@ def test_a_script_is_checked_from_python_and_its_report_is_data_or_one_error(her
     for script, more in ((3, {}), ("train.py", {"steps": 0}), ("no_such", {"module": True})):
         with pytest.raises(samestep.UserError):
             samestep.check(script, **more)
-    for text in ("recipe = samestep.Recipe()", "samestep.open_run('x')"):
-        (here / "mine.py").write_text(f"import samestep\n{text}\n")
-        with pytest.raises(samestep.UserError, match="verify"):
-            samestep.check("mine.py")

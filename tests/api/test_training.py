@@ -197,16 +197,10 @@ def test_a_mistake_that_nobody_catches_is_one_line_with_the_place_of_the_call(ca
 def test_a_caught_error_leaves_the_way_of_showing_errors_as_it_was(here, monkeypatch):
     # An error of an earlier test may still be alive, and with it its way of being shown.
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-
     (here / "bad.py").write_text("1 / 0")
-    for call in (
-        lambda: samestep.train("spirl"),
-        lambda: samestep.train("bad.py"),
-        lambda: samestep.train(made(lambda: 1 / 0), quiet=True),
-        lambda: samestep.load("nothing"),
-    ):
+    for recipe in ("spirl", "bad.py", made(lambda: 1 / 0)):
         with contextlib.suppress(UserError):
-            call()
+            samestep.train(recipe, quiet=True)
         assert sys.excepthook is sys.__excepthook__
 
 

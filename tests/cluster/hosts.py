@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,7 +96,23 @@ class Hosts:
             options: of torchrun, on the first and on the second host.
             more: whether to tell Gloo its interface.
         """
-        started = [self._start(host, program, options[host].split(), more=more) for host in (0, 1)]
+        command = (
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+            *("--rdzv-backend=c10d", "--rdzv-id=two", f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}"),
+        )
+        commands = [[*command, *options[host].split(), *program] for host in (0, 1)]
+        told = [{"GLOO_SOCKET_IFNAME": self.interface(host)} if more else {} for host in (0, 1)]
+        return self.run(commands, [environment(**variables) for variables in told])
+
+    def run(
+        self, commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Run a command on each host at once, with its environment; return how each ended."""
+        how = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started = [
+            subprocess.Popen([*self.enter(host), *words], cwd=self.folder, env=variables, **how)
+            for host, (words, variables) in enumerate(zip(commands, environments, strict=True))
+        ]
         try:
             outputs = [process.communicate(timeout=WITHIN_S) for process in started]
         finally:
@@ -105,24 +121,6 @@ class Hosts:
             subprocess.CompletedProcess(process.args, process.returncode, *output)
             for process, output in zip(started, outputs, strict=True)
         ]
-
-    def _start(
-        self, host: int, program: tuple[str, ...], options: list[str], *, more: bool
-    ) -> subprocess.Popen[str]:
-        told = {"GLOO_SOCKET_IFNAME": self.interface(host)} if more else {}
-        return subprocess.Popen(
-            [
-                *self.enter(host),
-                *(sys.executable, "-m", "torch.distributed.run"),
-                *("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=two"),
-                *(f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}", *options, *program),
-            ],
-            cwd=self.folder,
-            env=environment(**told),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
 
 
 def ip(*arguments: str) -> str:

@@ -1,18 +1,22 @@
 """Submit training to the sandbox as a user does, and look at what it left."""
 
 import itertools
-import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from samestep.base.run.records import read_records
+from tests import tiny
 from tests.cluster.sandbox import FINAL, WITHIN_S, RunningSandbox, wait_for
+from tests.command_line import read_json
 from tests.processes import start_ranks
 
 # 120 samples, 30 steps an epoch; PACE is the seconds of a step, read anew for each.
@@ -71,25 +75,25 @@ class Submitted:
         return [(r["step"], r["loss"]) for r in self.records() if r["event"] == "step"]
 
     def all_records(self) -> list[dict[str, Any]]:
-        lines = (self.run / "events.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return tiny.all_records(self.run)
 
     def result(self) -> dict[str, Any]:
-        return json.loads((self.run / "result.json").read_text())
+        return read_json(self.run / "result.json")
 
-    def weights(self) -> bytes:
-        import torch
-
-        index = json.loads((self.run / "checkpoints" / "index.json").read_text())
-        path = self.run / "checkpoints" / index["last"]["path"]
-        model = torch.load(path, weights_only=True)["model"]
-        return b"".join(model[name].numpy().tobytes() for name in sorted(model))
+    def processes(self, numbered_by: str = "SLURM_PROCID") -> dict[int, int]:
+        """Return number → id of the job's processes that a variable numbers, but for srun's."""
+        found: dict[int, int] = {}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                variables = process.environ()
+                mine = variables.get("SLURM_JOB_ID") == self.job and numbered_by in variables
+                if mine and process.name() != "srun" and "train" in process.cmdline():
+                    found.setdefault(int(variables[numbered_by]), process.pid)
+        return found
 
 
 def write_recipe(folder: Path) -> Path:
-    path = folder / "tiny.py"
-    path.write_text(RECIPE)
-    return path
+    return tiny.write_recipe(folder, RECIPE)
 
 
 def set_pace(folder: Path, seconds: float | None) -> None:

@@ -2,17 +2,17 @@
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests import tiny
 from tests.checking.planted import BASE, planted
 from tests.cluster.sandbox import FINAL
+from tests.command_line import read_json, typed
 from tests.doctor.situations import reds, rows_of
 from tests.examples.programs import ROOT, SPIRAL_LIGHTNING, TRAIN_DISTRIBUTED, epochs, forked, run
 from tests.idx_files import write_mnist
-from tests.processes import TIMEOUT_S
 
 RUN_DISTRIBUTED = "mnist_torchrun/run_distributed.slurm"
 # Without dropout, whose masks differ by rank, the steps are equal on any number of ranks.
@@ -54,10 +54,9 @@ def edit(script, *edits):
 
 
 def last_losses(run_folder):
-    records = [json.loads(line) for line in (run_folder / "events.jsonl").read_text().splitlines()]
-    result = json.loads((run_folder / "result.json").read_text())
+    result = read_json(run_folder / "result.json")
     assert result["status"] == "completed"
-    return [[r["loss"] for r in records if r["event"] == "epoch"][-1], result["test"]["loss"]]
+    return [tiny.events(run_folder, "epoch")[-1]["loss"], result["test"]["loss"]]
 
 
 def test_the_three_spiral_scripts_train_the_same_and_go_on_when_submitted_again(sandbox, folder):
@@ -208,15 +207,9 @@ WITH_OWN_PORT = (
 def test_the_ranks_of_a_job_on_two_nodes_are_checked_together(sandbox, tmp_path):
     text = planted(WITH_OWN_PORT, ("        sampler.set_epoch(epoch)\n", ""), base=BASE)
     (tmp_path / "train.py").write_text(text)
-    said = subprocess.run(
-        ("srun", "-N2", "--ntasks-per-node=1", "samestep", "check", "train.py", "--here", "--json"),
-        env=sandbox.environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29417"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    command = ("samestep", "check", "train.py", "--here", "--json")
+    where = sandbox.environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29417"}
+    said = typed("srun", "-N2", "--ntasks-per-node=1", *command, folder=tmp_path, **where)
     findings = json.loads(said.stdout)["findings"]
     assert [finding["code"] for finding in findings] == ["SS103"], said.stderr
     assert said.returncode == 1

@@ -10,6 +10,7 @@ from samestep.base.errors import UserError
 from samestep.base.run.records import read_records
 from tests.cluster.jobs import Submitted, samestep, set_pace, submit, write_recipe
 from tests.cluster.sandbox import WITHIN_S, wait_for
+from tests.command_line import one_message
 from tests.tiny import trained
 
 
@@ -86,10 +87,7 @@ def test_what_the_cluster_cannot_give_or_does_not_know_is_refused(sandbox, tmp_p
 
     def refused(*words: str) -> str:
         done = samestep(sandbox, tmp_path, "slurm", *words)
-        assert done.returncode == 2, done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
-        assert done.stderr.count("samestep: ") == 1
-        return done.stderr
+        return one_message(done.returncode, done.stdout + done.stderr)
 
     told = refused("submit", "tiny.py", "--partition", "debgu")
     assert "Did you mean 'debug'? The partitions are: debug, urgent." in told
@@ -164,6 +162,17 @@ if os.environ["RANK"] == "1":
     crash()
 time.sleep(600)
 """
+BOOM = """\
+import torch
+import torch.distributed as dist
+def main():
+    dist.init_process_group("gloo")
+    for step in range(1000):
+        if step == 3 and dist.get_rank() == 1:
+            raise RuntimeError("boom from rank 1")
+        dist.all_reduce(torch.ones(2))
+main()
+"""
 HANG = """\
 import signal, time
 for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -173,15 +182,24 @@ time.sleep(600)
 """
 
 
-def test_a_crash_is_named_by_rank_and_by_the_users_line_under_either_launcher(sandbox, tmp_path):
-    (tmp_path / "mine.py").write_text(CRASH)
+@pytest.mark.parametrize(
+    ("script", "ended", "line"),
+    [
+        (CRASH, " was ended by SIGSEGV", "3 in crash: ctypes"),
+        (BOOM, r".* RuntimeError: boom from rank 1", "7 in main: raise RuntimeError"),
+    ],
+    ids=["crash", "error"],
+)
+def test_the_rank_that_failed_first_is_named_with_its_line(sandbox, tmp_path, script, ended, line):
+    (tmp_path / "mine.py").write_text(script)
     size = ("--nodes", "2", "--ntasks-per-node", "1", "--restarts", "0", "--max-restarts", "0")
     launchers = [("--launcher", name) for name in ("srun", "torchrun")]
     for job in [submit(sandbox, tmp_path, "mine.py", *size, *how) for how in launchers]:
         job.wait("FAILED")
-        last = job.log.splitlines()[-1]
-        assert re.search(r"rank 1 on node[12] was ended by SIGSEGV", last), job.log
-        assert re.search(r"^  at .*mine\.py:3 in crash: ctypes", job.log, re.MULTILINE)
+        assert re.search(rf"rank 1 on node[12]{ended}", job.log.splitlines()[-1]), job.log
+        assert f"\n  at {job.run}/code/mine.py:{line}" in job.log
+        logs = samestep(sandbox, tmp_path, "slurm", "logs", job.job, "--rank", "1").stdout
+        assert script is CRASH or "RuntimeError: boom from rank 1\n" in logs
 
 
 def test_ranks_that_hang_end_early_and_without_requeue_it_says_how_to_go_on(sandbox, tmp_path):
@@ -246,7 +264,8 @@ def test_a_job_gives_its_run_or_the_error_of_its_rank(here):
     good = submit_in_python("tiny.py", nodes=2, epochs=1)
     broken = submit_in_python("broken.py", nodes=2, restarts=0)
     assert good.status()["state"] in ("PENDING", "RUNNING", "COMPLETED")
-    assert good.result(WITHIN_S).result["world_size"] == 2
+    found = good.result(WITHIN_S)
+    assert (found.path, found.result["world_size"]) == (good.path, 2)
     told = good.status()
     assert (told["state"], told["training"]["status"]) == ("COMPLETED", "completed")
     with pytest.raises(UserError, match="1: ValueError: planted"):

@@ -17,7 +17,7 @@ from samestep.cluster.slurm.sandbox_cluster import down, status, up
 from samestep.cluster.slurm.sandbox_daemons import find_processes
 from samestep.shell.commands.slurm.sandbox import main
 from tests.cluster.sandbox import RunningSandbox, wait_for
-from tests.processes import TIMEOUT_S
+from tests.processes import TIMEOUT_S, env
 
 SAY_WHERE = 'echo "$SLURM_PROCID $SLURMD_NODENAME $MASTER_ADDR"'
 
@@ -178,18 +178,12 @@ sys.exit(main(sys.argv[1:]))' "$@"
         sbatch --quiet --wait --output=out --wrap 'srun -N2 -n2 hostname' -N2 -n2
         wc -l < out
     """
+    become = ("setpriv", f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}")
     try:
         done = subprocess.run(
-            [
-                *("setpriv", f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}"),
-                *("--clear-groups", "bash", "-c", script),
-            ],
-            env={
-                "HOME": str(home),
-                "PATH": "/usr/bin:/bin",
-                "PYTHONDONTWRITEBYTECODE": "1",
-                "PYTHONPATH": f"{source}:{site}",
-            },
+            [*become, "--clear-groups", "bash", "-c", script],
+            env=env(f"HOME={home} PATH=/usr/bin:/bin PYTHONPATH={source}:{site}")
+            | {"PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
             text=True,
             check=False,

@@ -75,7 +75,6 @@ def test_where_own_names_are_loopback_samestep_finds_the_interface_itself(hosts)
 
 
 PORT = 29502
-WITHIN_S = 300
 
 
 def doctor(hosts: Hosts, *options: str, **more: str):
@@ -87,30 +86,11 @@ def doctor(hosts: Hosts, *options: str, **more: str):
     command = (sys.executable, "-m", "samestep", "doctor", "--json", *options)
     one_each = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
     one_each |= {"MASTER_ADDR": ADDRESSES[0], "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [*hosts.enter(host), *command],
-            cwd=hosts.folder,
-            env=os.environ
-            | launch_environment(host, 2, PORT)
-            | one_each
-            | {"GROUP_RANK": str(host)}
-            | more,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for host in (0, 1)
-    ]
-    try:
-        ended = [process.communicate(timeout=WITHIN_S) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    table = json.loads(ended[0][0])
-    codes = [process.returncode for process in started]
-    return codes, rows_in(table), table, [errors for _, errors in ended]
+    ranks = [launch_environment(host, 2, PORT) | {"GROUP_RANK": str(host)} for host in (0, 1)]
+    ended = hosts.run([command] * 2, [os.environ | rank | one_each | more for rank in ranks])
+    table = json.loads(ended[0].stdout)
+    codes, errors = zip(*((done.returncode, done.stderr) for done in ended), strict=True)
+    return list(codes), rows_in(table), table, errors
 
 
 def test_a_slow_cable_is_red_and_names_its_two_hosts(hosts):

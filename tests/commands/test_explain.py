@@ -197,20 +197,3 @@ def test_a_mistake_is_told_as_train_tells_it(arguments, here, refused):
     words = arguments.split()
     assert refused("explain", *words) == refused("train", *words)
     assert tree(here) == set()
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--nproc 0", "--nproc"),
-        ("--nodes 0", "--nodes"),
-        ("--nproc 999 --nodes 999", "4096"),
-        ("--new --resume", "--new"),
-        ("--nproc 7001", "7001"),
-        ("--virtual-ranks 2 --nproc 3", "--virtual-ranks"),
-        ("--backend nccl --device cpu --nproc 2", "--backend"),
-    ],
-)
-def test_ranks_that_cannot_be_are_refused(flags, says, here, refused):
-    assert says in refused("explain", "spiral", *flags.split())
-    assert tree(here) == set()

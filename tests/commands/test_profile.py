@@ -22,7 +22,6 @@ from tests.training.test_full_disk import disk, fill  # noqa: F401 - the disk is
 
 QUICK = "--seconds 0.3"
 SLOW_DATA = next(one for one in SITUATIONS if one.name == "a data set that sleeps")
-SCRIPT = next(one for one in SITUATIONS if one.name == "slow saving in a script")
 
 
 @pytest.fixture
@@ -215,16 +214,6 @@ def test_a_short_script_runs_to_its_end_and_what_there_is_is_told(here, profile)
     assert not traces_of(here / "out")
 
 
-def test_a_script_on_two_ranks_is_profiled_on_both(here):
-    words = f"profile {SCRIPT.write(here)} {QUICK} --out out"
-    run(*words.split(), world_size=2, folder=here.parent / "outputs")
-    ranks = found_in(here)["measured"]["ranks"]
-    assert len(ranks) == 2
-    assert all(rank["phases"]["checkpoint"] >= 0.02 for rank in ranks)
-    assert traces_of(here / "out") == [f"trace_rank{rank}_workers_0.json.gz" for rank in (0, 1)]
-    assert not list((here / "out").glob("meeting*"))
-
-
 @pytest.mark.parametrize(
     ("given", "target"),
     [
@@ -239,29 +228,6 @@ def test_flags_may_stand_before_what_is_profiled(given, target):
     from samestep.shell.commands.script_target import target_first
 
     assert target_first(given.split(), _SWITCHES) == target.split()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("train.py --workers 0,1", "--workers"),
-        ("train.py --epoch 0", "--epoch is 0"),
-        ("train.py --steps 1", "--steps is 1"),
-        ("train.py --lr 1", "Unrecognized"),
-        ("train.py --out /dev/null/x", "/dev/null/x"),
-        ("tiny.py --workers 0,x", "--workers 0,x"),
-        ("tiny.py --batch-sizes 0", "--batch-sizes 0"),
-        ("tiny.py --apply", "--apply"),
-        ("tiny.py --engine lightning", "--engine"),
-        ("tiny.py -- x", "`--`"),
-        ("tiny.py --run-dir /dev/null/x", "/dev/null/x"),
-        ("gone.py", "gone.py"),
-    ],
-)
-def test_what_is_wrong_with_a_command_is_one_message(here, refused, arguments, says):
-    write(here, LOOP)
-    tiny.write_recipe(here)
-    assert says in refused("profile", *arguments.split())
 
 
 def test_sigterm_ends_the_profile_of_a_recipe_and_shows_what_was_measured(here):
@@ -346,20 +312,3 @@ def test_what_fails_on_the_ranks_is_told_once_and_leaves_nothing(here, scale):
     assert told.count("no such shelf") == 1
     assert printed == ""
     assert tree(here) == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("spiral --epochs 3", "--epochs"),
-        ("spiral --seconds 0", "--seconds is 0.0"),
-        ("spiral --engine lightning", "--engine"),
-        ("spiral --mode strong --nproc 1,5 --batch-size 4", "--batch-size 4"),
-        ("spiral --run-dir full", "full"),
-        ("--nproc 1,2", "before --nproc:"),
-    ],
-)
-def test_a_mistake_gets_one_message_and_exit_code_2(here, refused, arguments, words):
-    (here / "full").mkdir()
-    (here / "full" / "file").touch()
-    assert words in refused("scale", *arguments.split())

@@ -47,11 +47,6 @@ def told(output_of):
     return partial(output_of, "slurm")
 
 
-@pytest.fixture
-def refusal(refused):
-    return lambda *words: refused("slurm", *words)
-
-
 @pytest.mark.parametrize(
     "states", [("COMPLETED", "RUNNING"), ("RUNNING", "FAILED"), ("COMPLETED", "FAILED")]
 )
@@ -67,15 +62,15 @@ def test_a_run_directory_names_its_job_or_else_the_newest(slurm, run, told, stat
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
-def test_a_job_of_another_user_is_refused(slurm, run, refusal, verb):
+def test_a_job_of_another_user_is_refused(slurm, run, refused, verb):
     slurm.add(8, run, uid=os.getuid() + 1, user="eve")
-    assert "user eve" in refusal(verb, "8")
+    assert "user eve" in refused("slurm", verb, "8")
     assert not [call for call in slurm.calls if call.startswith("scancel")]
     if verb == "cancel":
-        assert str(run) in refusal("cancel", str(run)), "it has no job of this user's"
+        assert str(run) in refused("slurm", "cancel", str(run)), "it has no job of this user's"
 
 
-def test_the_controller_is_asked_once_for_the_jobs_of_the_user(slurm, run, told, monkeypatch):
+def test_the_users_jobs_are_asked_for_once_and_no_filter_hides_one(slurm, run, told, monkeypatch):
     monkeypatch.setenv("LOGNAME", "eve")
     monkeypatch.setenv("USER", "eve")
     slurm.add(9, run, uid=os.getuid() + 1, user="eve")
@@ -85,18 +80,14 @@ def test_the_controller_is_asked_once_for_the_jobs_of_the_user(slurm, run, told,
     assert [row[0] for row in rows] == ["3", "7", "12"]
     (query,) = slurm.calls
     assert query.startswith("squeue --me --all --states=all ")
-
-
-def test_a_filter_of_the_users_own_hides_no_job(slurm, run, monkeypatch):
-    slurm.add(5, run)
     slurm._write("squeue", '[ "$SQUEUE_PARTITION" ] || cat queue\n')
     monkeypatch.setenv("SQUEUE_PARTITION", "x")
-    assert [job.job for job in queue.my_jobs()] == [5]
+    assert {job.job for job in queue.my_jobs()} >= {3, 7, 12}
 
 
 @pytest.mark.parametrize("how", ["none", "down"])
 @pytest.mark.parametrize("name", ["runs/one", "5"])
-def test_where_slurm_is_silent_files_tell(slurm, run, told, capfd, refusal, monkeypatch, how, name):
+def test_where_slurm_is_silent_files_tell(slurm, run, told, capfd, refused, monkeypatch, how, name):
     if how == "none":
         monkeypatch.setenv("PATH", str(run))
         says = "squeue" if "/" in name else "scontrol"  # is not on the PATH
@@ -113,25 +104,25 @@ def test_where_slurm_is_silent_files_tell(slurm, run, told, capfd, refusal, monk
     said = capfd.readouterr()
     assert said.out == "log of 5\n"
     assert says in said.err
-    assert says in refusal("cancel", name)
+    assert says in refused("slurm", "cancel", name)
 
 
-def test_programs_without_a_configuration_are_told(slurm, tmp_path, refusal, monkeypatch):
+def test_programs_without_a_configuration_are_told(slurm, tmp_path, refused, monkeypatch):
     monkeypatch.delenv("SLURM_CONF", raising=False)
     program = slurm.folder / "squeue"
     text = program.read_text()
     program.write_text(
         "#!/bin/sh\necho 'squeue: fatal: Could not establish a configuration source' >&2\nexit 1\n"
     )
-    assert "SLURM_CONF" in refusal("status")
+    assert "SLURM_CONF" in refused("slurm", "status")
     program.write_text(text)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    said = refusal("status")
+    said = refused("slurm", "status")
     assert f"SLURM_CONF is {tmp_path}/slurm.conf" in said
     assert "unset SLURM_CONF" in said
     (tmp_path / "slurm.conf").touch()
     slurm.break_down()
-    assert "sandbox status" in refusal("status")
+    assert "sandbox status" in refused("slurm", "status")
 
 
 def test_damaged_records_hide_nothing_else_and_an_empty_log_is_told(slurm, run, told, capfd):

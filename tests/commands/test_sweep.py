@@ -49,28 +49,19 @@ def test_with_halving_a_training_that_falls_behind_ends_after_its_first_epoch(he
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--lr", "0.01,oops,0.1"),
-        ("--lr", "0.1,0.01", "--no-such-flag", "1"),
-        ("--lr", "0.1,0.01", "--momentum", "0.0,0.9"),
-        ("--lr", "0.1,0.1"),
-        ("--lr", "0.1,0.10"),
-        ("--batch-size", "8", "--batch-size-per-rank", "4,8"),
-        ("--halving", "3", "--engine", "native,lightning"),
-        ("--seed", SEEDS, "--optimizer", "sgd,adam", "--momentum", "0.0,0.9"),
-        ("--seed", ",".join(map(str, range(1001)))),
-        ("--resume", "--lr", "1,2"),
-        ("--at-once", "0", "--lr", "1,2"),
-        ("--lr", "1,2", "--", "--nodes", "2"),
-        ("--lr", "1,2", "--slurm", "--nproc", "2"),
-        ("--lr", "1"),
-        ("--lr", "1,2", "--seed"),
-        ("--lr", "1,2", "--optuna"),
-        ("--lr", "1", "--lr", "2,3"),
-        ("--lr", "1e-3,1e-2", "--run-dir", "--epochs", "1"),
+        *("--lr 0.01,oops,0.1", "--lr 0.1,0.01 --no-such-flag 1", "--lr 0.1,0.1", "--lr 0.1,0.10"),
+        *("--lr 0.1,0.01 --momentum 0.0,0.9", "--batch-size 8 --batch-size-per-rank 4,8"),
+        "--halving 3 --engine native,lightning",
+        f"--seed {SEEDS} --optimizer sgd,adam --momentum 0.0,0.9",
+        f"--seed {','.join(map(str, range(1001)))}",
+        *("--resume --lr 1,2", "--at-once 0 --lr 1,2", "--lr 1,2 -- --nodes 2"),
+        *("--lr 1,2 --slurm --nproc 2", "--lr 1", "--lr 1,2 --seed", "--lr 1,2 --optuna"),
+        *("--lr 1 --lr 2,3", "--lr 1e-3,1e-2 --run-dir --epochs 1"),
     ],
+    ids=lambda flags: flags[:40],
 )
 def test_a_mistake_anywhere_is_named_before_the_first_training(flags, here, refused):
-    refused("sweep", "small.py", *flags)
+    refused("sweep", "small.py", *flags.split())
     assert {path.name for path in tree(here)} == {"small.py"}
 
 

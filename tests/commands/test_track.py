@@ -91,20 +91,6 @@ def test_what_cannot_be_sent_is_refused(track, run, name):
     assert not own_tracker.lines(run)
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (("--to", "wanb"), "'wandb'"),
-        (("--to", TRACKER, "--project", "a/b"), "--track-project 'a/b'"),
-        (("--to", "none"), "--to none"),
-        (("--to", ","), "--to ,"),
-        ((), "--to"),
-    ],
-)
-def test_a_wrong_command_is_refused(run, refused, flags, named):
-    assert named in refused("track", str(run), *flags)
-
-
 def test_without_a_key_a_run_is_not_sent_and_the_message_says_what_to_do(track, run, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)

@@ -20,7 +20,7 @@ from samestep.core.recipes.spiral import SpiralOptions
 from samestep.core.session.request import to_toml
 from samestep.core.training.plan import make_plan
 from samestep.shell.commands.train import parse
-from tests.command_line import RECIPE, files_written, read_json, run, train_here
+from tests.command_line import RECIPE, files_written, read_json, train_here
 from tests.idx_files import write_mnist
 from tests.processes import run_ranks
 from tests.tiny import files
@@ -339,21 +339,6 @@ def test_one_command_begins_a_run_and_repeated_goes_on_with_it_and_keeps_its_res
     for name in ("status", "steps", "epochs", "test", "best", "training_seconds"):
         assert after[name] == before[name], name
     assert files(here / "run" / "checkpoints") == checkpoints
-
-
-def test_a_finished_run_goes_on_for_more_epochs_as_if_it_had_never_stopped(here, alone):
-    train_here("small.py", "--run-dir", "longer", "--log-every", "1", "--epochs", "4")
-    flags = ("--log-every", "1", "--batch-size", "10")
-    by_recipe = (str(alone.recipe), "--run-dir", "again", *flags)
-    for target, name, ranks in ((("run",), "run", 2), (by_recipe, "again", 1)):
-        shutil.copytree(alone.path, here / name)
-        words = ("train", *target, "--resume", "--epochs", "4")
-        run(*words, world_size=ranks, folder=here.parent / "outputs")
-        assert losses(here / name) == pytest.approx(losses(here / "longer"), rel=1e-5)
-        assert len(losses(here / name)) == 24
-        result = read_json(here / name / "result.json")
-        assert (result["epochs"], result["steps"], result["world_size"]) == (4, 24, ranks)
-        assert saved_settings(here / name)["epochs"] == 4
 
 
 def test_a_file_of_a_few_lines_is_a_recipe_and_may_import_its_neighbour(here):

@@ -88,28 +88,6 @@ def test_a_mistake_of_the_recipe_is_told_once_as_train_tells_it(here, verify, re
     assert re.search(r"'everything'.*batchnorm, dropout", message)
 
 
-# What is wrong → the arguments, and what of them the one message names.
-REFUSED = {
-    "no target": ("--json", "--json"),
-    "unknown recipe": ("spirla", "'spiral'"),
-    "sizes that are no numbers": ("good.py --nproc 1,two", "1,two"),
-    "too many ranks": ("good.py --nproc 1000", "1 to 64"),
-    "nothing to accept": ("good.py --accept batchnrom", "'batchnorm'"),
-    "negative tolerance": ("good.py --tolerance -1", "-1"),
-    "a flag without effect": ("good.py --epochs 3", "--epochs"),
-    "a misspelt flag": ("good.py --nprok 2", "--nproc"),
-    "a flag of the script before the dashes": (f"{EXAMPLES}/gan.py --points 777", "-- "),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_verified_is_refused_with_one_message(name, here, refused):
-    words, named = REFUSED[name]
-    before = tree(here)
-    assert named in refused("verify", *words.split())
-    assert tree(here) == before
-
-
 def test_a_script_with_a_loop_of_its_own_is_verified_with_its_arguments(here, verify):
     before = tree(here)
     script = str(EXAMPLES / "gan.py")

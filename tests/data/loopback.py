@@ -1,8 +1,73 @@
 """A web server on 127.0.0.1 that misbehaves as it is told to, and remembers what it was asked."""
 
+import contextlib
+import hashlib
 import threading
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+from samestep.core.data.catalog import RemoteDataset, RemoteFile
+
+
+def md5(data):
+    return hashlib.md5(data).hexdigest()
+
+
+def listed(name, data):
+    return RemoteFile(name, md5(data), len(data))
+
+
+def data_set(name, *files):
+    return RemoteDataset(name=name, files=files, mirrors=(), description="", licence="", source="")
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+class Loopback:
+    """An HTTP server on this machine whose `respond(handler)` answers each request."""
+
+    protocol, waits_for_handlers = "HTTP/1.0", True
+
+    def __init__(self):
+        server = self
+        self.asked = []
+        self.closing = threading.Event()
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = server.protocol
+
+            def handle_any(self):
+                server.respond(self)
+
+            def log_message(self, *_):
+                pass
+
+            def handle(self):
+                with contextlib.suppress(OSError):  # the client hung up, or was killed
+                    super().handle()
+
+        for method in ("GET", "POST", "PUT", "HEAD", "PATCH"):
+            setattr(Handler, f"do_{method}", Handler.handle_any)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = not self.waits_for_handlers
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+
+    def respond(self, handler):
+        raise NotImplementedError
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.closing.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,55 +89,26 @@ class Answer:
     says_length: bool = True
 
 
-@dataclass(kw_only=True)
-class Asked:
-    """One request that came: what for, from which byte, in which encoding; how much it got."""
+class Mirror(Loopback):
+    """A server for `files`; the i-th request gets the i-th answer, later ones the last.
 
-    name: str
-    start: int | None
-    encoding: str | None = None
-    num_sent: int = 0
-
-
-class Mirror:
-    """A server for `files`; the i-th request gets the i-th answer, later ones the last."""
+    Of each request, `asked` has what for, from which byte, in which encoding, how much it got.
+    """
 
     def __init__(self, files, *answers):
+        super().__init__()
         self.files = files
         self.answers = answers or (Answer(),)
-        self.asked = []
-        self._closing = threading.Event()
         self._lock = threading.Lock()
-        mirror = self
+        self.url += "/data/"
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                mirror._answer(self)
-
-            def log_message(self, *_):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = False  # so that closing waits for every handler
-        self.url = f"http://127.0.0.1:{self._server.server_port}/data/"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._closing.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def _answer(self, handler):
+    def respond(self, handler):
         start = handler.headers.get("Range")
-        asked = Asked(
+        asked = SimpleNamespace(
             name=handler.path.removeprefix("/data/"),
             start=int(start.removeprefix("bytes=").removesuffix("-")) if start else None,
             encoding=handler.headers.get("Accept-Encoding"),
+            num_sent=0,
         )
         with self._lock:
             answer = self.answers[min(len(self.asked), len(self.answers) - 1)]
@@ -106,8 +142,8 @@ class Mirror:
                 handler.wfile.write(piece)
                 asked.num_sent += len(piece)
                 if answer.pause_s:
-                    self._closing.wait(answer.pause_s)
+                    self.closing.wait(answer.pause_s)
         except ConnectionError:
             return  # the client hung up
         if answer.stalls:
-            self._closing.wait()
+            self.closing.wait()

@@ -220,9 +220,8 @@ def test_an_evaluation_reads_each_sample_once_on_any_ranks(kind, num, world_size
     data = kind(samples(num))
     read = []
     for rank in range(world_size):
-        for inputs, targets, *_ in source(data, rank, world_size, augment=_shift).evaluation(
-            batch_size
-        ):
+        one = source(data, rank, world_size, augment=_shift)
+        for inputs, targets, *_ in one.evaluation(batch_size):
             assert 0 < len(targets) <= batch_size
             assert torch.equal(inputs, samples(num)[0][targets]), "evaluations are not augmented"
             read += targets.tolist()

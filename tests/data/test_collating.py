@@ -11,17 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from samestep.base import trees
 from samestep.base.errors import UserError
-from samestep.base.trees import (
-    check_rows,
-    describe,
-    map_leaves,
-    map_tensors,
-    narrow,
-    num_rows,
-    split_rows,
-    tree_leaves,
-)
 from samestep.core.data.batches import open_source
 from samestep.core.data.collating import Collating, Packed
 from samestep.core.recipe import find_recipe
@@ -86,13 +77,10 @@ def with_the_first_again(samples):
     return padded([*samples, samples[0]])
 
 
-WRONG = {
-    "long ones are dropped": (without_long_ones, "leaves out 2 of 5"),
-    "the first comes again": (with_the_first_again, "adds 1 of 5"),
-}
+WRONG = [(without_long_ones, "leaves out 2 of 5"), (with_the_first_again, "adds 1 of 5")]
 
 
-@pytest.mark.parametrize(("function", "told"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("function", "told"), WRONG)
 def test_samples_that_are_dropped_or_come_twice_are_counted(function, told):
     with pytest.raises(UserError) as raised:
         collate(function, TEXTS)
@@ -128,7 +116,7 @@ def test_a_collate_is_called_once_for_a_batch_with_a_row_a_sample_or_of_graphs()
             self.num_graphs = len(samples)
 
     batch, nothing = collate(Batch, TEXTS)
-    assert (type(batch), nothing, num_rows(batch)) == (Batch, None, None)
+    assert (type(batch), nothing, trees.num_rows(batch)) == (Batch, None, None)
     assert collate(Graphs, TEXTS)[0].num_graphs == 5
     with pytest.raises(UserError, match="leaves out 1 of 5"):
         collate(lambda samples: Graphs(samples[1:]), TEXTS)
@@ -173,25 +161,25 @@ def failing(samples):
 
 
 @dataclass
-class Held:
-    numbers: Any
-    name: str = "a name"
+class Text:
+    tokens: Any
+    lengths: Any
 
 
-def trees() -> dict[str, Any]:
+def all_kinds() -> dict[str, Any]:
     padded = torch.arange(12.0).view(3, 4)
     return {
         "types": [torch.ones(3, dtype=d) for d in (torch.bool, torch.int8, torch.complex64)],
         "forms": (torch.tensor(7), torch.zeros(0, 3), torch.tensor(float("nan"))),
         "views": {"words": padded[:, :-1], "following": padded[:, 1:], "whole": padded},
-        "other layouts": Held([padded.T, nn.Parameter(padded)], "b"),
+        "other layouts": Text([padded.T, nn.Parameter(padded)], "b"),
         "twice": [padded, padded],
         "none": (None, 3, "text"),
     }
 
 
 def same_tensors(found: Any, tree: Any) -> None:
-    for one, other in zip(tree_leaves(found), tree_leaves(tree), strict=True):
+    for one, other in zip(trees.tree_leaves(found), trees.tree_leaves(tree), strict=True):
         if isinstance(other, torch.Tensor):
             assert one.stride() == other.stride()
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
@@ -226,12 +214,6 @@ class Encoding(UserDict):
             return self.data[name]
         except KeyError:
             raise AttributeError(name) from None
-
-
-@dataclass
-class Text:
-    tokens: Any
-    lengths: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +270,12 @@ TREES = {
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_each_tensor_is_found_and_changed_in_a_tree_of_the_same_form(tree):
-    assert describe(tree) == "(6, 2) float32, (6,) int64"
-    changed = map_leaves(lambda leaf: leaf + 1, tree)
+    assert trees.describe(tree) == "(6, 2) float32, (6,) int64"
+    changed = trees.map_leaves(lambda leaf: leaf + 1, tree)
     assert type(changed) is type(tree)
-    assert [leaf.sum() for leaf in tree_leaves(changed)] == [ONE.sum() + 12, OTHER.sum() + 6]
-    assert all(a is b for a, b in zip(tree_leaves(tree), (ONE, OTHER), strict=True)), "unchanged"
+    assert [leaf.sum() for leaf in trees.tree_leaves(changed)] == [ONE.sum() + 12, OTHER.sum() + 6]
+    leaves = trees.tree_leaves(tree)
+    assert all(a is b for a, b in zip(leaves, (ONE, OTHER), strict=True)), "unchanged"
     if isinstance(tree, dict | UserDict):
         assert list(changed) == list(tree)
     for more in ("words", "default_factory"):
@@ -301,41 +284,42 @@ def test_each_tensor_is_found_and_changed_in_a_tree_of_the_same_form(tree):
 
 @pytest.mark.parametrize("tree", [*TREES.values(), ONE], ids=[*TREES, "a tensor"])
 def test_rows_that_all_tensors_have_are_cut_as_views(tree):
-    assert num_rows(tree) == 6
-    check_rows(tree, 6)
+    assert trees.num_rows(tree) == 6
+    trees.check_rows(tree, 6)
     with pytest.raises(UserError, match="collate"):
-        check_rows(tree, 5)
-    for whole, part in zip(tree_leaves(tree), tree_leaves(narrow(tree, 2, 3)), strict=True):
+        trees.check_rows(tree, 5)
+    parts = trees.tree_leaves(trees.narrow(tree, 2, 3))
+    for whole, part in zip(trees.tree_leaves(tree), parts, strict=True):
         assert torch.equal(part, whole[2:5])
         assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-    pieces = split_rows(tree, 4)
-    assert [num_rows(piece) for piece in pieces] == [4, 2]
-    for place, whole in enumerate(tree_leaves(tree)):
-        assert torch.equal(torch.cat([tree_leaves(piece)[place] for piece in pieces]), whole)
+    pieces = trees.split_rows(tree, 4)
+    assert [trees.num_rows(piece) for piece in pieces] == [4, 2]
+    for place, whole in enumerate(trees.tree_leaves(tree)):
+        assert torch.equal(torch.cat([trees.tree_leaves(piece)[place] for piece in pieces]), whole)
 
 
 def test_of_a_graph_tensors_are_changed_and_a_packed_batch_is_the_same_in_one_memory():
     graph = Graph(x=ONE, name="ethanol", num_graphs=3)
-    half = map_leaves(lambda leaf: leaf / 2, graph)
+    half = trees.map_leaves(lambda leaf: leaf / 2, graph)
     assert graph.parts["x"] is ONE
     assert torch.equal(half.parts["x"], ONE / 2)
     assert (half.parts["name"], half.num_graphs) == ("ethanol", 3)
-    assert num_rows(graph) == num_rows((graph, torch.zeros(3))) == 3
-    assert num_rows((graph, OTHER)) is None
+    assert trees.num_rows(graph) == trees.num_rows((graph, torch.zeros(3))) == 3
+    assert trees.num_rows((graph, OTHER)) is None
     moved = Moves(ONE)
     tree = {"batch": moved, "names": ("a", None), "x": ONE}
-    assert tree_leaves(tree)[:3] == [moved, "a", None]
-    assert tree_leaves(Text) == [Text], "a class is no tree of its fields"
-    same = map_tensors(lambda tensor: tensor + 1, tree)
+    assert trees.tree_leaves(tree)[:3] == [moved, "a", None]
+    assert trees.tree_leaves(Text) == [Text], "a class is no tree of its fields"
+    same = trees.map_tensors(lambda tensor: tensor + 1, tree)
     assert same["batch"] is moved
     assert same["names"] == ("a", None)
     assert torch.equal(same["x"], ONE + 1)
-    assert describe(tree) == "a Moves, a str, None, (6, 2) float32"
+    assert trees.describe(tree) == "a Moves, a str, None, (6, 2) float32"
     with pytest.raises(UserError, match="a Moves"):
-        check_rows(tree, 6)
-    found = Packed(trees()).batch()
-    assert repr(found) == repr(trees())
-    same_tensors(found, trees())
+        trees.check_rows(tree, 6)
+    found = Packed(all_kinds()).batch()
+    assert repr(found) == repr(all_kinds())
+    same_tensors(found, all_kinds())
     assert found["twice"][0] is found["twice"][1]
     first, second = Packed([torch.arange(3), torch.ones(5)]).batch()
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
@@ -350,4 +334,4 @@ def test_of_a_graph_tensors_are_changed_and_a_packed_batch_is_the_same_in_one_me
     ids=["unequal", "a number", "nothing", "text", "texts", "only to"],
 )
 def test_where_tensors_disagree_or_there_is_none_the_rows_are_not_known(tree):
-    assert num_rows(tree) is None
+    assert trees.num_rows(tree) is None

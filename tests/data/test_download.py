@@ -1,6 +1,5 @@
 """Downloads from a loopback server that is slow, torn, wrong or gone: right bytes or no file."""
 
-import hashlib
 import itertools
 import os
 import random
@@ -13,9 +12,8 @@ import pytest
 import samestep.core.data.download as downloading
 from samestep.base.errors import UserError
 from samestep.core.data import catalog
-from samestep.core.data.catalog import RemoteDataset, RemoteFile
 from samestep.core.data.download import download
-from tests.data.loopback import Answer, Mirror
+from tests.data.loopback import Answer, Mirror, data_set, listed, md5, names_in
 from tests.processes import start_ranks
 
 FILES = {name: random.Random(name).randbytes(20_000) for name in ("one.gz", "two.gz")}
@@ -23,17 +21,8 @@ ONE, HALF = FILES["one.gz"], 10_000
 WRONG = bytes(20_000)
 
 
-def md5(data):
-    return hashlib.md5(data).hexdigest()
-
-
-LISTED = tuple(RemoteFile(name, md5(data), len(data)) for name, data in FILES.items())
-CATALOG = {
-    name: RemoteDataset(
-        name=name, files=files, mirrors=(), description="noise", licence="none", source="here"
-    )
-    for name, files in (("both", LISTED), ("one", LISTED[:1]))
-}
+LISTED = [listed(*named) for named in FILES.items()]
+CATALOG = {"both": data_set("both", *LISTED), "one": data_set("one", LISTED[0])}
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +42,6 @@ def failure(folder, *mirrors, timeout_s=5.0):
         get_one(folder, *mirrors, timeout_s=timeout_s)
     assert not (folder / "one.gz").exists()
     return str(caught.value)
-
-
-def names_in(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_all_files_arrive_in_a_new_folder_and_nothing_else_is_left(tmp_path, capfd):
@@ -85,33 +70,19 @@ def test_a_mirror_that_stalls_is_given_up_after_the_timeout(tmp_path, stop_after
 
 PACKED = Answer(headers=(("Content-Encoding", "gzip"),))
 ELSEWHERE = Answer(content_range="bytes 5-19999/20000")
+CUT, UNSAID = Answer(stop_after=6_000), Answer(stop_after=HALF, says_length=False)
+PART = {"one.gz.part": ONE[:HALF]}
 WAYS = {  # what is there, what the server does, and from where it is asked for how much
     "nothing": ({}, (), [(None, 20_000)]),
     "a file of other bytes": ({"one.gz": WRONG}, (), [(None, 20_000)]),
-    "cut, without a length": (
-        {},
-        (Answer(stop_after=HALF, says_length=False), Answer()),
-        [(None, HALF), (HALF, HALF)],
-    ),
-    "cut again and again": (
-        {},
-        (Answer(stop_after=6_000),),
-        [(None, 6_000), (6_000, 6_000), (12_000, 6_000), (18_000, 2_000)],
-    ),
-    "a part": ({"one.gz.part": ONE[:HALF]}, (), [(HALF, HALF)]),
+    "cut, without a length": ({}, (UNSAID, Answer()), [(None, HALF), (HALF, HALF)]),
+    "cut again": ({}, (CUT,), [(None, 6000), (6000, 6000), (12_000, 6000), (18_000, 2000)]),
+    "a part": (PART, (), [(HALF, HALF)]),
     "a part, complete": ({"one.gz.part": ONE}, (), []),
-    "a part, no ranges": (
-        {"one.gz.part": ONE[:HALF]},
-        (Answer(knows_range=False),),
-        [(HALF, 20_000)],
-    ),
+    "a part, no ranges": (PART, (Answer(knows_range=False),), [(HALF, 20_000)]),
     "a part of other bytes": ({"one.gz.part": WRONG[:HALF]}, (), [(HALF, HALF), (None, 20_000)]),
     "a part too long": ({"one.gz.part": ONE + b"more"}, (), [(20_004, 0), (None, 20_000)]),
-    "continued from elsewhere": (
-        {"one.gz.part": ONE[:HALF]},
-        (ELSEWHERE, Answer()),
-        [(HALF, None), (None, 20_000)],
-    ),
+    "continued from elsewhere": (PART, (ELSEWHERE, Answer()), [(HALF, None), (None, 20_000)]),
     # Some servers call a .gz file gzip-encoded text; unpacking it would change the hash.
     "bytes as they lie": ({}, (PACKED,), [(None, 20_000)]),
 }
@@ -131,12 +102,18 @@ def test_whatever_is_there_the_right_bytes_arrive(tmp_path, there, answers, aske
     assert (tmp_path / "one.gz").read_bytes() == ONE
 
 
-def test_where_nothing_came_no_folder_is_left_that_was_not_there_before(tmp_path):
+def test_where_nothing_right_came_it_is_told_and_no_file_or_new_folder_is_left(tmp_path):
     (tmp_path / "there").mkdir()
-    with Mirror(FILES, Answer(status=503)) as mirror:
-        for folder in (tmp_path / "new" / "folder", tmp_path / "there"):
-            failure(folder, mirror)
-    assert names_in(tmp_path) == ["there"]
+    for answer, told in (
+        (Answer(status=503), ("503",)),
+        (Answer(body=WRONG), (md5(WRONG), md5(ONE))),
+    ):
+        with Mirror(FILES, answer) as mirror:
+            messages = [failure(tmp_path / place, mirror) for place in ("new/folder", "there")]
+        for message, part in itertools.product(messages, (f"{mirror.url}one.gz: ", *told)):
+            assert part in message
+        assert names_in(tmp_path) == ["there"]
+        assert names_in(tmp_path / "there") == []
 
 
 def test_mirrors_take_over_and_when_all_fail_each_is_named(tmp_path):
@@ -153,15 +130,6 @@ def test_mirrors_take_over_and_when_all_fail_each_is_named(tmp_path):
     assert "404" in message
     assert f"{refusing}one.gz: Connection refused" in message
     assert f"samestep data get one --data-dir {tmp_path}/none --mirror URL" in message
-
-
-def test_wrong_bytes_are_thrown_away_and_reported_with_both_hashes(tmp_path):
-    with Mirror(FILES, Answer(body=WRONG)) as mirror:
-        message = failure(tmp_path, mirror)
-    assert f"{mirror.url}one.gz: " in message
-    assert md5(WRONG) in message
-    assert md5(ONE) in message
-    assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("answer", [Answer(body=WRONG), Answer(body=b""), Answer(status=404)])

@@ -1,6 +1,5 @@
 """An archive arrives, is verified, then unpacked: the right files or none, and none outside."""
 
-import hashlib
 import io
 import tarfile
 from dataclasses import replace
@@ -14,7 +13,7 @@ from samestep.core.recipe import find_recipe
 from samestep.core.recipes.cifar10 import Cifar10Options, read_cifar10
 from samestep.shell.commands.data import main
 from tests.cifar_files import write_binary
-from tests.data.loopback import Mirror
+from tests.data.loopback import Answer, Mirror, data_set, listed, names_in
 
 NAME = "cifar-10-binary.tar.gz"
 
@@ -33,30 +32,22 @@ def archive(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small_catalog(monkeypatch, archive):
-    file = catalog.RemoteFile(
-        name=NAME, md5=hashlib.md5(archive).hexdigest(), size_bytes=len(archive), unpack=True
-    )
-    small = catalog.RemoteDataset(
-        name="cifar10", description="", licence="", source="", files=(file,), mirrors=()
-    )
-    monkeypatch.setattr(catalog, "CATALOG", {"cifar10": small})
+    file = replace(listed(NAME, archive), unpack=True)
+    monkeypatch.setattr(catalog, "CATALOG", {"cifar10": data_set("cifar10", file)})
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-def names_in(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
 def test_the_verb_fetches_verifies_and_unpacks_and_the_recipe_reads_it(tmp_path, archive, capsys):
-    with Mirror({NAME: archive}) as mirror:
-        arguments = ["get", "cifar10", "--data-dir", str(tmp_path), "--mirror", mirror.url]
+    with Mirror({}, Answer(status=404)) as gone, Mirror({NAME: archive}) as mirror:
+        mirrors = ("--mirror", gone.url, "--mirror", mirror.url)
+        arguments = ["get", "cifar10", "--data-dir", str(tmp_path), *mirrors]
         assert main(arguments) == 0
         assert len(read_cifar10(tmp_path, "train")[0]) == 10
         assert names_in(tmp_path) == ["cifar-10-batches-bin", NAME]
         (tmp_path / "cifar-10-batches-bin" / "test_batch.bin").write_bytes(b"spoiled")
         kept = (tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin").stat().st_ino
         assert main(arguments) == 0
-    assert len(mirror.asked) == 1, "the archive is mended from what is there"
+    assert len(gone.asked) == len(mirror.asked) == 1, "it is mended from what is there"
     assert len(read_cifar10(tmp_path, "test")[0]) == 3
     assert (tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin").stat().st_ino == kept
     assert "1 file, checked" in capsys.readouterr().out

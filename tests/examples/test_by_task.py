@@ -1,27 +1,37 @@
-"""The examples of the guide by task: short, the same on any number of ranks, resumed, and learning.
-
-`samestep verify` compares them on one and three ranks, accumulated and resumed.
+"""The examples that are recipes, those of the guide by task, and a loop of one's own: short, the
+same on any number of ranks, resumed, and learning.
 """
 
+import difflib
+import json
+import re
 import runpy
 import signal
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
 from samestep import read_records
+from samestep.prove.verification import causes
+from samestep.shell.cli import main
 from tests import tiny
 from tests.faults import Fault
 from tests.needs import needs
-from tests.processes import TIMEOUT_S
-from tests.session import same, scripts
-from tests.session.same import account, assert_same
-from tests.session.scripts import EXAMPLES, Strike, run, start
-from tests.tiny import all_records, newest_announced
-from tests.verification.forked import verified, verified_loop
+from tests.session import scripts
+from tests.session.same import account
+from tests.session.scripts import EXAMPLES, run
+from tests.verification.forked import (
+    assert_nothing_to_accept,
+    check,
+    differing,
+    verified,
+    verified_loop,
+)
 
-BY_TASK = scripts.EXAMPLES / "by_task"
+BY_TASK = EXAMPLES / "by_task"
 RECIPES = {
     # What is measured by its validation, and what it has to beat.
     "classification": ("accuracy", 0.5),
@@ -63,7 +73,7 @@ def test_every_file_is_listed_here_and_on_the_page_and_has_at_most_60_lines():
     files = {path.stem: path.read_text() for path in BY_TASK.glob("*.py")}
     assert files.keys() == RECIPES.keys() | LOOPS.keys()
     assert max(text.count("\n") for text in files.values()) <= 60
-    page = (scripts.EXAMPLES.parent / "docs" / "how-to" / "by-task.md").read_text()
+    page = (EXAMPLES.parent / "docs" / "how-to" / "by-task.md").read_text()
     assert all(f"../examples/by_task/{name}.py" in page for name in files)
 
 
@@ -116,7 +126,7 @@ SLOW = ("gan", "reinforcement_learning")
 def loop(request, tmp_path_factory) -> tuple[str, Path]:
     """Give the name of a loop and the run that a single process made of it."""
     folder = tmp_path_factory.mktemp(request.param)
-    scripts.run(script(request.param), "run", folder=folder)
+    run(script(request.param), "run", folder=folder)
     return request.param, folder / "run"
 
 
@@ -124,21 +134,21 @@ def loop(request, tmp_path_factory) -> tuple[str, Path]:
 def test_a_loop_stopped_on_two_ranks_goes_on_alone_to_the_same_losses(loop, tmp_path):
     name, alone = loop
     stop = {"strike": scripts.Strike(3, signal.SIGTERM), "code": 128 + signal.SIGTERM}
-    scripts.run(script(name), "run", world_size=2, folder=tmp_path, **stop)
+    run(script(name), "run", world_size=2, folder=tmp_path, **stop)
     assert tiny.newest_announced(tmp_path / "run") >= 3
-    scripts.run(script(name), "run", folder=tmp_path)
-    for one, other in zip(same.account(tmp_path / "run"), same.account(alone), strict=True):
+    run(script(name), "run", folder=tmp_path)
+    for one, other in zip(account(tmp_path / "run"), account(alone), strict=True):
         assert one == pytest.approx(other, rel=0, abs=LOOPS[name])
 
 
 def test_a_loop_learns(loop):
     name, alone = loop
-    epochs = [r for r in same.account(alone) if r["event"] == "epoch"]
+    epochs = [r for r in account(alone) if r["event"] == "epoch"]
     if name == "reinforcement_learning":
         assert epochs[-1]["steps"] > 2 * epochs[0]["steps"]
     elif name == "time_series":
         assert epochs[-1]["loss"] < 0.1 * epochs[0]["loss"]
-        *_, held_out = (r for r in same.account(alone) if r["event"] == "evaluation")
+        *_, held_out = (r for r in account(alone) if r["event"] == "evaluation")
         assert held_out["loss"] < 0.1 * held_out["as_before"]
     else:
         made = runpy.run_path(str(script(name)))
@@ -152,29 +162,144 @@ def test_a_loop_learns(loop):
         assert off[1] < 0.3 * off[0]
 
 
-SCRIPT = EXAMPLES / "gan.py"
-GAN_FLAGS = ("run", "--points", "271", "--epochs", "4", "--checkpoint-every-steps", "2")
+SMALL = {
+    "char_gpt": ("--dim", "8", "--heads", "2", "--layers", "1"),
+    "csv_regression": ("--hidden", "8"),
+    "graphs": ("--num-graphs", "60", "--width", "4"),
+    "huggingface": ("--num-reviews", "60", "--width", "8", "--layers", "1"),
+    "padded_text": ("--num-sentences", "60", "--width", "8"),
+}
+# Their loss is a mean over samples, so Lightning's Trainer takes them, too.
+IN_LIGHTNING = ("csv_regression", "graphs", "huggingface")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_verify_finds_the_same_training_and_nothing_to_accept(name, tmp_path):
+    lightning = name in IN_LIGHTNING
+    recipe, ranks = EXAMPLES / f"{name}.py", tmp_path / "ranks"
+    found = verified(recipe, *SMALL[name], folder=ranks, lightning=lightning)
+    assert_nothing_to_accept(found, "2 ranks")
+    assert check(found, "lightning").status == ("same" if lightning else "skipped")
+
+
+@pytest.mark.slow
+def test_verify_points_to_loss_terms_where_a_mean_over_words_lacks_them(tmp_path):
+    text = (EXAMPLES / "padded_text.py").read_text()
+    recipe = tmp_path / "without_terms.py"
+    recipe.write_text(text.replace("    loss_terms=", "    # loss_terms="))
+    found = verified(recipe, *SMALL["padded_text"], folder=tmp_path / "ranks")
+    assert not found.same
+    assert differing(found)["2 ranks"] == causes.NOT_A_MEAN.name
+    assert "loss_terms" in check(found, "loss").cause.advice
+
+
+@pytest.mark.slow
+def test_the_gpt_beats_a_model_that_counts_pairs_of_characters(tmp_path):
+    run = tmp_path / "run"
+    flags = ("--max-steps", "60", "--seed", "0", "--threads", "1")
+    tiny.trained(EXAMPLES / "char_gpt.py", run, *flags)
+    records = list(read_records(run))
+    (note,) = next(r["notes"] for r in records if r["event"] == "start")
+    bigram = float(re.search(r"(\d+\.\d+)\.$", note).group(1))
+    (evaluated,) = (r["loss"] for r in records if r["event"] == "evaluation")
+    assert 0.5 < evaluated < bigram < 1.5, "made-up sentences have some entropy"
+
+
+@pytest.mark.slow
+def test_the_hugging_face_model_learns_what_not_means(tmp_path, capsys):
+    run = tmp_path / "run"
+    flags = ("--epochs", "5", "--seed", "0", "--threads", "1")
+    tiny.trained(EXAMPLES / "huggingface.py", run, *flags)
+    sentences = tmp_path / "sentences.txt"
+    sentences.write_text("the film was not bad\nvery good\nthe plot was not great\n")
+    assert main(["predict", str(run), str(sentences), "--top", "1", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["row"] for row in rows] == [1, 2, 3]
+    assert [row["classes"][0]["class"] for row in rows] == ["good", "good", "bad"]
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("graphs", "torch_geometric", "graphs"), ("huggingface", "transformers", "huggingface")],
+)
+def test_a_missing_package_is_told_with_its_install(refused, monkeypatch, name, package, extra):
+    for module in [m for m in sys.modules if m.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    message = refused("train", str(EXAMPLES / f"{name}.py"))
+    assert package in message
+    assert f"pip install 'samestep[{extra}]'" in message
+
+
+SCRIPT = EXAMPLES / "own_loop.py"
+PLAIN = Path(__file__).parent / "plain_loop.py"
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
-    """The run of a single process: 12 steps, of 100, 100 and 71 points an epoch."""
     folder = tmp_path_factory.mktemp("alone")
-    run(SCRIPT, *GAN_FLAGS, folder=folder)
+    ranks = run(SCRIPT, "run", folder=folder)
+    assert "samestep:" not in ranks.output()
     return folder / "run"
 
 
-def test_killed_on_two_ranks_it_goes_on_from_the_exact_step_on_three_with_both(alone, tmp_path):
-    strike = Strike(8, signal.SIGKILL)
-    ranks = start(SCRIPT, *GAN_FLAGS, world_size=2, folder=tmp_path, strike=strike)
-    ranks.processes[0].join(TIMEOUT_S)
-    assert ranks.processes[0].exitcode == -signal.SIGKILL, ranks.output()
-    ranks.kill()
-    ranks.wait()
-    announced = newest_announced(tmp_path / "run")
-    assert 4 <= announced <= 7  # what a thread was still writing is lost: at most one
-    run(SCRIPT, *GAN_FLAGS, world_size=3, folder=tmp_path)
-    (resumed,) = (r for r in all_records(tmp_path / "run") if r["event"] == "resume")
-    assert resumed["step"] == announced
-    assert_same(tmp_path / "run", alone)
-    assert all({"loss", "g_loss"} <= record.keys() for record in account(alone))
+def test_it_takes_at_most_ten_lines_more_than_the_plain_loop():
+    def lines(path: Path) -> list[str]:
+        text = path.read_text().split('"""\n', maxsplit=1)[1]  # without the docstring
+        return [line.strip() for line in text.splitlines() if line.strip()]
+
+    differ = [line for line in difflib.ndiff(lines(PLAIN), lines(SCRIPT)) if line[0] == "+"]
+    assert 5 < len(differ) <= 10, "\n".join(differ)
+
+
+def test_the_records_are_of_all_samples_and_a_finished_run_is_left_as_it_is(alone, tmp_path):
+    (start,) = (r for r in read_records(alone) if r["event"] == "start")
+    assert (start["num_samples"], start["global_batch_size"], start["steps_per_epoch"]) == (
+        *(1000, 64),
+        16,
+    )
+    epochs = [r for r in account(alone) if r["event"] == "epoch"]
+    assert [(r["epoch"], r["step"], r["samples"]) for r in epochs] == [
+        (n, 16 * n, 1000) for n in range(1, 6)
+    ]
+    assert epochs[-1]["loss"] < 0.1 * epochs[0]["loss"]
+    records = (alone / "events.jsonl").read_bytes()
+    run(SCRIPT, str(alone), folder=tmp_path)
+    assert (alone / "events.jsonl").read_bytes() == records
+
+
+def programs_of_the_page() -> tuple[str, str, str]:
+    """Return the three programs of "Port your loop", and the plain one in samestep's order."""
+    page = (EXAMPLES.parent / "docs" / "how-to" / "port-your-loop.md").read_text()
+    plain, own, recipe, ordered = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:4]
+    head, _, body = plain.partition("    model.train()\n")
+    plain = f"{head}{textwrap.indent(ordered, '    ')}    model.train()\n{body}"
+    return plain, own, recipe
+
+
+def test_the_three_programs_of_the_handbook_have_the_same_losses(tmp_path, monkeypatch, capsys):
+    plain, own, recipe = programs_of_the_page()
+    assert len(plain.splitlines()) <= 70
+    found = {}
+    for name, size, text in (("plain", 1, plain), ("own", 2, own)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ported.py").write_text(text)
+        how = {"world_size": size, "folder": tmp_path / name}
+        said = run(tmp_path / name / "ported.py", **how).output()
+        found[name] = [
+            float(text) for text in re.findall(r"^epoch .* loss (.*)", said, re.MULTILINE)
+        ]
+        assert "best" in said
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.py").write_text(recipe)
+    precise = ["--precision", "fp64"]  # as the scripts are run here
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert main(["train", "recipe.py", "--run-dir", "recipe", "--device", "cpu", *precise]) == 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+    found["recipe"] = [r["loss"] for r in read_records("recipe") if r["event"] == "evaluation"]
+    assert 5 < len(found["plain"]) < 30
+    for name in ("own", "recipe"):
+        assert found[name] == pytest.approx(found["plain"], abs=1e-5), name

@@ -77,11 +77,8 @@ def test_a_single_process_works_and_prints_each_epoch_and_the_test(alone):
     assert left == {"best_model.pt", "last.pt", "history.json"}
 
 
-def test_torchrun_works_and_rank_0_alone_prints(on_two, alone):
+def test_on_two_ranks_rank_0_alone_prints_and_the_metrics_are_those_of_one_process(on_two, alone):
     assert len(on_two[1].splitlines()) == len(alone[1].splitlines())
-
-
-def test_on_two_ranks_the_metrics_are_those_of_one_process(on_two, alone):
     assert_same(*on_two, alone)
 
 
@@ -230,31 +227,29 @@ def test_a_rank_gives_up_after_its_timeout(tmp_path):
     assert "DistStoreError" in done.stderr
 
 
-# What is wrong → the arguments, and words of the message.
-MISTAKES = {
-    "no data": (["--data-dir", "nowhere"], "nowhere"),
-    "no epochs": (["--epochs", "0"], "--epochs"),
-    "no rate": (["--lr", "nan"], "--lr"),
-    "no base batch": (["--base-batch-size", "0"], "--base-batch-size"),
-    "no such flag": (["--speed", "9"], "--speed 9"),
-    "no network to test": ([*MATCHES, "--test-only"], "best_model.pt"),
-    "a step of more than there is": ([*MATCHES, "--batch-size", "9999999"], "--batch-size"),
-    "an odd width": ([*MATCHES, "--width", "9"], "width"),
-}
+# Arguments, and words of the message.
+MISTAKES = [
+    ("--data-dir nowhere", "nowhere"),
+    ("--epochs 0", "--epochs"),
+    ("--lr nan", "--lr"),
+    ("--base-batch-size 0", "--base-batch-size"),
+    ("--speed 9", "--speed 9"),
+    (f"{' '.join(MATCHES)} --test-only", "best_model.pt"),
+    (f"{' '.join(MATCHES)} --batch-size 9999999", "--batch-size"),
+    (f"{' '.join(MATCHES)} --width 9", "width"),
+]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, name):
-    arguments, words = MISTAKES[name]
-    assert words in refusal(SCRIPT, *arguments, folder=tmp_path)
+@pytest.mark.parametrize(("arguments", "named"), MISTAKES)
+def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, arguments, named):
+    assert named in refusal(SCRIPT, *arguments.split(), folder=tmp_path)
 
 
 def test_ranks_that_all_find_a_mistake_say_it_once(tmp_path):
-    arguments, words = MISTAKES["no data"]
-    done = script(tmp_path, *arguments, world_size=2)
+    done = script(tmp_path, "--data-dir", "nowhere", world_size=2)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("train.py: ") == 1, done.stderr
-    assert words in done.stderr
+    assert "nowhere" in done.stderr
 
 
 def test_a_training_is_neither_overwritten_nor_continued_with_another_network(alone):

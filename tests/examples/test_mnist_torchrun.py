@@ -196,38 +196,45 @@ def test_a_scaler_changes_no_number_and_its_scale_is_that_of_the_checkpoint(trai
     assert scales == [2.0**21, 2.0**27]  # from 2^16, by 11 steps of 10 images in each epoch
 
 
-# What is wrong → the arguments, and words of the message.
-MISTAKES = {
-    "no data": (["--data-dir", "nowhere"], "train-images-idx3-ubyte"),
-    "no images": (["--data-dir", "empty"], "empty/train"),
-    "no epochs": (["--epochs", "0"], "--epochs"),
-    "half an image": (["--batch-size", "1.5"], "--batch-size"),
-    "no rate": (["--lr", "nan"], "--lr"),
-    "no such flag": (["--speed", "9"], "--speed 9"),
-    "a file, not a folder": (["--checkpoint-dir", "taken"], "taken"),
-    "damaged": (["--data-dir", "torn"], "torn/train-images-idx3-ubyte.gz"),
-    "files of two data sets": (["--data-dir", "mixed"], "120 train images, 60 labels"),
-}
+# A script of MNIST, its arguments, and words of the message.
+PROFILED = str(programs.MNIST_PROFILING / "single_gpu_train.py")
+MISTAKES = [
+    (TRAIN_DISTRIBUTED, "--data-dir nowhere", "train-images-idx3-ubyte"),
+    (TRAIN_DISTRIBUTED, "--data-dir empty", "empty/train"),
+    (TRAIN_DISTRIBUTED, "--epochs 0", "--epochs"),
+    (TRAIN_DISTRIBUTED, "--batch-size 1.5", "--batch-size"),
+    (TRAIN_DISTRIBUTED, "--lr nan", "--lr"),
+    (TRAIN_DISTRIBUTED, "--speed 9", "--speed 9"),
+    (TRAIN_DISTRIBUTED, "--checkpoint-dir taken", "taken"),
+    (TRAIN_DISTRIBUTED, "--data-dir torn", "torn/train-images-idx3-ubyte.gz"),
+    (TRAIN_DISTRIBUTED, "--data-dir mixed", "120 train images, 60 labels"),
+    (PROFILED, "--data_dir nowhere", "train-images-idx3-ubyte[.gz]"),
+    (PROFILED, "--epochs 1", "--epochs 1"),
+    (PROFILED, "--profile_steps 0", "--profile_steps 0"),
+    (PROFILED, "--batch_size 0", "batch_size=0"),
+    (PROFILED, "--data_dir torn", "torn/train-images-idx3-ubyte.gz"),
+    (PROFILED, "--num_workers 0", "trace_single_gpu_workers_0.json"),  # a folder
+]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_gets_one_message_and_exit_code_2(folder, name):
+@pytest.mark.parametrize(("script", "words", "named"), MISTAKES)
+def test_a_mistake_gets_one_message_and_exit_code_2(folder, script, words, named):
     (folder / "taken").touch()
+    (folder / "trace_single_gpu_workers_0.json").mkdir()
     (folder / "empty" / "train" / "cat").mkdir(parents=True)
     torn = write_mnist(folder / "torn") / "train-images-idx3-ubyte.gz"
-    torn.write_bytes(torn.read_bytes()[:1000])
+    torn.write_bytes(torn.read_bytes()[:500])
     few = write_mnist(folder / "few", num_train=60) / "train-labels-idx1-ubyte.gz"
     shutil.copy(few, write_mnist(folder / "mixed"))
-    arguments, words = MISTAKES[name]
-    assert words in refusal(TRAIN_DISTRIBUTED, *arguments, folder=folder)
+    assert named in refusal(script, *words.split(), folder=folder)
+    assert not list(folder.glob("*.tmp"))
 
 
 def test_mistakes_are_said_once_and_tasks_of_srun_do_not_each_train(folder):
-    arguments, words = MISTAKES["no data"]
-    done = forked(TRAIN_DISTRIBUTED, *arguments, folder=folder, world_size=2)
+    done = forked(TRAIN_DISTRIBUTED, "--data-dir", "nowhere", folder=folder, world_size=2)
     assert done.returncode == 2, done.stderr
     (message,) = re.findall(r"^train_distributed\.py: .*", done.stderr, re.MULTILINE)
-    assert words in message
+    assert "train-images-idx3-ubyte" in message
     assert not epochs(done.stdout)
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
     message = refusal(TRAIN_DISTRIBUTED, folder=folder, **step)

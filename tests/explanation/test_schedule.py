@@ -15,21 +15,12 @@ from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position
 from samestep.launch.ranks.world import ImaginedWorld
 from samestep.prove.explanation import schedule
-from samestep.prove.explanation.schedule import (
-    PlannedEvent,
-    evaluation_shares,
-    first_stop,
-    full_step,
-    kept_files,
-    last_step,
-    planned_events,
-)
 
 
 def events_of(samples=30, *, position=None, evaluates=True, **told):
     run = Settings(batch_size=10, **told)
     plan = make_plan(run, samples, 1)
-    return planned_events(plan, run, position or Position(), evaluates=evaluates)
+    return schedule.planned_events(plan, run, position or Position(), evaluates=evaluates)
 
 
 def test_each_epoch_saves_and_evaluates_and_what_is_due_by_steps_comes_between_but_not_twice():
@@ -57,7 +48,7 @@ def test_a_run_that_goes_on_has_only_what_is_left_and_a_stream_has_no_calendar()
 @given(st.integers(1, 6), st.none() | st.integers(1, 6))
 def test_kept_are_the_best_and_the_last(epochs, top):
     found = events_of(epochs=epochs)
-    kept = kept_files(found, Retention(top_k=top), Index())
+    kept = schedule.kept_files(found, Retention(top_k=top), Index())
     if top is None:
         assert kept.fewest == kept.most == epochs
     else:
@@ -66,13 +57,15 @@ def test_kept_are_the_best_and_the_last(epochs, top):
 
 
 def test_patience_counts_from_where_a_run_stands_and_may_save_what_is_evaluated():
-    found = tuple(PlannedEvent(step=n, epoch=n, evaluates=True, saves="") for n in range(1, 9))
+    found = tuple(
+        schedule.PlannedEvent(step=n, epoch=n, evaluates=True, saves="") for n in range(1, 9)
+    )
     new = Watch(metric="loss", mode="min")
-    assert first_stop(3, found, new) == found[3]
+    assert schedule.first_stop(3, found, new) == found[3]
     began = Watch(metric="loss", mode="min", best=1.0, reference=1.0, evaluations_since=2)
-    assert first_stop(3, found, began) == found[0]
-    assert first_stop(None, found, new) is None
-    assert first_stop(9, found, new) is None
+    assert schedule.first_stop(3, found, began) == found[0]
+    assert schedule.first_stop(None, found, new) is None
+    assert schedule.first_stop(9, found, new) is None
     often = {"epochs": 2, "eval_every_steps": 2}
     for patience, more in ((None, {}), (3, {"checkpoint_every_steps": 2}), (3, {})):
         settings = {**often, **more, "patience": patience}
@@ -108,8 +101,8 @@ def test_the_shares_of_a_step_add_up_to_it_and_are_what_the_ranks_read(training)
     run, plan = training
     world = imagined(run, plan.world_size)
     data = torch.zeros(plan.num_samples, 1), torch.zeros(plan.num_samples)
-    told = {0: full_step(plan, run, world)}
-    if (last := last_step(plan, run, world)) is not None:
+    told = {0: schedule.full_step(plan, run, world)}
+    if (last := schedule.last_step(plan, run, world)) is not None:
         told[plan.steps_per_epoch - 1] = last
     for shares in told.values():
         assert sum(ranks_of(s) * s.samples for s in shares.shares) == shares.samples
@@ -136,9 +129,9 @@ def ranks_of(share):
 def test_an_epoch_that_the_batch_divides_has_no_step_of_its_own_at_its_end():
     run = Settings(epochs=1, batch_size=10)
     plan = make_plan(run, 30, 2)
-    assert last_step(plan, run, imagined(run, 2)) is None
+    assert schedule.last_step(plan, run, imagined(run, 2)) is None
 
 
 @pytest.mark.parametrize(("samples", "shares"), [(10, (2, 3)), (8, (2, 2)), (3, (0, 1))])
 def test_an_evaluation_is_shared_out_too(samples, shares):
-    assert evaluation_shares(samples, ImaginedWorld(world_size=4)) == shares
+    assert schedule.evaluation_shares(samples, ImaginedWorld(world_size=4)) == shares

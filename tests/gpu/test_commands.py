@@ -76,11 +76,6 @@ def test_a_recipe_of_images_trains_an_epoch_and_predicts(cuda, recipe, cifar10, 
     assert sum(one["probability"] for one in told["classes"]) == pytest.approx(1, abs=0.9)
 
 
-def test_the_convnet_of_mnist_trains_an_epoch(cuda, mnist, tmp_path):
-    flags = ("--data-dir", mnist, "--model", "convnet", "--batch-size", 10, "--log-every", 4)
-    train(cuda, tmp_path, "mnist", *flags)
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_resnet_trains_an_epoch_in_half_precision(cuda, cifar10, precision, tmp_path):
     size = 256 if is_real(cifar10) else 20

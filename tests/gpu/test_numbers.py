@@ -6,8 +6,9 @@ import torch
 from tests import tiny
 from tests.gpu import trainings
 from tests.gpu.conftest import DRY
-from tests.gpu.trainings import IN_FILES, IN_MEMORY, IN_MEMORY_PLAIN, TINY, first_steps, take
+from tests.gpu.trainings import IN_FILES, IN_MEMORY_PLAIN, TINY, first_steps, take
 from tests.processes import run_ranks
+from tests.training.test_trajectory import CONVNET
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +43,7 @@ def test_the_first_losses_are_as_on_the_cpu(
         "spiral": ("spiral", "--dropout", "0"),
         "mnist": ("mnist", "--data-dir", mnist),
         "cifar10": ("cifar10", "--data-dir", cifar10, *(TINY_WIDTH if DRY else WIDTH)),
-        "augmented": (tiny.write_recipe(tmp_path, IN_MEMORY),),
+        "augmented": (tiny.write_recipe(tmp_path, CONVNET),),
     }[recipe]
     flags += ["--clip-norm", "1", "--precision"]
     ours, theirs = (first_steps(device, target, *flags, precision) for device in (cuda, CPU))
@@ -119,7 +120,7 @@ def test_a_compiled_model_trains_in_fp16(cuda, mnist):
 
 
 def test_data_too_large_for_the_device_trains_the_same(cuda, tmp_path, monkeypatch):
-    recipe = tiny.write_recipe(tmp_path, IN_MEMORY)
+    recipe = tiny.write_recipe(tmp_path, CONVNET)
     resident = first_steps(cuda, recipe, steps=20)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 1 << 30))
     held_by_the_host = first_steps(cuda, recipe, steps=20)

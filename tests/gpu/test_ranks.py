@@ -103,15 +103,6 @@ def test_two_ranks_that_share_the_device_do_what_one_does(cuda, recipe, tmp_path
     tiny.assert_same_training(shared, alone, tolerance)
 
 
-def test_two_ranks_that_share_the_device_resume_to_the_last_bit(cuda, recipe, tmp_path):
-    device = ("--device", cuda.type, "--oversubscribe")
-    whole = train(recipe, tmp_path, "whole", *device, world_size=2)
-    path = train(recipe, tmp_path, "parts", *device, "--epochs", 2, world_size=2)
-    more = ("train", str(path), "--resume", "--epochs", "6", *device)
-    run(*more, world_size=2, folder=tmp_path / "outputs")
-    tiny.assert_same_training(path, whole, 0.0)
-
-
 @pytest.mark.gpu(dry=True)
 def test_a_run_goes_on_from_the_gpu_on_the_cpu_and_back(cuda, recipe, tmp_path):
     whole = train(recipe, tmp_path, "whole", "--device", "cpu")
@@ -122,11 +113,13 @@ def test_a_run_goes_on_from_the_gpu_on_the_cpu_and_back(cuda, recipe, tmp_path):
     tiny.assert_same_training(path, whole, 1e-9)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(cuda, tmp_path):
+@pytest.mark.parametrize("on", [1, 2])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(cuda, tmp_path, on):
     dropping = TINY.replace("nn.Tanh()", "nn.Tanh(), nn.Dropout(0.2)")
     recipe = tiny.write_recipe(tmp_path, dropping)
-    device = ("--device", cuda.type)
-    whole = train(recipe, tmp_path, "whole", *device)
-    path = train(recipe, tmp_path, "parts", *device, "--epochs", 3)
-    run("train", str(path), "--resume", "--epochs", "6", *device, folder=tmp_path / "outputs")
+    flags = ("--device", cuda.type, "--oversubscribe")
+    whole = train(recipe, tmp_path, "whole", *flags, world_size=on)
+    path = train(recipe, tmp_path, "parts", *flags, "--epochs", 3, world_size=on)
+    more = ("train", str(path), "--resume", "--epochs", "6", *flags)
+    run(*more, world_size=on, folder=tmp_path / "outputs")
     tiny.assert_same_training(path, whole, 0.0)

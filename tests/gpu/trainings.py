@@ -13,34 +13,12 @@ from samestep.core.training.loop import rehearse
 from samestep.launch.ranks.world import World
 from samestep.shell.commands.train import parse
 from tests import tiny
-from tests.training.test_trajectory import LOADED
+from tests.training.test_trajectory import CONVNET, LOADED
 
 # It has no checkpoints between epochs, so that a compiled graph may hold several steps.
 TINY = tiny.RECIPE.replace(tiny.SLEEP, "").replace('    "checkpoint_every_steps": 4,\n', "")
 
-IMAGES = """
-import torch
-from torch import nn
-from samestep import Recipe, Splits, uniform
-def data():
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randint(256, (260, 3, 16, 16), generator=generator, dtype=torch.uint8)
-    y = (x[:, 0].float().mean((1, 2)) > x[:, 1].float().mean((1, 2))).long()
-    return Splits(train=(x[:200], y[:200]), validation=(x[200:], y[200:]))
-def model():
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(392, 2),
-    )
-def flip(images, keys):
-    return torch.where(uniform(keys, 1)[:, :, None, None] < 0.5, images.flip(3), images)
-def normalise(images):
-    return images.double() / 255 - 0.5
-recipe = Recipe(model=model, data=data, AUGMENTtransform=normalise,
-                settings={"epochs": 2, "batch_size": 20, "lr": 0.01, "precision": "fp64"})
-"""
-IN_MEMORY = IMAGES.replace("AUGMENT", "augment=flip, ")
-IN_MEMORY_PLAIN = IMAGES.replace("AUGMENT", "")
+IN_MEMORY_PLAIN = CONVNET.replace("augment=flip, ", "")
 IN_FILES = IN_MEMORY_PLAIN + LOADED
 
 

@@ -160,6 +160,7 @@ def test_a_directory_that_is_used_again_shows_the_traces_of_this_profile_only(he
     run(*words, world_size=2, folder=here.parent / "o")
     traces = [f"traces/trace_rank{rank}_workers_0.json.gz" for rank in range(2)]
     assert found_in(here)["traces"] == traces
+    assert len(found_in(here)["measured"]["ranks"]) == 2
     found = profiled(here, text, *QUICK)
     assert found["traces"] == traces[:1]
     assert found["measured"]["iterable"]

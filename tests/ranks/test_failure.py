@@ -89,16 +89,37 @@ def test_a_rank_leaves_what_it_says_for_the_job(job, text, code, lost):
     assert left["message"]
 
 
-def test_what_all_agreed_on_is_left_once_and_a_rank_that_ends_silently_is_named(job):
+def test_what_all_agreed_on_is_left_by_no_rank(job):
     log = RankLog(0)
     log.rank = 3
     report(UserError("no", on_all_ranks=True), log)
     assert list(job.iterdir()) == []
-    left = ProcessFailure(local_rank=1, pid=1, exitcode=3, error_file="none.json")
-    ended = _first_failure(ChildFailedError("samestep", {1: left}))
-    assert ended.code == 1
-    assert "Rank 1 ended with exit code 3 " in ended.message
-    assert "rank-1.log" in ended.message
+
+
+# How ranks ended: exit code and what they left of an error; then the command's code and words.
+ENDS = [
+    ({1: (3, "")}, 1, "Rank 1 ended with exit code 3 ", "rank-1.log of the run directory."),
+    ({0: (-signal.SIGTERM, ""), 1: (2, "")}, 2, "Rank 1 ended with exit code 2 "),
+    ({0: (-signal.SIGKILL, "")}, 1, "Rank 0 was killed by SIGKILL (out of memory?); "),
+    ({0: (3, "")}, 1, "rank-0.log of the run directory, or above."),
+    ({1: (1, "KeyError: 'x'")}, 1, "[rank 1] KeyError: 'x'"),
+    ({1: (2, "There is no file.")}, 2, "There is no file."),
+    ({0: (128 + signal.SIGUSR1, "")}, 128 + signal.SIGUSR1),
+]
+
+
+@pytest.mark.parametrize(("ends", "code", "said"), [(*end[:2], end[2:]) for end in ENDS])
+def test_the_command_ends_as_the_rank_that_failed_first(tmp_path, ends, code, said):
+    failures = {}
+    for rank, (exitcode, message) in ends.items():
+        told = {"message": message, "errorCode": exitcode, "extraInfo": {"timestamp": 1}}
+        file = tmp_path / f"{rank}.json"
+        file.write_text(json.dumps({"message": told})) if message else None
+        failures[rank] = ProcessFailure(rank, 1, exitcode, str(file))
+    ended = _first_failure(ChildFailedError("samestep", failures))
+    assert ended.code == code
+    assert all(words in ended.message for words in said)
+    assert bool(ended.message) == bool(said)
 
 
 def fail_after(signum: int, error: Exception) -> int:

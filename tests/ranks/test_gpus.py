@@ -15,14 +15,6 @@ from samestep.launch.ranks import nproc
 from samestep.launch.ranks import world as worlds
 from samestep.launch.ranks.launch import Launch
 from samestep.launch.ranks.nproc import check_workers, cores, ranks_to_start
-from samestep.launch.ranks.world import (
-    check_gpus,
-    choose_device,
-    find_world,
-    join,
-    leave,
-    one_gpu_each,
-)
 from tests.command_line import RECIPE, train_here
 from tests.processes import launch_environment, run_ranks
 
@@ -46,7 +38,7 @@ ONE = {"CUDA_VISIBLE_DEVICES": "3"}
 )
 def test_a_gpu_is_a_ranks_own_where_that_is_said(launcher, variables, oversubscribe, own):
     launch = Launch(launcher=launcher, world_size=2, local_world_size=2)
-    assert one_gpu_each(launch, variables, oversubscribe=oversubscribe) is own
+    assert worlds.one_gpu_each(launch, variables, oversubscribe=oversubscribe) is own
 
 
 @pytest.fixture
@@ -65,7 +57,7 @@ MPIRUN = {
 
 @pytest.mark.parametrize("launched", [launch_environment(1, 2, 29500), MPIRUN])
 def test_a_rank_that_sees_its_own_gpu_alone_takes_it(one_gpu, launched):
-    world = find_world(environment={**launched, **ONE})
+    world = worlds.find_world(environment={**launched, **ONE})
     assert (world.local_rank, world.device) == (1, torch.device("cuda", 0))
     assert world.backend == "nccl"
 
@@ -73,7 +65,7 @@ def test_a_rank_that_sees_its_own_gpu_alone_takes_it(one_gpu, launched):
 @pytest.mark.parametrize("variables", [{}, {**ONE, "SAMESTEP_PARENT": "17"}])
 def test_more_ranks_than_gpus_are_refused_where_nobody_chose_for_each(one_gpu, variables):
     with pytest.raises(UserError, match="1 visible"):
-        find_world(environment={**launch_environment(1, 2, 29500), **variables})
+        worlds.find_world(environment={**launch_environment(1, 2, 29500), **variables})
 
 
 def told_by(uuids, nodes):
@@ -83,7 +75,7 @@ def told_by(uuids, nodes):
     def rank(number):
         launch = Launch(rank=number, world_size=len(uuids), node=nodes[number])
         try:
-            check_gpus(launch, uuids[number], store)
+            worlds.check_gpus(launch, uuids[number], store)
         except UserError as error:
             return str(error), error.on_all_ranks
         return None
@@ -94,19 +86,19 @@ def told_by(uuids, nodes):
 
 def joined(*uuids):
     """Join as ranks on GPUs do, whose UUIDs stand in; Gloo stands in for NCCL."""
-    world = replace(find_world("cpu"), backend="nccl")
+    world = replace(worlds.find_world("cpu"), backend="nccl")
     begin = dist.init_process_group
     dist.init_process_group = lambda _backend, *, device_id, **how: begin("gloo", **how)
     found = []
     for gpus in uuids:
         worlds.gpu_uuid = lambda _device, gpus=gpus: gpus[world.rank]
         try:
-            join(world, timeout_s=60)
+            worlds.join(world, timeout_s=60)
         except UserError as error:
             found.append(str(error))
         else:
             found.append(world.gather(world.rank))
-            leave(world)
+            worlds.leave(world)
     return found
 
 
@@ -174,15 +166,15 @@ def test_auto_is_a_rank_per_gpu_which_ranks_share_only_where_the_user_insists(mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert ranks_to_start("auto") == ranks_to_start("auto", "cuda") == 3
     assert ranks_to_start("auto", "cpu") == 1
-    assert choose_device("auto", 3, cuda=2, oversubscribe=True) == torch.device("cuda", 1)
+    assert worlds.choose_device("auto", 3, cuda=2, oversubscribe=True) == torch.device("cuda", 1)
     with pytest.raises(UserError, match="--oversubscribe"):
-        choose_device("auto", 3, cuda=2)
+        worlds.choose_device("auto", 3, cuda=2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     environment = launch_environment(3, 4, 29500)
-    world = find_world("auto", environment=environment, oversubscribe=True)
+    world = worlds.find_world("auto", environment=environment, oversubscribe=True)
     assert (world.device, world.backend) == (torch.device("cuda", 1), "gloo")  # NCCL refuses that
     environment = launch_environment(1, 2, 29500)
-    assert find_world("auto", environment=environment, oversubscribe=True).backend == "nccl"
+    assert worlds.find_world("auto", environment=environment, oversubscribe=True).backend == "nccl"
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # they are as many

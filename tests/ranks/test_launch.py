@@ -1,5 +1,6 @@
 """Launchers as the variables they leave, and what `detect_launch` makes of them."""
 
+import re
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ TORCHRUN = env("""
     ROLE_RANK=5 ROLE_NAME=default ROLE_WORLD_SIZE=8 MASTER_ADDR=gpu011 MASTER_PORT=29400
     TORCHELASTIC_RUN_ID=none TORCHELASTIC_RESTART_COUNT=0 OMP_NUM_THREADS=1
 """)
+ALONE = env("RANK=0 LOCAL_RANK=0 GROUP_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 GROUP_WORLD_SIZE=1")
 FIRST_TASK = env("SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0")
 # What every process of the allocation sees: four nodes of eight tasks.
 ALLOCATION = env("""
@@ -58,49 +60,39 @@ OPEN_MPI = env("""
     OMPI_MCA_ess_base_jobid=1966735361 PMIX_NAMESPACE=1966735361 PMIX_RANK=6
 """)
 OPEN_MPI_ONE_NODE = OPEN_MPI | env("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=2")
+OPEN_MPI_ALONE = env("""
+    OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0
+    OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_LOCAL_SIZE=1
+""")
 HYDRA = env("PMI_RANK=3 PMI_SIZE=4 PMI_FD=9 MPI_LOCALRANKID=3 MPI_LOCALNRANKS=4")
-MASTER = env("MASTER_ADDR=head MASTER_PORT=12345")
+MASTER = env("MASTER_ADDR=gpu011 MASTER_PORT=29400")
+BY_HAND = env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1")
 # The step in which mpirun runs its daemons, one on each node but the first.
 DAEMON_STEP = SBATCH_SCRIPT | ONE_TASK_STEP | env("SLURM_STEP_ID=0")
 
 
-def launched(launcher: str, place: str, *, at: tuple[str, int] = ("head", 12345)) -> Launch:
-    """Return a launch of `rank/world size, local rank/local world size, node/nodes`."""
-    numbers = [int(n) for pair in place.split(", ") for n in pair.split("/")]
+def launched(told: str) -> Launch:
+    """Return a launch of `launcher rank/world size, local rank/local world size, node/nodes`."""
+    launcher, *numbers = re.findall(r"\w+", told)
     names = ("rank", "world_size", "local_rank", "local_world_size", "node", "num_nodes")
-    found = dict(zip(names, numbers, strict=False))
-    return Launch(launcher=launcher, master_addr=at[0], master_port=at[1], **found)
+    found = dict(zip(names, map(int, numbers), strict=False))
+    if "num_nodes" in found:
+        return Launch(launcher=launcher, master_addr="gpu011", master_port=29400, **found)
+    return Launch(launcher=launcher, master_port=29500 if found else 0, **found)
 
 
-TORCHRUN_AT = ("gpu011", 29400)
-ON_TORCHRUN = launched("torchrun", "5/8, 1/4, 1/2", at=TORCHRUN_AT)
-ON_SRUN = launched("srun", "4/6, 1/3, 1/2")
-ON_OPEN_MPI = launched("openmpi", "6/8, 2/4, 1/2")
-
+ON_TORCHRUN, ON_SRUN = "torchrun 5/8, 1/4, 1/2", "srun 4/6, 1/3, 1/2"
+ON_OPEN_MPI = "openmpi 6/8, 2/4, 1/2"
 RANKS = {
-    "nothing": (env("HOME=/home/me PATH=/usr/bin"), Launch()),
-    "empty variables": (env("RANK= WORLD_SIZE= SLURM_JOB_ID="), Launch()),
+    "nothing": (env("HOME=/home/me PATH=/usr/bin"), "none"),
+    "empty variables": (env("RANK= WORLD_SIZE= SLURM_JOB_ID="), "none"),
     "torchrun": (TORCHRUN, ON_TORCHRUN),
     "torchrun under srun": (STEP | TORCHRUN, ON_TORCHRUN),
-    "torchrun with one process": (
-        TORCHRUN
-        | env("RANK=0 LOCAL_RANK=0 GROUP_RANK=0")
-        | env("WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 GROUP_WORLD_SIZE=1"),
-        Launch(launcher="torchrun"),
-    ),
-    "torchrun with unequal nodes": (
-        TORCHRUN | env("LOCAL_WORLD_SIZE=3"),
-        launched("torchrun", "5/8, 1/3, 1/2", at=TORCHRUN_AT),
-    ),
-    "torchrun --virtual-local-rank": (
-        TORCHRUN | env("LOCAL_RANK=0"),
-        launched("torchrun", "5/8, 0/4, 1/2", at=TORCHRUN_AT),
-    ),
-    "torchrun's variables by hand": (
-        env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1") | MASTER,
-        launched("torchrun", "1/2, 0/1, 1/2"),
-    ),
-    "WORLD_SIZE alone is not torchrun": (env("WORLD_SIZE=8"), Launch()),
+    "torchrun, one process": (TORCHRUN | ALONE, "torchrun"),
+    "torchrun, unequal nodes": (TORCHRUN | env("LOCAL_WORLD_SIZE=3"), "torchrun 5/8, 1/3, 1/2"),
+    "torchrun --virtual-local-rank": (TORCHRUN | env("LOCAL_RANK=0"), "torchrun 5/8, 0/4, 1/2"),
+    "torchrun's variables by hand": (BY_HAND | MASTER, "torchrun 1/2, 0/1, 1/2"),
+    "WORLD_SIZE alone is not torchrun": (env("WORLD_SIZE=8"), "none"),
     "a step smaller than its job": (STEP | MASTER, ON_SRUN),
     "srun --mpi=pmi2": (STEP | MASTER | env("PMI_RANK=4 PMI_SIZE=6 PMI_FD=12"), ON_SRUN),
     "old Slurm without step counts": (
@@ -115,9 +107,9 @@ RANKS = {
         | env("SLURM_STEP_NUM_TASKS=11 SLURM_STEP_NUM_NODES=3 SLURM_STEP_NODELIST=gpu[012-014]")
         | env("SLURM_STEP_TASKS_PER_NODE=4(x2),3")
         | env("SLURM_PROCID=10 SLURM_LOCALID=2 SLURM_NODEID=2"),
-        launched("srun", "10/11, 2/3, 2/3"),
+        "srun 10/11, 2/3, 2/3",
     ),
-    "srun with one task": (ONE_TASK | MASTER, Launch(launcher="srun")),
+    "srun with one task": (ONE_TASK | MASTER, "srun"),
     "srun typed in the shell of salloc": (
         SALLOC_SHELL | STEP | MASTER | env("SLURM_JOB_NAME=interactive SLURM_STEP_ID=0"),
         ON_SRUN,
@@ -125,21 +117,16 @@ RANKS = {
     "Open MPI on two nodes": (OPEN_MPI | MASTER, ON_OPEN_MPI),
     "Open MPI under sbatch": (SBATCH_SCRIPT | OPEN_MPI | MASTER, ON_OPEN_MPI),
     "Open MPI below its own srun": (DAEMON_STEP | OPEN_MPI | MASTER, ON_OPEN_MPI),
-    "Open MPI with one process": (
-        OPEN_MPI
-        | env("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0")
-        | env("OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_LOCAL_SIZE=1"),
-        Launch(launcher="openmpi"),
-    ),
-    "MPICH on one node": (HYDRA, launched("pmi", "3/4, 3/4", at=(Launch().master_addr, 29500))),
-    "PMI with one process": (env("PMI_RANK=0 PMI_SIZE=1"), Launch(launcher="pmi")),
+    "Open MPI with one process": (OPEN_MPI | OPEN_MPI_ALONE, "openmpi"),
+    "MPICH on one node": (HYDRA, "pmi 3/4, 3/4"),
+    "PMI with one process": (env("PMI_RANK=0 PMI_SIZE=1"), "pmi"),
 }
 
 
 @pytest.mark.parametrize("name", RANKS)
 def test_every_launcher_is_understood(name):
     environment, expected = RANKS[name]
-    assert detect_launch(environment) == expected
+    assert detect_launch(environment) == launched(expected)
 
 
 SHELLS = {
@@ -193,56 +180,47 @@ def test_all_ranks_agree_where_rank_0_listens_and_reading_it_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-BY_HAND = env("RANK=3 WORLD_SIZE=4")
-ON_TWO_NODES = OPEN_MPI | MASTER
+TASKS_PER_NODE, ON_TWO_NODES = "SLURM_STEP_TASKS_PER_NODE", OPEN_MPI | MASTER
+# Variables, what is wrong with them, which the message names, and what it says else.
 MISTAKES = {
-    "no local rank": (BY_HAND, "RANK=3", "WORLD_SIZE=4", "LOCAL_RANK"),
-    "a word for a rank": (TORCHRUN | env("RANK=abc"), "RANK=abc"),
-    "an Arabic digit": (TORCHRUN | env("RANK=٣"), "RANK=٣"),
-    "a rank beyond the world": (TORCHRUN | env("RANK=8"), "RANK=8", "0 to 7"),
-    "a local rank beyond the node": (TORCHRUN | env("LOCAL_RANK=4"), "LOCAL_RANK=4", "0 to 3"),
-    "a node larger than the world": (TORCHRUN | env("LOCAL_WORLD_SIZE=9"), "LOCAL_WORLD_SIZE=9"),
-    "a group beyond the groups": (TORCHRUN | env("GROUP_RANK=2"), "GROUP_RANK=2", "0 to 1"),
-    "a port that does not exist": (TORCHRUN | env("MASTER_PORT=65536"), "MASTER_PORT=65536"),
-    "ranks by hand without a master": (
-        env("RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"),
-        *("2 nodes", "MASTER_ADDR", "MASTER_PORT"),
-    ),
-    "a task beyond the step": (STEP | env("SLURM_PROCID=6"), "SLURM_PROCID=6", "0 to 5"),
-    "a step without a number": (STEP | env("SLURM_STEP_ID=batch"), "SLURM_STEP_ID=batch"),
-    "a step without a task's number": (STEP | env("SLURM_PROCID="), "SLURM_PROCID"),
-    "too few counts of tasks": (
-        STEP | env("SLURM_STEP_TASKS_PER_NODE=6"),
-        *("SLURM_STEP_TASKS_PER_NODE=6", "SLURM_NODEID=1"),
-    ),
-    "malformed counts of tasks": (
-        STEP | env("SLURM_STEP_TASKS_PER_NODE=3x2"),
-        *("SLURM_STEP_TASKS_PER_NODE=3x2", "4(x2),3"),
-    ),
-    "a malformed node list": (STEP | env("SLURM_STEP_NODELIST=gpu[13-"), "'gpu[13-'"),
-    "Open MPI on two nodes without a master": (OPEN_MPI, "2 nodes", "MASTER_ADDR", "MASTER_PORT"),
+    "no local rank": ({}, "RANK=3 WORLD_SIZE=4", "LOCAL_RANK"),
+    "a word for a rank": (TORCHRUN, "RANK=abc"),
+    "an Arabic digit": (TORCHRUN, "RANK=٣"),
+    "a rank beyond the world": (TORCHRUN, "RANK=8", "0 to 7"),
+    "a local rank beyond the node": (TORCHRUN, "LOCAL_RANK=4", "0 to 3"),
+    "a node larger than the world": (TORCHRUN, "LOCAL_WORLD_SIZE=9"),
+    "a group beyond the groups": (TORCHRUN, "GROUP_RANK=2", "0 to 1"),
+    "a port that does not exist": (TORCHRUN, "MASTER_PORT=65536"),
+    "by hand without a master": (BY_HAND, "", "2 nodes", "MASTER_ADDR", "MASTER_PORT"),
+    "a task beyond the step": (STEP, "SLURM_PROCID=6", "0 to 5"),
+    "a step without a number": (STEP, "SLURM_STEP_ID=batch"),
+    "a step without a task's number": (STEP | env("SLURM_PROCID="), "", "SLURM_PROCID"),
+    "too few counts of tasks": (STEP, f"{TASKS_PER_NODE}=6", "SLURM_NODEID=1"),
+    "malformed counts of tasks": (STEP, f"{TASKS_PER_NODE}=3x2", "4(x2),3"),
+    "a malformed node list": (STEP | env("SLURM_STEP_NODELIST=gpu[13-"), "", "'gpu[13-'"),
+    "Open MPI without a master": (OPEN_MPI, "", "2 nodes", "MASTER_ADDR", "MASTER_PORT"),
     "Open MPI without a local rank": (
         env("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2"),
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        *("", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ),
     "Open MPI on unequal nodes": (
         ON_TWO_NODES | env("OMPI_COMM_WORLD_LOCAL_SIZE=3"),
-        *("Rank 6 of 8", "equally many"),
+        *("", "Rank 6 of 8", "equally many"),
     ),
     "Open MPI dealing ranks out node by node": (
         ON_TWO_NODES | env("OMPI_COMM_WORLD_LOCAL_RANK=3"),
-        *("Rank 6 of 8", "local rank 3 of 4", "one node after the other"),
+        *("", "Rank 6 of 8", "local rank 3 of 4", "one node after the other"),
     ),
-    "PMI without a local rank": (env("PMI_RANK=1 PMI_SIZE=2"), "MPI_LOCALNRANKS"),
+    "PMI without a local rank": (env("PMI_RANK=1 PMI_SIZE=2"), "", "MPI_LOCALNRANKS"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_names_the_variable_and_its_value(name):
-    environment, *words = MISTAKES[name]
+    environment, wrong, *words = MISTAKES[name]
     with pytest.raises(UserError) as caught:
-        detect_launch(environment)
-    for word in words:
+        detect_launch(environment | env(wrong))
+    for word in (*wrong.split(), *words):
         assert word in str(caught.value)
 
 

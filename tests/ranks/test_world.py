@@ -10,21 +10,7 @@ import torch
 from samestep.base.errors import UserError
 from samestep.launch.ranks import address as addresses
 from samestep.launch.ranks import world as worlds
-from samestep.launch.ranks.address import (
-    check_gloo_interfaces,
-    interface_of,
-    interface_towards,
-    resolve,
-)
-from samestep.launch.ranks.world import (
-    choose_backend,
-    choose_device,
-    find_world,
-    join,
-    leave,
-    open_store,
-)
-from tests.processes import launch_environment, run_ranks
+from tests.processes import env, launch_environment, run_ranks
 
 # (wanted, local rank, GPUs, Apple GPU) → device
 DEVICES = {
@@ -41,7 +27,8 @@ DEVICES = {
 @pytest.mark.parametrize("case", DEVICES, ids=str)
 def test_a_rank_gets_the_best_device_of_its_node(case):
     wanted, local_rank, cuda, mps = case
-    assert choose_device(wanted, local_rank, cuda=cuda, mps=mps) == torch.device(DEVICES[case])
+    found = worlds.choose_device(wanted, local_rank, cuda=cuda, mps=mps)
+    assert found == torch.device(DEVICES[case])
 
 
 @pytest.mark.parametrize(
@@ -56,14 +43,14 @@ def test_a_rank_gets_the_best_device_of_its_node(case):
 )
 def test_a_device_that_is_absent_is_refused_and_never_replaced(wanted, local_rank, cuda, says):
     with pytest.raises(UserError, match=says):
-        choose_device(wanted, local_rank, cuda=cuda, mps=False)
+        worlds.choose_device(wanted, local_rank, cuda=cuda, mps=False)
 
 
 def test_the_device_follows_the_local_rank_and_never_the_global_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    place = {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "first"}
-    world = find_world(environment=launch_environment(6, 8, 29500) | place | {"GROUP_RANK": "1"})
+    place = env("LOCAL_RANK=2 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 MASTER_ADDR=first")
+    world = worlds.find_world(environment=launch_environment(6, 8, 29500) | place)
     assert (world.rank, world.local_rank, world.node) == (6, 2, 1)
     assert world.device == torch.device("cuda:2")
 
@@ -81,7 +68,7 @@ BACKENDS = {
 @pytest.mark.parametrize("case", BACKENDS, ids=str)
 def test_the_backend_follows_platform_and_device(case):
     wanted, device, platform = case
-    assert choose_backend(wanted, torch.device(device), platform) == BACKENDS[case]
+    assert worlds.choose_backend(wanted, torch.device(device), platform) == BACKENDS[case]
 
 
 @pytest.mark.parametrize(
@@ -89,9 +76,9 @@ def test_the_backend_follows_platform_and_device(case):
 )
 def test_nccl_is_refused_where_it_cannot_serve(device, platform):
     with pytest.raises(UserError, match=r"--backend nccl .*--backend auto"):
-        choose_backend("nccl", torch.device(device), platform)
+        worlds.choose_backend("nccl", torch.device(device), platform)
     with pytest.raises(UserError, match="--backend nccl"):
-        find_world("cpu", "nccl", environment={})
+        worlds.find_world("cpu", "nccl", environment={})
 
 
 @pytest.mark.parametrize(
@@ -101,15 +88,15 @@ def test_nccl_is_refused_where_it_cannot_serve(device, platform):
 def test_several_ranks_on_one_apple_gpu_are_told(monkeypatch, wanted, world_size, device, warned):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    world = find_world(wanted, environment=launch_environment(0, world_size, 29500))
+    world = worlds.find_world(wanted, environment=launch_environment(0, world_size, 29500))
     assert world.device.type == device
     assert world.backend == ("gloo" if world_size > 1 else "none")
     assert any("Apple GPU" in note for note in world.notes) == warned
 
 
 def test_alone_every_collective_returns_its_input():
-    world = find_world("cpu", environment={})
-    join(world)
+    world = worlds.find_world("cpu", environment={})
+    worlds.join(world)
     assert not worlds.dist.is_initialized()
     tensor = torch.tensor([1.0, math.inf])
     assert world.is_main
@@ -121,12 +108,12 @@ def test_alone_every_collective_returns_its_input():
     assert world.on_main(lambda: value) is value
     assert world.on_every(lambda: value) is value
     world.barrier()
-    leave(world)
+    worlds.leave(world)
 
 
 def on_three_ranks():
-    world = find_world("cpu")
-    join(world, timeout_s=60)
+    world = worlds.find_world("cpu")
+    worlds.join(world, timeout_s=60)
     mine = torch.tensor([float(world.rank), 1.0])
     found = {
         "sum": world.reduce(mine).tolist(),
@@ -142,7 +129,7 @@ def on_three_ranks():
             _error_of(lambda: world.on_every(lambda: _refuse("all"))),
         ],
     }
-    leave(world)
+    worlds.leave(world)
     return found
 
 
@@ -174,14 +161,14 @@ def test_collectives_agree_on_every_rank_and_leave_their_input_as_it_was(tmp_pat
 
 
 def meets_again() -> list[bool]:
-    world, found = find_world("cpu", "gloo", oversubscribe=True), []
+    world, found = worlds.find_world("cpu", "gloo", oversubscribe=True), []
     for _ in range(3):
-        store = open_store(world, 60)
+        store = worlds.open_store(world, 60)
         found.append(store.check(["left"]))
-        join(world, 60, store)
+        worlds.join(world, 60, store)
         store.set("left", "behind")
         assert world.gather(world.rank) == [0, 1]
-        leave(world)
+        worlds.leave(world)
     return found
 
 
@@ -195,9 +182,9 @@ def test_a_master_needs_an_address_and_a_slow_name_server_is_asked_again(monkeyp
         addresses.resolve_master("no-such-host.invalid")
     assert socket.gethostname() in str(error.value)
     assert "MASTER_ADDR" in str(error.value)
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("192.0.2.77") == ""  # of a net for documentation
-    assert resolve("localhost") in ("127.0.0.1", "::1")
+    assert addresses.interface_of("127.0.0.1") == "lo"
+    assert addresses.interface_of("192.0.2.77") == ""  # of a net for documentation
+    assert addresses.resolve("localhost") in ("127.0.0.1", "::1")
     answers = iter([socket.gaierror(socket.EAI_AGAIN, "later"), [(0, 0, 0, "", ("10.1.2.3", 0))]])
 
     def ask(*_, **__):
@@ -225,11 +212,12 @@ def test_where_it_has_none_the_interface_on_the_way_to_rank_0_is_named(monkeypat
     monkeypatch.setattr(addresses, "address_towards", lambda to: ways.get(to, "127.0.0.1"))
     names = {"10.1.2.3": "ib0", "10.4.5.6": "eth0"}
     monkeypatch.setattr(addresses, "interface_of", lambda address: names[address])
-    assert interface_towards("10.9.9.9", own) == "ib0"
-    assert interface_towards("127.0.1.1", own) == "eth0"  # on rank 0's own host: the way out
-    assert interface_towards("10.9.9.9", own="10.1.2.3") == "", "Gloo chooses by itself"
+    assert addresses.interface_towards("10.9.9.9", own) == "ib0"
+    # On rank 0's own host: the way out.
+    assert addresses.interface_towards("127.0.1.1", own) == "eth0"
+    assert addresses.interface_towards("10.9.9.9", own="10.1.2.3") == "", "Gloo chooses by itself"
     monkeypatch.setattr(addresses, "address_towards", lambda _: "")  # without a network
-    assert interface_towards("127.0.1.1", own) == ""
+    assert addresses.interface_towards("127.0.1.1", own) == ""
 
 
 @pytest.mark.parametrize(
@@ -243,5 +231,5 @@ def test_where_it_has_none_the_interface_on_the_way_to_rank_0_is_named(monkeypat
 )
 def test_an_interface_with_which_gloo_cannot_start_is_refused_with_those_that_are_here(names, says):
     with pytest.raises(UserError, match=f"GLOO_SOCKET_IFNAME is .*{says}"):
-        check_gloo_interfaces(names)
-    check_gloo_interfaces("lo")
+        addresses.check_gloo_interfaces(names)
+    addresses.check_gloo_interfaces("lo")

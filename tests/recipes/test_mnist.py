@@ -13,15 +13,7 @@ from hypothesis.extra import numpy as hnp
 from PIL import Image
 
 from samestep.base.errors import UserError
-from samestep.core.recipes import spiral
-from samestep.core.recipes.mnist import (
-    MnistOptions,
-    data,
-    find_idx,
-    read,
-    read_idx,
-    read_images_and_labels,
-)
+from samestep.core.recipes import mnist, spiral
 from samestep.core.training.snapshot import check_classes
 from tests.idx_files import write_mnist
 
@@ -31,13 +23,13 @@ FASHION = [9, 0, 0, 3, 0, 2, 7, 2, 5, 5, 0, 9, 5, 5, 7, 9]
 
 
 def test_fashion_mnist_has_its_own_class_names(tmp_path):
-    options = MnistOptions(data_dir=str(write_mnist(tmp_path)))
-    assert list(data(options).classes) == DIGITS
+    options = mnist.MnistOptions(data_dir=str(write_mnist(tmp_path)))
+    assert list(mnist.data(options).classes) == DIGITS
     path = tmp_path / "train-labels-idx1-ubyte.gz"
     content = bytearray(gzip.decompress(path.read_bytes()))
     content[8 : 8 + len(FASHION)] = bytes(FASHION)
     path.write_bytes(gzip.compress(bytes(content)))
-    classes = data(options).classes
+    classes = mnist.data(options).classes
     assert (len(classes), classes[0], classes[9]) == (10, "T-shirt/top", "Ankle boot")
     with pytest.raises(UserError, match="'cat'"):
         check_classes({"classes": ["cat", "dog"]}, ["dog", "cat"])
@@ -51,7 +43,7 @@ def drawn(seed: int = 0) -> np.ndarray:
 
 def as_read(path: Path, image: Image.Image) -> np.ndarray:
     image.save(path)
-    return read(MnistOptions(), path).numpy()
+    return mnist.read(mnist.MnistOptions(), path).numpy()
 
 
 def test_digits_of_any_size_and_colour_become_light_on_dark_28_x_28(tmp_path):
@@ -95,14 +87,14 @@ def idx_bytes(values):
 
 def write(path, values):
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = idx_bytes(values)
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    mnist.data = idx_bytes(values)
+    path.write_bytes(gzip.compress(mnist.data) if path.suffix == ".gz" else mnist.data)
     return path
 
 
 def fault_of(path):
     with pytest.raises(UserError) as caught:
-        read_idx(path)
+        mnist.read_idx(path)
     message = str(caught.value)
     assert str(path) in message
     assert f"samestep data get mnist --data-dir {path.parent}" in message
@@ -117,9 +109,9 @@ def fault_of(path):
 def test_any_array_comes_back_as_it_was_written(tmp_path_factory, values, packed, name):
     path = tmp_path_factory.getbasetemp() / name
     path.write_bytes(gzip.compress(idx_bytes(values)) if packed else idx_bytes(values))
-    read = read_idx(path)
-    np.testing.assert_array_equal(read, values, strict=True)
-    assert read.flags.writeable
+    mnist.read = mnist.read_idx(path)
+    np.testing.assert_array_equal(mnist.read, values, strict=True)
+    assert mnist.read.flags.writeable
 
 
 GOOD = idx_bytes(np.arange(12, dtype=np.uint8).reshape(3, 4))
@@ -151,7 +143,7 @@ def test_a_broken_file_is_named_with_its_fault(tmp_path, content, fault):
 def test_a_file_that_cannot_be_opened_is_named_with_the_reason(tmp_path, name):
     """`.` is a folder; a file without permission takes the same way but root may read it."""
     with pytest.raises(UserError, match=r"No such file|Is a directory") as caught:
-        read_idx(tmp_path / name)
+        mnist.read_idx(tmp_path / name)
     assert str(tmp_path) in str(caught.value)
 
 
@@ -160,7 +152,7 @@ def test_a_file_that_cannot_be_opened_is_named_with_the_reason(tmp_path, name):
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_a_file_is_found_in_every_usual_place_and_spelling(tmp_path, place, spelling, suffix):
     path = write(tmp_path / place / f"{spelling}{suffix}", np.zeros(1, np.uint8))
-    assert find_idx(tmp_path, "train-images-idx3-ubyte") == path
+    assert mnist.find_idx(tmp_path, "train-images-idx3-ubyte") == path
 
 
 @pytest.mark.parametrize(
@@ -172,7 +164,7 @@ def test_a_file_that_is_nowhere_gives_the_places_searched_and_the_command(tmp_pa
     (tmp_path / "a file").touch()
     folder = tmp_path / kind
     with pytest.raises(UserError) as caught:
-        find_idx(folder, "t10k-images-idx3-ubyte")
+        mnist.find_idx(folder, "t10k-images-idx3-ubyte")
     assert "samestep data get mnist --data-dir" in str(caught.value)
     assert str(folder) in str(caught.value)
     assert told in str(caught.value)
@@ -194,7 +186,7 @@ def write_split(folder: Path, prefix, images_shape, labels_shape):
 def test_images_and_labels_that_do_not_fit_are_named(tmp_path, images_shape, labels_shape, fault):
     write_split(tmp_path, "t10k", images_shape, labels_shape)
     with pytest.raises(UserError, match=fault) as caught:
-        read_images_and_labels(tmp_path, "test")
+        mnist.read_images_and_labels(tmp_path, "test")
     assert str(tmp_path / "t10k-images-idx3-ubyte.gz") in str(caught.value)
     assert str(tmp_path / "t10k-labels-idx1-ubyte.gz") in str(caught.value)
 
@@ -204,11 +196,13 @@ def test_images_and_labels_are_of_one_folder_and_none_is_guessed(tmp_path):
     write(tmp_path / "train-images-idx3-ubyte", np.zeros((1, 2, 2), np.uint8))
     write(tmp_path / "FashionMNIST/raw/train-labels-idx1-ubyte", np.zeros(1, np.uint8))
     with pytest.raises(UserError, match="different folders"):
-        read_images_and_labels(tmp_path, "train")
+        mnist.read_images_and_labels(tmp_path, "train")
     for name in ("MNIST", "FashionMNIST"):
         write(tmp_path / name / "raw/train-labels-idx1-ubyte", np.zeros(1, np.uint8))
     with pytest.raises(UserError, match="twice") as caught:
-        find_idx(tmp_path, "train-labels-idx1-ubyte")
+        mnist.find_idx(tmp_path, "train-labels-idx1-ubyte")
     assert f"--data-dir {tmp_path / 'MNIST/raw'}" in str(caught.value)
     own = write(tmp_path / "train-labels-idx1-ubyte.gz", np.zeros(1, np.uint8))
-    assert find_idx(tmp_path, "train-labels-idx1-ubyte") == own, "the folder itself goes first"
+    assert mnist.find_idx(tmp_path, "train-labels-idx1-ubyte") == own, (
+        "the folder itself goes first"
+    )

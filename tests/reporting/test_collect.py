@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 
 from samestep.base.run.records import SYSTEM
-from samestep.show.reporting import facts
+from samestep.show.reporting import facts, page, run_data
 from samestep.show.reporting.collect import collect
-from samestep.show.reporting.page import render
-from samestep.show.reporting.run_data import read_run
 from tests.reporting.made_runs import change, lines_of, write_run
 
 
@@ -145,7 +143,7 @@ def test_settings_of_the_command_line_come_first_and_it_can_be_repeated(tmp_path
     run = write_run(tmp_path / "mine", lr=0.5)
     command = json.dumps({"command": ["loop.py", "--lr", "0.5"]})
     (run / "environment.json").write_text(command)
-    (table, *_) = facts.settings_tables(read_run(run))
+    (table, *_) = facts.settings_tables(run_data.read_run(run))
     assert next(row[2] for row in table.rows if row[0] == "lr") == "of the loop"
     run = Path("runs/mine")
     for words, pasted in (
@@ -203,7 +201,7 @@ def test_a_field_that_is_not_what_a_run_writes_ends_no_report(tmp_path, event, f
             return [r | {field: odd} if r["event"] == event else r for r in (*records, more)]
 
         change(run, edit)
-        render(collect([run]))
+        page.render(collect([run]))
 
 
 def test_the_header_has_the_best_the_time_left_and_the_duration(tmp_path, monkeypatch):

@@ -105,13 +105,9 @@ def test_a_page_stays_small_and_counts_what_it_leaves_out(tmp_path):
 
 
 def test_html_that_pythons_parser_does_not_know_is_framed_without_its_scripts(tmp_path):
-    run = write_run(tmp_path / "run")
-    (run / "pictures").mkdir()
-    (run / "pictures" / "own.html").write_text("<script>one()</script><![foo bar]>")
     entry = {"name": "own", "kind": "html", "title": "Own", "file": "own.html"}
-    told = {"format": 1, "pictures": [entry]}
-    (run / "pictures" / "pictures.json").write_text(json.dumps(told))
-    _, page = page_of(run)
+    html = b"<script>one()</script><![foo bar]>"
+    _, page = page_of(with_pictures(write_run(tmp_path / "run"), entry, own_html=html))
     assert page.with_attribute("data-picture") == ["own"]
 
 

@@ -15,14 +15,6 @@ from samestep.show.reporting.code_changes import CodeChange, code_changes
 from samestep.show.reporting.collect import collect
 from samestep.show.reporting.comparison import compare_losses, compare_runs
 from samestep.show.reporting.comparison_text import as_table, lines
-from samestep.show.reporting.curves import (
-    Point,
-    between,
-    by_samples,
-    phases,
-    samples_at,
-    throughput,
-)
 from samestep.show.reporting.page import render
 from samestep.show.reporting.run_data import read_run
 from tests.reporting.made_runs import SAMPLES, change, change_start, write_run
@@ -135,29 +127,28 @@ def test_long_values_are_cut_and_runs_that_do_not_fit_come_below(tmp_path, monke
 
 def test_throughput_leaves_the_first_epoch_out_unless_there_is_no_other(tmp_path):
     run = read_run(write_run(tmp_path / "run", step_s=0.5))
-    speed = throughput(run)
+    speed = curves.throughput(run)
     assert speed.basis == "epochs 2–3"
     assert (speed.samples_per_s, speed.steps_per_s) == (20, 2)
     assert (speed.ms_per_step, speed.us_per_sample) == (500, 50_000)
-    spent = phases(run)
+    spent = curves.phases(run)
     assert spent["forward"] == pytest.approx(150)
     assert sum(spent.values()) == pytest.approx(speed.ms_per_step)
     run = write_run(tmp_path / "short", epochs=1, phases=None)
     change(run, lambda records: [r for r in records if r["event"] == "step"][:4])
-    speed = throughput(read_run(run))
+    speed = curves.throughput(read_run(run))
     assert speed.basis == "steps 1–4"
     assert speed.samples_per_s == pytest.approx(10 / 1.5)
-    assert phases(read_run(run)) is None
+    assert curves.phases(read_run(run)) is None
 
 
 def test_flops_and_mfu_are_means_over_the_seconds_and_memory_is_the_most(tmp_path):
     def told(records):
         epochs = {1: (9e12, 0.9, 5), 2: (2e12, 0.2, 7 << 30), 3: (4e12, 0.4, 6)}
         names = ("flops_per_s", "mfu", "peak_memory_bytes")
-        return [
-            r | dict(zip(names, epochs[r["epoch"]], strict=True)) if r["event"] == "epoch" else r
-            for r in records
-        ]
+        for r in (r for r in records if r["event"] == "epoch"):
+            r |= dict(zip(names, epochs[r["epoch"]], strict=True))
+        return records
 
     known, other = change(write_run(tmp_path / "known"), told), write_run(tmp_path / "other")
     rows = [line.split() for line in lines(compare_runs([known, other]))]
@@ -185,9 +176,9 @@ def test_curves_are_shown_as_recorded_or_else_by_lines_between_records(tmp_path)
     assert curve.as_recorded
     assert curve.places == (60, 120)
     assert curve.values == ((0.5, 0.5), (pytest.approx(2 / 3), pytest.approx(2 / 3)))
-    one = [Point(0, 10, 1.0, 1.0), Point(0, 30, 3.0, 0.0)]
-    other = [Point(0, 20, 10.0, 5.0), Point(0, 40, 40.0, 5.0)]
-    curve = by_samples([one, other])
+    one = [curves.Point(0, 10, 1.0, 1.0), curves.Point(0, 30, 3.0, 0.0)]
+    other = [curves.Point(0, 20, 10.0, 5.0), curves.Point(0, 40, 40.0, 5.0)]
+    curve = curves.by_samples([one, other])
     assert not curve.as_recorded
     assert (curve.places[0], curve.places[-1]) == (20, 30)
     assert curve.values[0] == (0.5, 5.0)
@@ -195,16 +186,17 @@ def test_curves_are_shown_as_recorded_or_else_by_lines_between_records(tmp_path)
     assert (times.places[0], times.places[-1]) == (1.0, 40.0)
     assert times.values[0] == (1.0, None)
     assert times.values[-1] == (None, 5.0)
-    assert by_samples([one, [Point(0, 31, 1.0, 1.0), Point(0, 35, 1.0, 1.0)]]) is None
+    later = [curves.Point(0, samples, 1.0, 1.0) for samples in (31, 35)]
+    assert curves.by_samples([one, later]) is None
 
 
 @given(st.dictionaries(st.integers(0, 1000), st.floats(-1e3, 1e3), min_size=1, max_size=8))
 def test_a_line_through_marks_goes_through_each_of_them(table):
     marks = sorted((float(x), y) for x, y in table.items())
     for x, y in marks:
-        assert between(marks, x) == y
+        assert curves.between(marks, x) == y
     for (x0, y0), (x1, y1) in itertools.pairwise(marks):
-        middle = between(marks, (x0 + x1) / 2)
+        middle = curves.between(marks, (x0 + x1) / 2)
         assert min(y0, y1) - 1e-9 <= middle <= max(y0, y1) + 1e-9
 
 
@@ -214,8 +206,8 @@ def test_the_samples_of_a_step_are_those_the_run_counted(tmp_path, global_batch)
     assert run.plan["num_samples"] == SAMPLES
     for record in run.of("step"):
         if record["step"] % run.plan["steps_per_epoch"]:
-            assert samples_at(run, record["step"]) == record["samples"]
-    assert [samples_at(run, r["step"]) for r in run.of("epoch")] == [60, 120, 180]
+            assert curves.samples_at(run, record["step"]) == record["samples"]
+    assert [curves.samples_at(run, r["step"]) for r in run.of("epoch")] == [60, 120, 180]
 
 
 def test_what_is_not_recorded_is_told_and_the_rest_compared(tmp_path):

@@ -30,7 +30,7 @@ def run(folder: Path, how: str) -> None:
         globals()[how](pulse, is_culprit=rank == 1)
 
 
-def loop(pulse, *, is_culprit, hang=lambda: None, num_batches=9):
+def loop(pulse, is_culprit, hang=lambda: None, num_batches=9):
     for step in range(1, num_batches):
         if step == 4 and is_culprit:
             hang()
@@ -39,28 +39,19 @@ def loop(pulse, *, is_culprit, hang=lambda: None, num_batches=9):
 
 
 def sleeps(pulse, *, is_culprit):
-    def hang():
-        time.sleep(LONG_S)  # sleeps
-
-    loop(pulse, is_culprit=is_culprit, hang=hang)
+    loop(pulse, is_culprit, lambda: time.sleep(LONG_S))  # sleeps
 
 
 def spins_in_c(pulse, *, is_culprit):
-    def hang():
-        re.match(r"(a+)+$", "a" * 60 + "b")  # spins_in_c
-
-    loop(pulse, is_culprit=is_culprit, hang=hang)
+    loop(pulse, is_culprit, lambda: re.match(r"(a+)+$", "a" * 60 + "b"))  # spins_in_c
 
 
 def stopped(pulse, *, is_culprit):
-    def hang():
-        os.kill(os.getpid(), signal.SIGSTOP)  # stopped
-
-    loop(pulse, is_culprit=is_culprit, hang=hang)
+    loop(pulse, is_culprit, lambda: os.kill(os.getpid(), signal.SIGSTOP))  # stopped
 
 
 def left(pulse, *, is_culprit):
-    loop(pulse, is_culprit=is_culprit, num_batches=4 if is_culprit else 9)
+    loop(pulse, is_culprit, num_batches=4 if is_culprit else 9)
     dist.barrier()  # left
 
 

@@ -15,17 +15,6 @@ from samestep.launch.ranks import world
 from samestep.launch.stall import pulse as pulses
 from samestep.launch.stall.collectives import watch_collectives
 from samestep.launch.stall.judge import find_stall, judge, mismatch, patience
-from samestep.launch.stall.pulse import (
-    STACKS,
-    TIMED_OUT,
-    WORLD,
-    Pulse,
-    RankPulse,
-    Visit,
-    read_pulse,
-    read_pulses,
-    users_place,
-)
 from samestep.launch.stall.stacks import RankStand, StackFrame, Stand, _stack_of, look
 from samestep.launch.stall.told import TEXT, Told, read_told, tell, verdict_on
 from tests.processes import TIMEOUT_S, run_ranks, start_ranks
@@ -57,12 +46,12 @@ def seen(rank, place, *calls, doing="sleeps", **more):
     file, _, line = place.rpartition(":")
     frames = (StackFrame(file, int(line), "main"),) if place else ()
     now = calls[-1] if calls and calls[-1].state == "inside" else None
-    pulse = RankPulse(rank=rank, calls=calls, now=now, **more)
+    pulse = pulses.RankPulse(rank=rank, calls=calls, now=now, **more)
     return RankStand(pid=1, doing=doing, frames=frames, pulse=pulse)
 
 
-def call(kind, seq, where="", group=WORLD, detail="", state="left"):
-    return Visit(kind, detail, where, group, seq, float(seq), state)
+def call(kind, seq, where="", group=pulses.WORLD, detail="", state="left"):
+    return pulses.Visit(kind, detail, where, group, seq, float(seq), state)
 
 
 def inside(*args, **more):
@@ -70,10 +59,10 @@ def inside(*args, **more):
 
 
 def test_what_moves_is_no_stall_and_what_is_stopped_is_told(at):
-    pulses = [RankPulse(rank=0, moved=10.0), RankPulse(rank=1, moved=40.0, code=0)]
-    assert find_stall(pulses, 30.0, now=69.0) is None
-    assert find_stall(pulses, 30.0, now=71.0) == 31.0
-    assert find_stall([pulses[1]], 30.0, now=1e9) is None
+    of_ranks = [pulses.RankPulse(rank=0, moved=10.0), pulses.RankPulse(rank=1, moved=40.0, code=0)]
+    assert find_stall(of_ranks, 30.0, now=69.0) is None
+    assert find_stall(of_ranks, 30.0, now=71.0) == 31.0
+    assert find_stall([of_ranks[1]], 30.0, now=1e9) is None
     assert find_stall([], 30.0, now=1e9) is None
     dump = (
         "Current thread 0x00007f0000000001 (most recent call first):\n"
@@ -166,7 +155,7 @@ def test_a_rank_that_calls_something_else_is_named_with_node_line_and_step(at):
     verdict = verdict_on([told(waits)], 2, may_be_slow=False)
     assert (verdict.rank, verdict.stall["host"]) == (1, "")
     wait = inside("a collective", 1, at("all_reduce"), group="peer:")
-    waits = told(doing(seen(0, at("barrier"), wait, steps=29), TIMED_OUT), still_s=1.0)
+    waits = told(doing(seen(0, at("barrier"), wait, steps=29), pulses.TIMED_OUT), still_s=1.0)
     slow = seen(1, at("slow"), steps=29)
     found = verdict_on([waits, told(slow, "node2")], 2, may_be_slow=False)
     assert "rank 1 on node2 took no part in step 30 for 15 s" in found.message
@@ -189,15 +178,17 @@ def test_ranks_that_died_in_calls_that_do_not_meet_are_named_and_no_others(at, s
     def died(*details):
         first, where = call("barrier", 3, detail="[1]"), at("slow")
         calls = [(first, call("all_gather", 4, where, detail=d, state=state)) for d in details]
-        return mismatch([RankPulse(rank=rank, calls=made) for rank, made in enumerate(calls)])
+        return mismatch(
+            [pulses.RankPulse(rank=rank, calls=made) for rank, made in enumerate(calls)]
+        )
 
     verdict = died("[4]", "[7]")
     assert (verdict.cause, verdict.culprits) == ("shapes", (0, 1))
     assert verdict.places == dict.fromkeys((0, 1), at("slow"))
     assert died("[4]", "[4]", "[7]").culprits == (2,)
     assert died("[4]", "[4]") is died("[4]") is died() is None, "as where a node was lost"
-    after = RankPulse(rank=0, calls=(call("gather", 1, detail="[4]"),))
-    other = RankPulse(rank=1, calls=(call("gather", 1, detail="[7]"),))
+    after = pulses.RankPulse(rank=0, calls=(call("gather", 1, detail="[4]"),))
+    other = pulses.RankPulse(rank=1, calls=(call("gather", 1, detail="[7]"),))
     assert mismatch([after, other]) is None, "they have ended after it"
 
 
@@ -227,8 +218,8 @@ def test_a_wait_whose_call_was_not_noted_is_told_by_the_files_that_it_stands_in(
 
 def test_without_a_line_of_the_user_s_the_place_is_samestep_s_but_not_of_the_watch():
     frames = [(module.__file__, 7, "f") for module in (dist.distributed_c10d, pulses, world)]
-    assert users_place(frames) == f"{world.__file__}:7"
-    assert users_place([("/home/me/train.py", 3, "main"), *frames]) == "/home/me/train.py:3"
+    assert pulses.users_place(frames) == f"{world.__file__}:7"
+    assert pulses.users_place([("/home/me/train.py", 3, "main"), *frames]) == "/home/me/train.py:3"
 
 
 def told(stand, host="node1", still_s=15.0):
@@ -237,7 +228,7 @@ def told(stand, host="node1", still_s=15.0):
 
 def test_what_a_rank_tells_is_read_by_another_node_as_it_was(tmp_path, at):
     stand = seen(1, at("all_reduce"), call("barrier", 3), inside("all_reduce", 4), steps=7)
-    (tmp_path / STACKS.format(rank=1)).write_text("Thread 0x1\n")
+    (tmp_path / pulses.STACKS.format(rank=1)).write_text("Thread 0x1\n")
     tell(stand, tmp_path, tmp_path)
     (read,) = read_told(tmp_path, 0.0)
     assert (read.stand.frames, read.stand.doing) == (stand.frames, stand.doing)
@@ -266,7 +257,7 @@ def test_ranks_that_only_take_long_are_no_stall_until_they_take_much_longer(at, 
 
 @pytest.fixture
 def pulse(tmp_path):
-    opened = Pulse(tmp_path, 3)
+    opened = pulses.Pulse(tmp_path, 3)
     yield opened
     opened.close()
 
@@ -274,9 +265,9 @@ def pulse(tmp_path):
 def test_a_pulse_says_the_steps_the_calls_and_the_end(pulse, tmp_path):
     for number in range(1, 101):
         pulse.step(number)
-        with pulse.inside("all_reduce", "float32[2]", "train.py:7", WORLD):
+        with pulse.inside("all_reduce", "float32[2]", "train.py:7", pulses.WORLD):
             pass
-    (read,) = read_pulses(tmp_path)
+    (read,) = pulses.read_pulses(tmp_path)
     assert (read.rank, read.pid, read.steps, read.code) == (3, os.getpid(), 100, None)
     assert len(read.step_times) == 63
     assert min(read.step_times) > 0
@@ -285,37 +276,37 @@ def test_a_pulse_says_the_steps_the_calls_and_the_end(pulse, tmp_path):
     assert {visit.state for visit in read.calls} == {"left"}
     assert time.monotonic() - read.moved < 60
     pulse.ended(3)
-    assert read_pulse(tmp_path / "pulse-rank-3").code == 3
+    assert pulses.read_pulse(tmp_path / "pulse-rank-3").code == 3
 
 
 def test_the_innermost_call_is_told_and_the_outer_one_again_after_it(pulse, tmp_path):
     def now():
-        return read_pulse(tmp_path / "pulse-rank-3").now
+        return pulses.read_pulse(tmp_path / "pulse-rank-3").now
 
     with pulse.inside("backward", group="backward"):
         for _ in range(70):  # more than are kept
-            with pulse.inside("all_gather", group=WORLD):
+            with pulse.inside("all_gather", group=pulses.WORLD):
                 assert now().kind == "all_gather"
             assert now().kind == "backward"
     assert now() is None
-    with pytest.raises(ValueError, match="no"), pulse.inside("barrier", group=WORLD):
+    with pytest.raises(ValueError, match="no"), pulse.inside("barrier", group=pulses.WORLD):
         raise ValueError("no")
-    assert read_pulse(tmp_path / "pulse-rank-3").calls[-1].state == "raised"
+    assert pulses.read_pulse(tmp_path / "pulse-rank-3").calls[-1].state == "raised"
 
 
 def test_a_long_path_keeps_its_line_number_and_what_is_no_pulse_yet_is_none(pulse, tmp_path):
-    with pulse.inside("barrier", "x" * 999, "/é" * 300 + ".py:123", WORLD):
-        assert read_pulse(tmp_path / "pulse-rank-3").now.where.endswith(".py:123")
-        assert read_pulse(tmp_path / "pulse-rank-3").now.group == WORLD
-    assert read_pulse(tmp_path / "pulse-rank-0") is None
+    with pulse.inside("barrier", "x" * 999, "/é" * 300 + ".py:123", pulses.WORLD):
+        assert pulses.read_pulse(tmp_path / "pulse-rank-3").now.where.endswith(".py:123")
+        assert pulses.read_pulse(tmp_path / "pulse-rank-3").now.group == pulses.WORLD
+    assert pulses.read_pulse(tmp_path / "pulse-rank-0") is None
     (tmp_path / "pulse-rank-0").write_bytes(bytes(100_000))
-    assert read_pulse(tmp_path / "pulse-rank-0") is None
+    assert pulses.read_pulse(tmp_path / "pulse-rank-0") is None
 
 
 def call_everything(folder):
     noted = []
     rank = int(os.environ["RANK"])
-    pulse = Pulse(folder, rank)
+    pulse = pulses.Pulse(folder, rank)
     all_reduce = dist.all_reduce
     with watch_collectives(pulse, lambda *call: noted.append((*call, pulse.now))):
         dist.init_process_group("gloo")
@@ -333,7 +324,7 @@ def call_everything(folder):
         x.requires_grad_().sum().backward()
         dist.destroy_process_group()
     assert dist.all_reduce is all_reduce
-    (own,) = (read for read in read_pulses(folder) if read.rank == rank)
+    (own,) = (read for read in pulses.read_pulses(folder) if read.rank == rank)
     shapes = [
         (kind, [tuple(tensor.shape) for tensor in tensors], group, now.seq, now.detail)
         for kind, tensors, _where, group, now in noted
@@ -344,10 +335,10 @@ def call_everything(folder):
 def test_each_collective_is_noted_once_with_what_must_be_alike(tmp_path):
     (zero, kinds, places), (one, _, _) = run_ranks(call_everything, 2, tmp_path, tmp_path)
     shared = [
-        ("all_reduce", [(2, 3)], WORLD, 1, "float32[2, 3] op=MAX"),
-        ("all_gather_object", [], WORLD, 2, ""),
-        ("broadcast", [(2, 3)], WORLD, 3, "float32[2, 3] src=1"),
-        ("barrier", [], WORLD, 4, ""),
+        ("all_reduce", [(2, 3)], pulses.WORLD, 1, "float32[2, 3] op=MAX"),
+        ("all_gather_object", [], pulses.WORLD, 2, ""),
+        ("broadcast", [(2, 3)], pulses.WORLD, 3, "float32[2, 3] src=1"),
+        ("barrier", [], pulses.WORLD, 4, ""),
     ]
     assert one == shared
     # The group of one is rank 0's alone.
@@ -372,14 +363,14 @@ def hanging(folder, how):
         until = time.monotonic() + TIMEOUT_S / 4
         while True:
             assert time.monotonic() < until, ranks.output()
-            pulses = read_pulses(folder)
+            of_ranks = pulses.read_pulses(folder)
             # The first steps of all: a process may start seconds after another.
-            begun = len(pulses) == 2 and all(pulse.calls for pulse in pulses)
-            if begun and (still := find_stall(pulses, STALL_S)):
+            begun = len(of_ranks) == 2 and all(pulse.calls for pulse in of_ranks)
+            if begun and (still := find_stall(of_ranks, STALL_S)):
                 break
             time.sleep(0.02)
         begin = time.monotonic()
-        verdict = judge(look(folder, pulses))
+        verdict = judge(look(folder, of_ranks))
         yield verdict, still - STALL_S + time.monotonic() - begin
     finally:
         for process in ranks.processes:

@@ -9,15 +9,14 @@ from pathlib import Path
 HEADER, BLOCK = 7, 32_768
 
 
-def wandb_records(run: Path):
-    """Yield the protobuf records of each .wandb file of a run, in the order they were begun."""
-    from wandb.proto import wandb_internal_pb2
+def wandb_records(run: Path, kind: str):
+    """Return the records of a kind in each .wandb file of a run, in the order they were begun."""
+    from wandb.proto.wandb_internal_pb2 import Record
 
-    for path in sorted((run / "tracking" / "wandb").glob("wandb/offline-run-*/*.wandb")):
-        for data in _leveldb_records(path.read_bytes()):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            yield path, record
+    files = sorted((run / "tracking" / "wandb").glob("wandb/offline-run-*/*.wandb"))
+    written = (data for file in files for data in _leveldb_records(file.read_bytes()))
+    records = map(Record.FromString, written)
+    return [getattr(r, kind) for r in records if r.WhichOneof("record_type") == kind]
 
 
 def _leveldb_records(data: bytes):
@@ -39,27 +38,20 @@ def _leveldb_records(data: bytes):
 def wandb_rows(run: Path):
     """Return the rows that `run.log` wrote, as tables."""
     return [
-        {
-            item.key or ".".join(item.nested_key): json.loads(item.value_json)
-            for item in r.history.item
-        }
-        for _, r in wandb_records(run)
-        if r.WhichOneof("record_type") == "history"
+        {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in row.item}
+        for row in wandb_records(run, "history")
     ]
 
 
 def wandb_updates(run: Path, field: str):
     """Return the names and values that records of one kind set."""
-    parts = [getattr(r, field).update for _, r in wandb_records(run) if r.HasField(field)]
-    return {u.key or u.nested_key[0]: json.loads(u.value_json) for part in parts for u in part}
+    updates = [u for record in wandb_records(run, field) for u in record.update]
+    return {u.key or u.nested_key[0]: json.loads(u.value_json) for u in updates}
 
 
 def wandb_axes(run: Path):
     """Return metric name or pattern → the metric that it is drawn over."""
-    definitions = [
-        r.metric for _, r in wandb_records(run) if r.WhichOneof("record_type") == "metric"
-    ]
-    return {d.glob_name or d.name: d.step_metric for d in definitions}
+    return {d.glob_name or d.name: d.step_metric for d in wandb_records(run, "metric")}
 
 
 def comet_messages(run: Path):

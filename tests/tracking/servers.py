@@ -1,68 +1,36 @@
 """Servers on 127.0.0.1 in a tracker's place: one that never answers, one of errors, a small W&B."""
 
-import contextlib
 import gzip
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.data.loopback import Loopback
 
 
-class Server:
-    """An HTTP server that asks `answer(method, path, body)` for (status, body)."""
+class Server(Loopback):
+    """A server that asks `answer(method, path, body)` for (status, body)."""
 
-    def __init__(self, port=0):
-        server = self
-        self.asked = []
-        self.closing = threading.Event()
+    protocol, waits_for_handlers = "HTTP/1.1", False
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def handle_any(self):
-                length = int(self.headers.get("Content-Length") or 0)
-                body = self.rfile.read(length)
-                if self.headers.get("Content-Encoding") == "gzip":
-                    body = gzip.decompress(body)
-                server.asked.append((self.command, self.path))
-                found = server.answer(self.command, self.path, body)
-                if found is None:
-                    self.close_connection = True
-                    return
-                status, answer = found
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(answer)
-
-            def log_message(self, *_):
-                pass
-
-            def handle(self):
-                with contextlib.suppress(OSError):  # the client hung up, or was killed
-                    super().handle()
-
-        for method in ("GET", "POST", "PUT", "HEAD", "PATCH"):
-            setattr(Handler, f"do_{method}", Handler.handle_any)
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self._server.daemon_threads = True
-        self.port = self._server.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+    def respond(self, handler):
+        body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        if handler.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.asked.append((handler.command, handler.path))
+        found = self.answer(handler.command, handler.path, body)
+        if found is None:
+            handler.close_connection = True
+            return
+        status, answer = found
+        handler.send_response(status)
+        handler.send_header("Content-Type", "application/json")
+        handler.send_header("Content-Length", str(len(answer)))
+        handler.end_headers()
+        if handler.command != "HEAD":
+            handler.wfile.write(answer)
 
     def answer(self, method, path, body):
         raise NotImplementedError
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.closing.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
 
 class Silent(Server):
@@ -87,9 +55,9 @@ class Errors(Server):
 class Wandb(Server):
     """As much of W&B's server as the client needs to log a run."""
 
-    def __init__(self, state=None, port=0):
-        super().__init__(port)
-        self.runs = state if state is not None else {}
+    def __init__(self):
+        super().__init__()
+        self.runs = {}
         """Run id → {"history": [rows], "config": …, "tags": …, "inserted": how often begun}."""
         self.dead = None
         """The error that it answers with from some time on."""

@@ -1,17 +1,19 @@
-"""The trackers' own clients, offline, at two ranks: what they wrote is read back."""
+"""The trackers' own clients: what they wrote offline at two ranks, and what is not usual."""
 
 import importlib.util
 import json
+import os
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from samestep.show.tracking import TrackedRecord, TrackedResult, TrackedRun
 from tests import tiny
 from tests.command_line import read_json
-from tests.processes import free_port
+from tests.processes import free_port, run_ranks
 from tests.tracking import readers
 from tests.tracking.test_following import samestep
 
@@ -21,6 +23,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
     pytest.mark.xdist_group("trackers"),
+    pytest.mark.filterwarnings("ignore"),  # the clients' own, in a process that makes them errors
 ]
 
 PLANTED = "hunter2" * 6
@@ -44,13 +47,6 @@ for _before, _after in CHANGES.items():
 PICTURES = {"confusion", "weights"}
 
 
-@dataclass(frozen=True)
-class Tracked:
-    path: Path
-    printed: list[str]
-    folder: Path
-
-
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tracked")
@@ -71,7 +67,7 @@ def tracked(tmp_path_factory):
         ranks = samestep(*arguments, world_size=2, folder=folder / "outputs", **environment)
         assert ranks.wait() == [0, 0], ranks.output()
         printed.append(ranks.printed(0))
-    return Tracked(run, printed, folder)
+    return SimpleNamespace(path=run, printed=printed, folder=folder)
 
 
 def metrics_of(run, series):
@@ -112,7 +108,8 @@ def last_test(run):
 
 
 def test_wandb_has_one_run_of_all_records_with_settings_machine_and_result(tracked):
-    ids = {r.run.run_id for _, r in readers.wandb_records(tracked.path) if r.HasField("run")}
+    runs = readers.wandb_records(tracked.path, "run")
+    ids = {run.run_id for run in runs}
     assert ids == {read_json(tracked.path / "tracking" / "wandb.json")["id"]}
     rows = readers.wandb_rows(tracked.path)
     for series in SERIES:
@@ -132,17 +129,15 @@ def test_wandb_has_one_run_of_all_records_with_settings_machine_and_result(track
     axes = readers.wandb_axes(tracked.path)
     assert axes["epoch/*"] == "epoch"
     assert {axes[f"{series}/*"] for series in ("train", "validation", "test")} == {"step"}
-    records = [r for _, r in readers.wandb_records(tracked.path)]
     config, summary = (readers.wandb_updates(tracked.path, of) for of in ("config", "summary"))
     assert config["lr"] == 0.01
     assert config["options.hidden"] == 16
     assert config["facts.world_size"] == 2
     result = read_json(tracked.path / "result.json")
     assert summary["result.test.accuracy"] == result["test"]["accuracy"]
-    run = next(r.run for r in records if r.HasField("run"))
+    run = runs[0]
     assert (run.project, run.display_name, list(run.tags)) == ("odd ones", "the first", ["a", "b"])
-    kinds = [r.WhichOneof("record_type") for r in records]
-    assert "request" in kinds or "artifact" in kinds
+    assert any(readers.wandb_records(tracked.path, kind) for kind in ("request", "artifact"))
 
 
 def is_png(content):
@@ -254,3 +249,117 @@ def test_the_screen_says_where_each_tracker_is_no_key_is_told_and_nothing_left_e
     assert left <= made | {".config", ".cache", ".local"}
     assert "system/cpu_percent" in {name for name, *_ in readers.comet_metrics(tracked.path)}
     assert "system/memory_percent" in readers.tensorboard(tracked.path).Tags()["scalars"]
+
+
+def tracked_run(path: Path, tracker: str, **more) -> TrackedRun:
+    folder = path / "tracking" / tracker
+    folder.mkdir(parents=True, exist_ok=True)
+    usual = {"path": path, "folder": folder, "id": "a" * 32, "project": "one", "name": "run"}
+    usual |= {"offline": True, "tags": (), "settings": {}, "facts": {}}
+    usual |= {"started_at": 1.0, "timeout_s": 60.0}
+    usual |= dict.fromkeys(("known", "workspace", "pid"))
+    return TrackedRun(**{**usual, **more})
+
+
+def entry(event, line, **values) -> TrackedRecord:
+    return TrackedRecord(
+        event=event, axis="step", step=line, epoch=None, time=1.0 + line, values=values, line=line
+    )
+
+
+DONE = TrackedResult(status="completed", values={"test.accuracy [%]": 0.5})
+
+
+@pytest.fixture(scope="module")
+def mlflow(tmp_path_factory):
+    """Ask MLflow in one process, which takes seconds to import it; return folder and answers."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    return folder, run_ranks(_ask_mlflow, 1, folder / "rank", folder)[0]
+
+
+def _ask_mlflow(folder: Path) -> dict[str, tuple]:
+    asked = {"two": _two_projects, "elsewhere": _known_elsewhere, "killed": _killed_and_again}
+    return {name: ask(folder / name) for name, ask in asked.items()}
+
+
+def test_mlflow_takes_any_name_and_has_each_value_once_whatever_happened(mlflow):
+    folder, answers = mlflow
+    first, again = answers["two"]
+    assert first[1] == 0, "this store has nothing of it yet"
+    assert again == (first[0], None)
+    store = readers.mlflow_store(folder / "two")
+    found = store.get_run(first[0])
+    assert found.data.params == {"lr_0_": "1"}
+    assert found.data.tags["resumed.lr_0_"] == "2"
+    assert found.data.metrics == {"a_b_": 0.5}
+    assert store.get_experiment_by_name("two") is None
+    runs, history = mlflow[1]["killed"]
+    assert len(runs) == 1
+    assert history == [(1, 0.5), (2, 0.25), (3, 0.125)]
+    run, lines = mlflow[1]["elsewhere"]
+    assert run != "0" * 32
+    assert lines == 0
+
+
+def _two_projects(path: Path) -> tuple[tuple[str, int | None], ...]:
+    from samestep.show.tracking import mlflow
+
+    first = mlflow.start(tracked_run(path, "mlflow", settings={"lr[0]": 1}))
+    mlflow.record(first.client, [entry("metrics", 1, **{"a:b*": 0.5})])
+    mlflow.finish(first.client, DONE)
+    again = mlflow.start(
+        tracked_run(path, "mlflow", settings={"lr[0]": 2}, project="two", known=first.run)
+    )
+    mlflow.finish(again.client, DONE)
+    return (first.run, first.lines), (again.run, again.lines)
+
+
+def _killed_and_again(path: Path) -> tuple[set[str | None], list[tuple[int, float]]]:
+    from samestep.show.tracking import mlflow
+
+    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{path}/mlflow.db"
+    run = tracked_run(path, "mlflow", offline=False, tags=("a tag",))
+    store = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    usual, mlflow.RunTag = mlflow.RunTag, None  # as if it ended once it had made the run
+    with pytest.raises(TypeError):
+        mlflow.start(run)
+    mlflow.RunTag = usual
+    values = [entry("step", n + 1, loss=2.0 ** -(n + 1)) for n in range(3)]
+    for upto in (2, 3):
+        started = mlflow.start(run)
+        mlflow.record(started.client, values[:upto])
+    mlflow.finish(started.client, DONE)
+    found = store.search_runs([store.get_experiment_by_name("one").experiment_id])
+    history = store.get_metric_history(started.run, "loss")
+    return {one.info.run_id for one in found}, sorted((m.step, m.value) for m in history)
+
+
+def _known_elsewhere(path: Path) -> tuple[str, int | None]:
+    from samestep.show.tracking import mlflow
+
+    started = mlflow.start(tracked_run(path, "mlflow", known="0" * 32))
+    return started.run, started.lines
+
+
+def test_wandb_has_the_machine_in_its_summary_and_an_axis_for_any_metric(tmp_path):
+    run_ranks(_one_step_and_the_machine, 1, tmp_path / "rank", tmp_path)
+    summary = readers.wandb_updates(tmp_path, "summary")
+    assert summary["system/cpu_percent.mean"] == 30.0
+    assert summary["system/cpu_percent.max"] == 40.0
+    step, metrics = readers.wandb_rows(tmp_path)
+    assert (step["_step"], metrics["_step"]) == (1, 2)
+    assert (metrics["step"], metrics["lr/now"], metrics["a:b*"]) == (2, 0.5, 1.0)
+    axes = readers.wandb_axes(tmp_path)
+    assert axes["lr/now"] == "step"
+    assert "a:b*" not in axes, "to W&B it would be a pattern"
+
+
+def _one_step_and_the_machine(path: Path) -> None:
+    from samestep.show.tracking import wandb
+
+    client = wandb.start(tracked_run(path, "wandb")).client
+    wandb.record(client, [entry("step", 1, **{"train/loss": 1.0})])
+    wandb.record(client, [entry("metrics", 2, **{"lr/now": 0.5, "a:b*": 1.0})])
+    for busy in (20.0, 40.0):
+        wandb.record(client, [entry("system", -1, **{"system/cpu_percent": busy})])
+    wandb.finish(client, DONE)

@@ -85,6 +85,13 @@ def differing(found: Verification) -> dict[str, str | None]:
     return {check.name: check.cause.name for check in found.checks if not check.passed}
 
 
+def assert_nothing_to_accept(found: Verification, of_ranks: str) -> None:
+    assert found.same, [(row.name, row.cause) for row in found.checks if not row.passed]
+    assert {row.status for row in found.checks} <= {"same", "skipped"}
+    for name in (of_ranks, "accumulation", "stop and resume", "samples apart", "loss"):
+        assert check(found, name).status == "same", name
+
+
 def _rank(arguments: list[str], instructions: str, place: str) -> None:
     import sys
 

@@ -46,23 +46,18 @@ def _module(built: str, forward: str, *, before: str = "", name: str = "Planted"
     return "\n".join((*body, f"recipe = replace(recipe, model={name})\n"))
 
 
-BATCHNORM = """
-def model():
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
-"""
-DROPOUT = """
-def model():
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2))
-"""
+def _between(layers: str, *, first: str = "nn.Linear(6, 8)") -> str:
+    """Return lines that plant a model with these layers between its two linear ones."""
+    return f"\ndef model():\n    return nn.Sequential({first}, {layers}, nn.Linear(8, 2))\n"
+
+
+BATCHNORM = _between("nn.BatchNorm1d(8), nn.Tanh()")
+DROPOUT = _between("nn.Tanh(), nn.Dropout(0.5)")
+BOTH = _between("nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5)")
+SPECTRAL = _between("nn.Tanh()", first="nn.utils.spectral_norm(nn.Linear(6, 8))")
 FUNCTIONAL = _module(
     "self.line = nn.Linear(6, 2)", "return nn.functional.dropout(self.line(x), 0.3, self.training)"
 )
-BOTH = """
-def model():
-    return nn.Sequential(
-        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2)
-    )
-"""
 AUGMENT = """
 def augment(x, keys):
     return x + torch.rand_like(x)
@@ -264,11 +259,6 @@ class Words(nn.Module):
 def optimizer(model, settings):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 recipe = replace(recipe, model=Words, optimizer=optimizer)
-"""
-SPECTRAL = """
-def model():
-    first = nn.utils.spectral_norm(nn.Linear(6, 8))
-    return nn.Sequential(first, nn.Tanh(), nn.Linear(8, 2))
 """
 CONTRAST = """
 class TwoViews(nn.Module):

@@ -1,5 +1,6 @@
 """Each cause is planted in a small recipe, and found with the right name by real ranks."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from samestep.base.errors import UserError
 from samestep.prove.verification import causes
 from samestep.prove.verification.rows import one_writer
+from tests.command_line import typed
 from tests.verification import planted
 from tests.verification.forked import check, differing, gathered, verified
 
@@ -97,22 +99,6 @@ def test_draws_and_batch_norm_are_found_apart_and_may_be_accepted(tmp_path):
         assert check(report, name).cause.why
 
 
-def test_a_cause_has_its_place_and_a_tolerance_compares_losses_alone(tmp_path):
-    recipe = planted.write(tmp_path, planted.FUNCTIONAL, name="p_functional.py")
-    left = gathered(recipe, folder=tmp_path / "ranks", quick=True)
-    found = check(left.judged(), "dropout")
-    assert planted.line_of(recipe, "functional.dropout") in found.cause.why
-    assert "--accept dropout" in found.cause.advice
-    assert (found.first_step, found.first_parameter) == (1, "line.weight")
-    assert found.difference > found.tolerance
-    strict = left.judged(tolerance=1e-6)
-    assert differing(strict) == {"dropout": causes.DROPOUT.name}
-    report = left.judged(tolerance=0.9)
-    assert report.same
-    assert check(report, "dropout").tolerance == 0.9
-    assert any("--tolerance 0.9" in note for note in report.notes)
-
-
 def test_files_and_lines_that_every_rank_writes_are_told(disk, monkeypatch, tmp_path):
     monkeypatch.chdir(disk)
     both = planted.WRITES + 'open("notes.txt", "w").close()\n'
@@ -175,3 +161,66 @@ def test_nothing_is_left_behind_by_a_training_that_is_the_same(tmp_path, monkeyp
     assert check(report, one_writer.ONE_WRITER.name).status == "same"
     assert not list(home.iterdir())
     assert not list(Path().iterdir())
+
+
+# What a line does → the file that is its doing, if one is.
+WRITES = {
+    "open('opened.txt', 'w').close()": "opened.txt",
+    "pathlib.Path('path.txt').write_text('x')": "path.txt",
+    "numpy.save('array', [1])": "array.npy",
+    "os.rename('there.txt', 'moved.txt')": "there.txt",
+    "open('moved.txt').read()": None,
+    "os.makedirs('made/in', exist_ok=True)": None,
+    "open('new.txt', 'x').close()": None,
+    "import writes_when_imported": None,
+    "tempfile.gettempdir()": None,
+    "tempfile.NamedTemporaryFile().close()": None,
+    "cached.write()": None,
+}
+WRITING = """
+import os, pathlib, sys, tempfile
+import numpy, torch
+from samestep import errors
+from samestep.prove.verification.rows import one_writer
+python, library = (str(pathlib.Path(name).absolute()) + os.sep for name in ("python", "library"))
+one_writer._PYTHON += (python,)
+one_writer._LIBRARIES += (library,)
+errors._LIBRARIES = (*errors._LIBRARIES, python, library)
+sys.path += [python, library]
+import cached
+found = one_writer.watch_output(pathlib.Path("elsewhere").absolute())
+"""
+REPORT = """
+for path, line in found.written.items():
+    print(line, pathlib.Path(path).name, file=sys.__stdout__)
+"""
+
+
+@pytest.fixture(scope="module")
+def told(disk) -> dict[str, list[str]]:
+    """Run all lines in one process; return for each what it is said to have written."""
+    for name in ("python/writes_when_imported.py", "library/cached.py"):
+        (disk / name).parent.mkdir()
+    (disk / "there.txt").write_text("x")
+    (disk / "python/writes_when_imported.py").write_text("open('import.txt', 'w').close()\n")
+    (disk / "library/cached.py").write_text("def write(): open('cache.txt', 'w').close()\n")
+    script = disk / "script.py"
+    script.write_text(WRITING + "\n".join(WRITES) + REPORT)
+    done = typed(sys.executable, script.name, folder=disk, TMPDIR=str(disk))
+    assert (disk / "import.txt").is_file()
+    assert (disk / "cache.txt").is_file()
+    lines = script.read_text().splitlines()
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        place, name = line.split()
+        file, number = place.split(":")
+        assert file == "script.py"
+        found.setdefault(lines[int(number) - 1], []).append(name)
+    return found
+
+
+@pytest.mark.xdist_group("one_writer")  # one worker runs the process that they look at
+@pytest.mark.parametrize("line", WRITES)
+def test_a_write_is_the_doing_of_the_line_that_asked_for_it(line, told):
+    expected = WRITES[line]
+    assert told.get(line, []) == ([expected] if expected else [])

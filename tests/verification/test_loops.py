@@ -294,11 +294,3 @@ def test_with_convolutions_it_is_so_too(name, flags, accepted, tmp_path):
     assert [c.name for c in report.checks if c.status == "accepted"] == [accepted]
     assert check(report, "2 ranks").difference < ROUNDING["fp64"] / 1000
     assert (check(report, "last batch").status == "skipped") is ("--drop-last" in flags)
-
-
-def test_one_size_alone_compares_accumulation_and_resuming(tmp_path):
-    report = verified("spiral", folder=tmp_path, sizes=(1,))
-    assert report.same
-    assert check(report, "stop and resume").difference < 1e-12
-    assert check(report, "stop and resume").compared.endswith("1→1")
-    assert check(report, "accumulation").status == "same"

@@ -1,6 +1,5 @@
 """What a rank of the tests does with image files; it is imported by the processes themselves."""
 
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,14 +14,6 @@ from samestep.core.recipes.images import augment, normalise
 from samestep.launch.ranks.world import World, find_world, join, leave
 
 SEED = 11
-
-
-@contextmanager
-def joined():
-    world = find_world("cpu")
-    join(world, timeout_s=60)
-    yield world
-    leave(world)
 
 
 def ready(root: Path, world: World, *, cache: str, side: int = 20, max_corrupt: float = 0.5):
@@ -56,17 +47,18 @@ def batches(data, world: World, *, epochs=(0, 1), global_batch=5, num_workers=0)
 
 def on_two_ranks(root: Path, others: list[Path], kinds: dict[int, tuple[str, int]]):
     """Return what a rank reads for each kind, what it is refused, and what of memory it shares."""
-    with joined() as world:
-        read = {}
-        for side, (cache, num_workers) in kinds.items():
-            found = ready(root, world, cache=cache, side=side)
-            rows = batches(found.splits["train"], world, num_workers=num_workers)
-            read[side] = rows, found.left_out
-        broken = [refusal(root, world, cache=cache, max_corrupt=0.1) for cache in ("memory", "off")]
-        other = [refusal((root, path)[world.rank], world, cache="off") for path in others]
-        return SimpleNamespace(
-            read=read, broken=broken, other=other, shared=shares_one_memory(root, world)
-        )
+    world = find_world("cpu")
+    join(world, timeout_s=60)
+    read = {}
+    for side, (cache, num_workers) in kinds.items():
+        found = ready(root, world, cache=cache, side=side)
+        rows = batches(found.splits["train"], world, num_workers=num_workers)
+        read[side] = rows, found.left_out
+    broken = [refusal(root, world, cache=cache, max_corrupt=0.1) for cache in ("memory", "off")]
+    other = [refusal((root, path)[world.rank], world, cache="off") for path in others]
+    shared = shares_one_memory(root, world)
+    leave(world)
+    return SimpleNamespace(read=read, broken=broken, other=other, shared=shared)
 
 
 def refusal(root: Path, world: World, **how):

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from samestep import UserError, read_records
+from samestep import UserError
 from samestep.core.recipe import find_recipe
 from samestep.core.recipes.cricket.recipe import CricketOptions
 from samestep.core.recipes.cricket.scores import runs_errors
 from samestep.core.recipes.cricket.synthetic import documents
 from samestep.core.session.trained_model import evaluate_run
 from samestep.shell.cli import main
-from tests.command_line import call, run, train_here
+from tests.command_line import call, train_here
 from tests.cricket_files import ball, innings, match, write
 from tests.needs import needs
 
@@ -26,14 +26,9 @@ SCORED = Path(__file__).parents[3] / "benchmarks" / "results" / "cricket" / "run
 SMALL = ("--balls-per-match", "12", "--width", "8", "--threads", "1", "--max-steps", "8")
 
 
-def train(folder, *flags, name="run", world_size=1, trees=False):
-    target = ("cricket", "--run-dir", str(folder / name), *SMALL, *flags)
-    target += () if trees else ("--no-trees",)
-    if world_size == 1:
-        train_here(*target)
-    else:
-        run("train", *target, world_size=world_size, folder=folder / "outputs")
-    return folder / name
+def train(folder, *flags):
+    train_here("cricket", "--run-dir", str(folder / "run"), *SMALL, *flags)
+    return folder / "run"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +40,7 @@ def matches(tmp_path_factory):
 def trained(matches, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cricket")
     flags = ("--data-dir", str(matches), "--cache-dir", str(folder / "kept"))
-    return train(folder, *flags, trees=True)
+    return train(folder, *flags)
 
 
 def test_it_trains_on_files_and_tells_errors_beside_what_has_to_be_beaten(trained):
@@ -114,7 +109,7 @@ def test_a_metric_of_no_balls_is_null_and_a_match_without_them_drawn(trained, tm
 
 
 def test_a_run_on_made_up_matches_is_evaluated_on_files(matches, tmp_path):
-    path = train(tmp_path, "--synthetic", "--synthetic-matches", "8")
+    path = train(tmp_path, "--synthetic", "--synthetic-matches", "8", "--no-trees")
     found = evaluate_run(path, data_dir=str(write(tmp_path / "m", dict(documents(3, seed=7)))))
     assert found["samples"] == balls_in(dict(documents(3, seed=7)))
 
@@ -150,22 +145,6 @@ def test_what_is_no_match_with_balls_is_not_predicted(trained, tmp_path, capsys,
     path = write(tmp_path, {"match.json": card}) / "match.json"
     assert main(["predict", str(trained), str(path), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["problem"]
-
-
-@pytest.mark.slow
-def test_two_ranks_take_the_same_steps(matches, trained, tmp_path):
-    flags = ("--data-dir", str(matches), "--cache-dir", str(tmp_path / "kept"))
-    more = ("--log-every", "1", "--dropout", "0", "--batch-size", "64")
-    runs = [train(tmp_path, *flags, *more, name=f"{n}", world_size=n) for n in (1, 2)]
-    losses = [
-        [record["loss"] for record in read_records(path) if record["event"] == "step"]
-        for path in runs
-    ]
-    assert len(losses[0]) == 8
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    results = [json.loads((path / "result.json").read_text())["test"] for path in runs]
-    for name in ("mae", "rmse", "r2", "median_error", "mae_death"):
-        assert results[0][name] == pytest.approx(results[1][name], rel=1e-4)
 
 
 def test_it_is_profiled_with_the_options_that_only_the_data_can_tell(tmp_path):

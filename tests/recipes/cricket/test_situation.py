@@ -18,6 +18,10 @@ from samestep.core.recipes.cricket.synthetic import documents
 from tests.cricket_files import ball, corpus_of, innings, match
 
 
+def recent(gone, count):
+    return [sum(count(ball) for ball in gone[-n:]) for n in (6, 12, 30)]
+
+
 def walk(card):
     """Yield what is known before each ball of a match, as a scorer would write it down."""
     for number, side in enumerate(card["innings"]):
@@ -42,16 +46,10 @@ def walk(card):
                     "non_striker": list(batting.get(other, (0, 0))),
                     "bowler": list(bowling.get(bowler, (0, 0, 0))),
                     "partnership": list(together),
-                    "recent_runs": [
-                        sum(g["runs"]["total"] for g in gone[-n:]) for n in (6, 12, 30)
-                    ],
-                    "recent_wickets": [sum("wickets" in g for g in gone[-n:]) for n in (6, 12, 30)],
-                    "recent_dots": [
-                        sum(g["runs"]["total"] == 0 for g in gone[-n:]) for n in (6, 12, 30)
-                    ],
-                    "recent_fours_and_sixes": [
-                        sum(g["runs"]["batter"] >= 4 for g in gone[-n:]) for n in (6, 12, 30)
-                    ],
+                    "recent_runs": recent(gone, lambda b: b["runs"]["total"]),
+                    "recent_wickets": recent(gone, lambda b: "wickets" in b),
+                    "recent_dots": recent(gone, lambda b: b["runs"]["total"] == 0),
+                    "recent_fours_and_sixes": recent(gone, lambda b: b["runs"]["batter"] >= 4),
                 }
                 extras, total = one.get("extras", {}), one["runs"]["total"]
                 is_legal = not {"wides", "noballs"} & extras.keys()
