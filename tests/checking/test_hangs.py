@@ -9,6 +9,19 @@ from samestep.scripts.checking.findings import RULES, Found, NotSeen
 from tests.checking.planted import check, found_in, line_of, planted
 
 STEP = "            optimizer.step()\n"
+# Rank 1 has little of its core for a while.
+STARVES = """\
+    if rank == 1:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        os.nice(19)
+        until = time.process_time() + 0.03
+        while time.process_time() < until:
+            pass
+        other.kill()
+        other.wait()
+    best = 0.0
+"""
 
 
 @pytest.mark.parametrize(
@@ -59,3 +72,9 @@ def test_a_rank_that_a_script_ended_itself_before_the_first_step_is_no_hang(step
     ranks = [SimpleNamespace(exit_code=None, steps=steps)] * 2
     (found,) = RULES["SS606"].judge(SimpleNamespace(stall=stall, ranks=ranks, world_size=2))
     assert isinstance(found, told)
+
+
+def test_ranks_that_wait_for_one_that_waits_for_a_core_do_not_hang(tmp_path):
+    imports = ("import os\n", "import os\nimport subprocess\nimport sys\nimport time\n")
+    text = planted(("    best = 0.0\n", STARVES), imports)
+    assert check(tmp_path, text, stall_s=1.0).findings == []

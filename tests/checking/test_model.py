@@ -50,7 +50,6 @@ def own_net(*changes: tuple[str, str]) -> str:
     return planted(("def main():\n", OWN_NET), *changes)
 
 
-OWN_MODELS = unwrapped()
 OWN_WEIGHTS = unwrapped((BACKWARD, BY_HAND), ("torch.manual_seed(0)", "torch.manual_seed(rank)"))
 LOADED_LATE = planted((OPTIMIZER, f"{LATE}{OPTIMIZER}"))
 RATES = planted(("lr=0.1", "lr=0.1 + 0.1 * rank"))
@@ -66,7 +65,7 @@ SEARCHED = planted((WRAPPED, f"DDP({NET}, find_unused_parameters=True)"))
 LOSS_LINE, DDP_LINE = "loss = loss_of(", "model = DDP("
 # What is wrong → the script, its code, a part of the line to blame, and of the evidence.
 PLANTED = {
-    "a model for each rank": (OWN_MODELS, "SS201", LOSS_LINE, "4 of its 4 parameters"),
+    "a model for each rank": (unwrapped(), "SS201", LOSS_LINE, "4 of its 4 parameters"),
     "averaged over unequal weights": (OWN_WEIGHTS, "SS202", LOSS_LINE, "4 of 4 parameters"),
     "one rank loads late": (LOADED_LATE, "SS202", LOSS_LINE, "1 of 4 parameters", "0.bias"),
     "learning rates": (RATES, "SS203", "optimizer.step()", "step 1", "4 of 4", "0.1, 0.2"),
@@ -138,15 +137,20 @@ OF_EXPERTS = planted(
     ("        model.eval()\n", ""),
     ("    del model, ", "    del "),
 )
-CLIPPED_APART = OF_EXPERTS.replace("            NORM\n", "")
 CLIPS = "nn.utils.clip_grad_norm_(own, 0.1)"
 CLIPPED_ALIKE = planted(
     (CLIPS, "nn.utils.clip_grads_with_norm_(own, 0.1, norm)"),
     ("NORM", "dist.all_reduce(norm, op=dist.ReduceOp.MAX)"),
     base=OF_EXPERTS,
 )
+EXPERTS_INSIDE = unwrapped(
+    (NET, "nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 64), nn.Linear(64, 2))"),
+    (OPTIMIZER, f"    nn.init.constant_(model[1].bias, 0.1 * rank)\n{OPTIMIZER}"),
+    (BACKWARD, BY_HAND.replace("model.parameters()", "model[0].parameters()")),
+)
 RIGHT = {
     "experts clipped by one norm": CLIPPED_ALIKE,
+    "experts inside of the model": EXPERTS_INSIDE,
     "master weights": unwrapped(
         ("\n\ndef main():\n", MASTERS),
         ("torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)", "Masters(model, 0.1)"),
@@ -200,9 +204,6 @@ def test_ranks_that_join_with_unequal_shares_do_not_drift_apart(tmp_path):
     assert any(told.startswith("SS203") and "join" in told for told in report.not_seen)
 
 
-def test_one_process_is_asked_nothing_about_ranks(tmp_path):
-    assert check(tmp_path, unwrapped(), nproc=1).findings == []
-
-
 def test_experts_that_are_clipped_by_each_ranks_own_norm_are_found(tmp_path):
-    found_in(tmp_path, CLIPPED_APART, "SS203", CLIPS, "2 gradients that are equal", "limit of 0.1")
+    text = OF_EXPERTS.replace("            NORM\n", "")
+    found_in(tmp_path, text, "SS203", CLIPS, "2 gradients that are equal", "limit of 0.1")

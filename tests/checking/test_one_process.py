@@ -2,6 +2,7 @@
 
 import pytest
 
+from samestep.base.errors import UserError
 from tests.checking.planted import check, codes, found_in, planted
 
 MODEL = "model = DDP(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)))"
@@ -72,32 +73,34 @@ UNTRAINED = planted(
     (f"{MODEL}\n", lines(NET, "import copy; kept = copy.deepcopy(net)", "model = DDP(net)\n")),
     ("torch.save(model.module.state_dict()", "torch.save(kept.state_dict()"),
 )
+# What is wrong → the script, its code, a part of the line to blame, and of the evidence.
+WRONG = {
+    "held in part": (ONLY_FIRST, "SS701", "optimizer = torch.optim", "2 of 4 parameters"),
+    "loaded": (early(LOADED), "SS306", "optimizer = torch.optim", "4 tensors"),
+    "part replaced": (early(REPLACED), "SS702", "optimizer = torch.optim", "2 tensors"),
+    "copied": (early(COPIED), "SS702", "optimizer = torch.optim", "4 tensors"),
+    "restored": (RESTORED, "SS703", "optimizer.step()", "1 of 4 parameters"),
+    "frozen": (FROZEN, "SS703", "optimizer.step()", "all 7 steps"),
+    "late": (LATE, "SS703", "optimizer.step()", "1 of 4 parameters"),
+    "stopped": (STOPPED, "SS703", "optimizer.step()", "before step 20 as before step 10"),
+    "decays": (DECAYS, "SS713", "optimizer.step()", "2 parameters"),
+    "norms learn": (LEARNS, "SS713", "loss = loss_of", "1 frozen"),
+    "in vain": (IN_VAIN, "SS713", "loss = loss_of", "an attribute of 0 was set"),
+    "not copied": (LOADS_ITSELF, "SS714", "load_state_dict(kept)", "its own tensors"),
+    "untrained": (UNTRAINED, "SS712", "torch.save(", "after 8 steps"),
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "line", "number"),
-    [
-        (ONLY_FIRST, "SS701", "optimizer = torch.optim", "2 of 4 parameters"),
-        (early(LOADED), "SS306", "optimizer = torch.optim", "4 tensors"),
-        (early(REPLACED), "SS702", "optimizer = torch.optim", "2 tensors"),
-        (early(COPIED), "SS702", "optimizer = torch.optim", "4 tensors"),
-        (RESTORED, "SS703", "optimizer.step()", "1 of 4 parameters"),
-        (FROZEN, "SS703", "optimizer.step()", "all 7 steps"),
-        (LATE, "SS703", "optimizer.step()", "1 of 4 parameters"),
-        (STOPPED, "SS703", "optimizer.step()", "before step 20 as before step 10"),
-        (DECAYS, "SS713", "optimizer.step()", "2 parameters"),
-        (LEARNS, "SS713", "loss = loss_of", "1 frozen"),
-        (IN_VAIN, "SS713", "loss = loss_of", "an attribute of 0 was set"),
-        (LOADS_ITSELF, "SS714", "load_state_dict(kept)", "its own tensors"),
-        (UNTRAINED, "SS712", "torch.save(", "after 8 steps"),
-    ],
-    ids=[
-        *("held in part", "loaded", "part replaced", "copied", "restored", "frozen", "late"),
-        *("stopped", "decays", "norms learn", "in vain", "not copied", "untrained"),
-    ],
-)
-def test_weights_that_are_not_trained_or_not_saved_are_found(tmp_path, text, code, line, number):
-    found_in(tmp_path, text, code, line, number, nproc=1)
+@pytest.mark.parametrize("name", WRONG)
+def test_weights_that_are_not_trained_or_not_saved_are_found(tmp_path, name):
+    found_in(tmp_path, *WRONG[name], nproc=1)
+
+
+def test_a_rank_that_ends_while_its_weights_are_noted_fails_by_itself(tmp_path):
+    dies = "class Dies(nn.Sequential):\n    def named_buffers(self):\n        os._exit(3)\n\n\n"
+    net = NET.replace("net = nn.Sequential", "model = Dies")
+    with pytest.raises(UserError, match="exit code 3"):
+        check(tmp_path, planted(("def main():\n", f"{dies}def main():\n"), (MODEL, net)), nproc=1)
 
 
 RIGHT = """\

@@ -193,9 +193,11 @@ def _did(before: tuple[str, float] | None, after: tuple[str, float] | None) -> D
         return "gone"
     if after[0] in "Tt":
         return "stopped"
-    if after[1] - before[1] > _BUSY_FRACTION * _LOOK_S:
+    states = before[0] + after[0]
+    # Where many share a core, it computes little and is always about to (R).
+    if after[1] - before[1] > _BUSY_FRACTION * _LOOK_S or states in ("RR", "RD", "DR"):
         return "computes"
-    return "blocked" if before[0] == after[0] == "D" else "sleeps"
+    return "blocked" if states == "DD" else "sleeps"
 
 
 def _stat(pid: int) -> tuple[str, float] | None:
@@ -206,6 +208,17 @@ def _stat(pid: int) -> tuple[str, float] | None:
         return None
     fields = text.rpartition(")")[2].split()  # a name may have blanks
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def computed_s(pid: int) -> float:
+    """Return the seconds that a process's main thread has computed; 0 if nothing tells."""
+    return found[1] if (found := _stat(pid)) is not None else 0.0
+
+
+def working(pids: Sequence[int]) -> dict[int, float]:
+    """Return which of some processes and their children compute now, and for how long they have."""
+    doing = _doing([one for pid in pids for one in (pid, *_children(pid))])
+    return {pid: computed_s(pid) for pid, does in doing.items() if does == "computes"}
 
 
 def _children(pid: int) -> list[int]:

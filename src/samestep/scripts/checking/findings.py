@@ -31,6 +31,11 @@ class Found:
     """Where the cause may be, if not at `where`: what is made there → `file.py:12`."""
 
 
+def replaced(line: str, instead: str, otherwise: str = "") -> str:
+    """Return a remedy as a small diff, or in words if a line can be left as it is."""
+    return f"- {line}\n+ {instead}" if instead != line else otherwise
+
+
 @dataclass(frozen=True)
 class NotSeen:
     """Why a rule could not tell: no evaluation within the steps, only one epoch."""

@@ -83,7 +83,7 @@ class Guard:
             (io, "open", self._open),
             (os, "open", self._os_open),
             (torch.serialization, "_open_zipfile_writer", self._one(self.write)),
-            (torch, "load", self._load),
+            (torch, "load", lambda load, f, *a, **kw: load(self._replaced(self.read, f), *a, **kw)),
         ]
 
     def read(self, path: Any) -> Any:
@@ -189,9 +189,6 @@ class Guard:
             return link
 
         self._replaced(remove, path, dir_fd)
-
-    def _load(self, original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self._replaced(self.read, f), *args, **kwargs)
 
     def _open(
         self, original: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any

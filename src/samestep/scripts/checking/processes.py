@@ -56,7 +56,8 @@ _watching = contextlib.ExitStack()
 
 def watch(job: Job, rank: int) -> Recorder:
     """Note from here on what this process does."""
-    _die_with_parent()
+    if sys.platform == "linux":  # PR_SET_PDEATHSIG: the parent is `check`, or the script
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     hooks = Hooks(Phases(), several=False)
     scratch = Scratch(Path(job.place), Path(job.scratch.removeprefix(f"{job.place}/root")))
     recorder = Recorder(job, rank, hooks, scratch)
@@ -86,12 +87,6 @@ def watch(job: Job, rank: int) -> Recorder:
     return recorder
 
 
-def _die_with_parent() -> None:
-    """Let the kernel end this rank when its parent is killed: `check`, or the script (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 def note_end(recorder: Recorder, code: int, text: str, error: BaseException | None = None) -> None:
     """Note how a rank has ended; an error after an epoch was cut short may be of the cut."""
     judged = not code
@@ -119,7 +114,6 @@ class _OwnRanks:
         self._starts_worker = False
 
     def around_processes(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """End a rank that starts ranks."""
         if not self._job.alone:
             self._end_with_ranks()
         return original(*args, **kwargs)
@@ -145,7 +139,6 @@ class _OwnRanks:
         return watched | prepared
 
     def around_run(self, original: Callable[..., Any], process: Any) -> None:
-        """Note how a child ends."""
         if process._target is _worker_loop:  # noqa: SLF001 - it has no other mark
             original(process)
             return

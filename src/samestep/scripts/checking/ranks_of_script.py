@@ -16,7 +16,7 @@ from typing import Protocol
 
 from samestep.launch.stall.judge import StallVerdict, find_stall, judge, patience
 from samestep.launch.stall.pulse import RAISED, RankPulse, read_pulses
-from samestep.launch.stall.stacks import look
+from samestep.launch.stall.stacks import computed_s, look, working
 from samestep.scripts.checking.events import Job, RankSeen, read_events, write_job
 from samestep.scripts.checking.scratch import Scratch
 
@@ -50,6 +50,7 @@ Starter = Callable[[Path, Sequence[dict[str, str]], Path], list[RankProcess]]
 """Starts a process for each mapping of variables on the job at a path, in a folder."""
 Run = Callable[[Scratch, Job], tuple[Sequence[int | None], StallVerdict | None]]
 """Runs all ranks of a job in a scratch copy: the exit codes of those that have ended, the stall."""
+_Moves = dict[int, tuple[float, float]]  # by process: when it moved, what it had computed by then
 
 
 def free_port() -> int:
@@ -167,19 +168,20 @@ def wait(
     """
     until = time.monotonic() + FIRST_STEP_WITHIN_S
     look_at = 0.0
+    moves: _Moves = {}
     stall = None
     stepped = failed = False
     while any(process.poll() is None for process in processes):
         time.sleep(_LOOK_EVERY_S)
         now = time.monotonic()
-        if not stepped and _has_stepped(folder):
+        if not stepped and any(_STEP.search(_tail(path)) for path in folder.glob("events-*")):
             stepped, until = True, now + seconds
         if not failed and any(process.poll() for process in processes):
             failed, until = True, min(until, now + _POLITE_S)  # others may wait for it in vain
         if looks and now > look_at and not failed:
             look_at = now + _LOOK_FOR_STALLS_EVERY_S
             pulses = [pulse for pulse in read_pulses(folder) if pulse.rank >= 0]
-            stall = _stalled(folder, pulses, stall_s)
+            stall = _stalled(folder, pulses, stall_s, moves)
             if pulses and now - max(pulse.moved for pulse in pulses) > _DOUBTFUL_S:
                 until = max(until, look_at)  # is it a stall? That takes longer to tell.
         if (folder / STOPPED).exists():
@@ -210,10 +212,18 @@ def _failed_together(folder: Path, codes: Sequence[int | None]) -> StallVerdict 
 
 
 def _stalled(
-    folder: Path, pulses: Sequence[RankPulse], stall_s: float | None
+    folder: Path, pulses: Sequence[RankPulse], stall_s: float | None, moves: _Moves
 ) -> StallVerdict | None:
     times = [seconds for pulse in pulses for seconds in pulse.step_times]
-    if not pulses or find_stall(pulses, stall_s or patience(times)) is None:
+    least = stall_s or patience(times)
+    for pulse in pulses:
+        if moves.get(pulse.pid, (0.0, 0.0))[0] != pulse.moved:
+            moves[pulse.pid] = pulse.moved, computed_s(pulse.pid)
+    if not pulses or find_stall(pulses, least) is None:
+        return None
+    # On a busy machine little is computed in that time, by a rank or by a worker that it starts.
+    busy = working([pulse.pid for pulse in pulses]).items()
+    if any(computed - moves.get(pid, (0.0, 0.0))[1] < least for pid, computed in busy):
         return None
     stands = look(folder, pulses)
     # Ranks that all compute are slow, and none waits for another.
@@ -244,10 +254,6 @@ def ranks_seen(folder: Path, codes: Sequence[int | None]) -> list[RankSeen]:
         code = codes[place] if len(codes) == len(own) else None if last is None else last["code"]
         found.append(RankSeen(rank=max(rank, 0), events=events, exit_code=code))
     return found
-
-
-def _has_stepped(folder: Path) -> bool:
-    return any(_STEP.search(_tail(path)) for path in folder.glob("events-*"))
 
 
 def _tail(path: Path) -> bytes:

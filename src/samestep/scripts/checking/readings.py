@@ -73,12 +73,9 @@ def readings_of(rank: RankSeen) -> list[Reading]:
             latest.trains = True
         if (one := found.get(event.get("loader_id"))) is None:
             continue
-        if event.kind == "order":
-            one.orders.append(event)
-        elif event.kind == "left":
-            one.left.append(event)
-        elif event.kind == "lost":
-            one.lost.append(event)
+        kept = {"order": one.orders, "left": one.left, "lost": one.lost}.get(event.kind)
+        if kept is not None:
+            kept.append(event)
         elif event.kind == "random":
             one.random.setdefault(event["worker"], event["drew"])
         elif event.kind == "batch":

@@ -98,7 +98,7 @@ class Scratch:
 
     def is_made(self, folder: str) -> bool:
         """Whether the twin of a real folder is a folder of the scratch copy, not a link out."""
-        made = self._number_made()
+        made = os.stat(self._lock).st_size  # grows with each folder that any rank makes
         if folder in self._known or self._unmade.get(folder) == made:
             return folder in self._known
         twin = os.path.realpath(self.twin(folder))
@@ -108,10 +108,6 @@ class Scratch:
         if os.path.isdir(folder):  # else the script may still make it
             self._unmade[folder] = made
         return False
-
-    def _number_made(self) -> int:
-        """Return a number that grows with each folder that any rank makes."""
-        return os.stat(self._lock).st_size
 
     def make(self, folder: str) -> None:
         """Let a real folder have a twin that may be written to: one of links to what it holds."""

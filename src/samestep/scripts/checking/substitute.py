@@ -58,7 +58,6 @@ class _Devices:
         )
 
     def choose(self, device: Any) -> None:
-        """Note the device that a rank makes its own."""
         device = _Device(device) if isinstance(device, str) else device
         index = device.index if isinstance(device, _Device) else device
         self.current = index if isinstance(index, int) else 0

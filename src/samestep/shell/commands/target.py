@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def with_value(arguments: list[str], flag: str, form: str, default: str) -> list[str]:
     """Return the arguments with a value for a flag that may stand without one."""
     found = list[str]()
-    for word, after in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, after in zip(arguments, [*arguments, ""][1:], strict=True):
         found.append(word)
         if word == flag and not re.fullmatch(form, after):
             found.append(default)

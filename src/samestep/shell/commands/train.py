@@ -44,10 +44,10 @@ class TrainFlags:
     resume: Switch = False
     """Continue the run from its newest intact checkpoint; without --resume a new run begins."""
     allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
-    """With --resume, settings that may differ from the checkpoint, such as lr,weight_decay;
+    """With --resume, settings that may change: lr,weight_decay;
     `recipe` allows an edited recipe. The run then becomes another training."""
     recipe_of_run: Switch = False
-    """With --resume, use the run's own copy of the recipe, not the current file."""
+    """With --resume, use the run's own copy of the recipe."""
     smoke: Switch = False
     """Only try it: two steps, a checkpoint, a resume, validation and test on a few samples, in a
     scratch directory."""

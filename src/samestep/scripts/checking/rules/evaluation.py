@@ -22,11 +22,6 @@ class _Evaluation:
     events: list[Event] = field(default_factory=list)
     """All that came from the first forward pass on."""
 
-    @property
-    def samples(self) -> int:
-        """Return how many samples were evaluated."""
-        return sum(event.get("n") or 0 for event in self.forwards)
-
     def until_joined(self) -> list[Event]:
         """Return the events before the first collective that could join numbers."""
         for number, event in enumerate(self.events):
@@ -50,7 +45,7 @@ def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
         joined = any(part.until_joined() is not part.events for part in parts)
         if joined or not _are_shards(seen, parts):
             continue
-        read = [_last_read(part) for part in parts]
+        read = [next((e for e in reversed(p.events) if e.kind == "item"), None) for p in parts]
         told = [
             [e for e in part.events if e.kind == "report" and not e["labelled"]] for part in parts
         ]
@@ -340,13 +335,9 @@ def _loader_of(rank: RankSeen, forward: Event) -> int | None:
 
 
 def _counted(parts: Sequence[_Evaluation]) -> str:
-    first, *others = [part.samples for part in parts]
+    first, *others = [sum(e.get("n") or 0 for e in part.forwards) for part in parts]
     more = (f"rank {number} another {count}" for number, count in enumerate(others, 1))
     return ", ".join([f"rank 0 evaluated {first} samples", *more])
-
-
-def _last_read(part: _Evaluation) -> Event | None:
-    return next((event for event in reversed(part.events) if event.kind == "item"), None)
 
 
 def _is_told(mean: float, parts: Sequence[_Evaluation]) -> bool:

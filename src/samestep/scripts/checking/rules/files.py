@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from samestep.scripts.checking.events import Event, Seen
-from samestep.scripts.checking.findings import Found, NotSeen, rule
+from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
 
 
 def by_line(seen: Seen, kind: str, **facts: Any) -> dict[str, dict[int, list[Event]]]:
@@ -111,10 +111,9 @@ def wrapped_names(seen: Seen) -> Iterator[Found | NotSeen]:
         if names and (is_wrapped or names[0].startswith("_orig_mod.")):
             line = seen.line(where)
             inner = "module" if names[0].startswith("module.") else "_orig_mod"
-            remedy = f"Save the model inside: `model.{inner}.state_dict()`."
-            if line.count(".state_dict()") == 1:
-                better = line.replace(".state_dict()", f".{inner}.state_dict()")
-                remedy = f"- {line}\n+ {better}"
+            call = ".state_dict()"
+            better = line.replace(call, f".{inner}{call}") if line.count(call) == 1 else line
+            remedy = replaced(line, better, f"Save the model inside: `model.{inner}{call}`.")
             yield Found(where, f"the names are {', '.join(names[:2])}, …", remedy)
 
 
@@ -152,10 +151,9 @@ def arbitrary_pickle(seen: Seen) -> Iterator[Found | NotSeen]:
         paths = {event["path"] for events in ranks.values() for event in events} - saved
         if paths:
             line = seen.line(where)
-            remedy = "Load with `weights_only=True`, and save only tensors and plain values."
-            if line.count("weights_only=False") == 1:
-                better = line.replace("weights_only=False", "weights_only=True")
-                remedy = f"- {line}\n+ {better}"
+            better = line.replace("weights_only=False", "weights_only=True")
+            words = "Load with `weights_only=True`, and save only tensors and plain values."
+            remedy = replaced(line, better, words)
             yield Found(where, f"{min(paths)} is loaded with weights_only=False", remedy)
 
 

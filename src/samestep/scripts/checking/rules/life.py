@@ -129,7 +129,11 @@ def _read_text(seen: Seen) -> str:
 def swallowed(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find exceptions out of the training that a rank caught, before it ended with 0."""
     if failures := _failures(seen):
-        first, error = min(failures, key=_first_to_fail)
+        # The first to fail; those that only miss another come behind it.
+        lost = "connection"
+        first, error = min(
+            failures, key=lambda one: (one[0].steps, lost in one[1]["text"].lower(), one[1].time)
+        )
         alike = [rank.rank for rank, other in failures if other["raised"] == error["raised"]]
         yield Found(
             error["raised"],
@@ -177,9 +181,3 @@ def _failures(seen: Seen) -> list[tuple[RankSeen, Event]]:
     most = max(rank.steps for rank in seen.ranks)
     is_failure = any(error["training"] or rank.steps < most for rank, error in found)
     return found if is_failure else []
-
-
-def _first_to_fail(one: tuple[RankSeen, Event]) -> tuple[int, bool, float]:
-    """Sort by when ranks failed; those that only miss another come behind it."""
-    rank, error = one
-    return rank.steps, "connection" in error["text"].lower(), error.time

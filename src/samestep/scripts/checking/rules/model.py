@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from samestep.scripts.checking.events import Event, Seen
-from samestep.scripts.checking.findings import Found, NotSeen, rule
+from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
 from samestep.scripts.checking.rules.files import named
 
 _FEW_SAMPLES = 16
@@ -18,6 +18,7 @@ _UNUSED = "Expected to have finished reduction in the prior iteration"
 class Trained:
     """One model, as all ranks trained it. What is of one rank is of rank 0."""
 
+    name: str
     models: tuple[Event, ...]
     """Its first forward pass with gradients, rank by rank."""
     wrap: Event | None
@@ -31,11 +32,6 @@ class Trained:
     """Whether the script itself sends tensors as large as a weight from rank to rank."""
     is_fed_alike: bool
     """Whether all ranks are known to be given the same samples."""
-
-    @property
-    def name(self) -> str:
-        """Return the name of its class."""
-        return str(self.models[0]["model"])
 
     @property
     def is_wrapped(self) -> bool:
@@ -74,6 +70,7 @@ def _trained(seen: Seen) -> Iterator[Trained]:
         rows = [[event["rows"] for event in events] for events in passes]
         largest = max((prod(shape) for shape in models[0]["shapes"].values()), default=0)
         yield Trained(
+            name=models[0]["model"],
             models=models,
             wrap=next(iter(_of(seen, models, "wrap")[0]), None),
             is_fed_alike=any(rows[0]) and all(own == rows[0] for own in rows),
@@ -105,6 +102,8 @@ def _differing(events: tuple[Event, ...], fact: str) -> list[str]:
 @rule("SS201")
 def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
     """Nothing wraps the model, and no tensor as large as a weight goes from rank to rank."""
+    if _clipped_apart(seen) is not None:
+        return  # what they share is exchanged: its gradients were equal on all ranks
     for one in _trained(seen):
         if one.wrap is not None or one.is_wrapped or one.is_exchanged or not one.steps:
             continue
@@ -112,11 +111,15 @@ def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
         if any(names for _, names in apart) and not apart[-1][1]:
             continue  # the ranks average their models from time to time
         step, names = next((pair for pair in apart if pair[1]), (0, []))
-        if not names and not one.is_fed_alike:
+        first, last = (own[0]["parameters"] for own in (one.weights[0], one.weights[-1]))
+        matrices = [n for n, shape in one.models[0]["shapes"].items() if len(shape) > 1]
+        alike = any(last[n] != first[n] for n in matrices if n not in apart[-1][1])
+        if (alike or not names) and not one.is_fed_alike:
             continue  # equal weights from other samples: they exchange gradients in some way
         of = len(one.weights[0][0]["parameters"])
+        when = f"after step {step}" if step else "before the first step"
         how = (
-            f"{len(names)} of its {of} parameters differ {_when(step)}, {names[0]} first"
+            f"{len(names)} of its {of} parameters differ {when}, {names[0]} first"
             if names
             else "the ranks train equal copies"
         )
@@ -126,10 +129,6 @@ def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
             f"steps of {seen.world_size} ranks no gradient is exchanged: {how}",
             "Wrap the model once it is built: model = DistributedDataParallel(model)",
         )
-
-
-def _when(step: int) -> str:
-    return f"after step {step}" if step else "before the first step"
 
 
 @rule("SS202")
@@ -245,15 +244,16 @@ def past_the_wrapper(seen: Seen) -> Iterator[Found | NotSeen]:
         past = one.past_wrapper(one.is_exchanged) if one.wrap is not None else []
         if past:
             line = seen.line(past[0].where)
-            without = line.replace(".module(", "(", 1)
             yield Found(
                 past[0].where,
                 f"in {len(past)} of {len(one.steps)} steps looked at, {one.name} is called without "
                 f"the DDP around it, and no gradient is all-reduced",
-                f"- {line}\n+ {without}"
-                if without != line
-                else "Call the DDP model itself; what else its parts have to do belongs into "
-                "the forward of the model that is wrapped.",
+                replaced(
+                    line,
+                    line.replace(".module(", "(", 1),
+                    "Call the DDP model itself; what else its parts have to do belongs into the "
+                    "forward of the model that is wrapped.",
+                ),
                 comes_from={} if one.wrap is None else {"DDP is made": one.wrap.where},
             )
 
@@ -356,7 +356,7 @@ def all_used(seen: Seen) -> Iterator[Found | NotSeen]:
                 wrap.where,
                 f"all {len(looked)} backward passes of {seen.world_size} ranks reach all "
                 f"{len(one.models[0]['shapes'])} parameters of {one.name}",
-                f"- {line}\n+ {without}" if without != line else "Leave it out.",
+                replaced(line, without, "Leave it out."),
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from samestep.base.errors import listed
 from samestep.scripts.checking.events import Event, RankSeen, Seen
-from samestep.scripts.checking.findings import Found, NotSeen, rule
+from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
 
 _LEAST_STEPS = 2
 _FEW = 3  # steps
@@ -247,7 +247,7 @@ def loads_itself(seen: Seen) -> Iterator[Found | NotSeen]:
             event.where,
             f"after step {event.step} the model loads its own tensors, as taken after step "
             f"{event['at']}: they have the values of now",
-            f"- {line}\n+ {copied}" if copied != line else "Keep `copy.deepcopy(…)` of them.",
+            replaced(line, copied, "Keep `copy.deepcopy(…)` of them."),
             comes_from={"the state_dict is taken": event["taken"]},
         )
 

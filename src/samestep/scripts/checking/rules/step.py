@@ -3,10 +3,10 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from samestep.scripts.checking.events import Event, RankSeen, Seen
-from samestep.scripts.checking.findings import Found, NotSeen, rule
+from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
 from samestep.scripts.checking.rules.data import uneven_batches
 
 _FEW_STEPS = 3
@@ -51,8 +51,10 @@ def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS302", least_ranks=1)
 def clips_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for clipping between `scale` and `unscale_`."""
-    for where, events in _by_line(e for e in seen.ranks[0].of("clip") if e["scaled"] > 1).items():
-        event = events[0]
+    clips = [event for event in seen.ranks[0].of("clip") if event["scaled"] > 1]
+    times = Counter(event.where for event in clips)
+    for where, number in times.items():
+        event = next(event for event in clips if event.where == where)
         norm = f"; their norm was {event['norm']:.4g}" if event["norm"] is not None else ""
         line = seen.line(where)
         step = seen.ranks[0].first("step")
@@ -60,7 +62,7 @@ def clips_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
         yield Found(
             where,
             f"{event['name']} with a limit of {event['most']:g} on gradients that are still "
-            f"multiplied by {event['scaled']:g}{norm} ({len(events)} times)",
+            f"multiplied by {event['scaled']:g}{norm} ({number} times)",
             f"+ scaler.unscale_({optimizer})\n  {line}" if line else "",
         )
 
@@ -280,7 +282,7 @@ def adds_up_micro_batches(seen: Seen) -> Iterator[Found | NotSeen]:
             backward.where,
             f"{times} micro-batches per step ({len(whole)} steps), and each loss is the mean of "
             "its own: their sum is the gradient",
-            f"- {line}\n+ {instead}" if instead != line else "Divide each by their number.",
+            replaced(line, instead, "Divide each by their number."),
             # The others divide the gradient by its own size.
             None if step["optimizer"] == "SGD" else "advice",
         )
@@ -292,13 +294,6 @@ def _is_plain_mean(average: Event) -> bool:
     scaled = times >= _SCALE and math.log2(times).is_integer()
     own = average["by"] == average["count"] and average["other"] == 1.0
     return own and (math.isclose(times, 1.0) or scaled)
-
-
-def _by_line(events: Iterable[Event]) -> dict[str, list[Event]]:
-    lines: dict[str, list[Event]] = {}
-    for event in events:
-        lines.setdefault(event.where, []).append(event)
-    return lines
 
 
 def _close(numbers: Sequence[float], within: float) -> bool:

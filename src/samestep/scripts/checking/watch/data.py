@@ -102,7 +102,6 @@ class _Loaders:
             self._shuffled[id(made.dataset)] = getattr(made, _MADE)[0]
 
     def begin(self, original: Callable[..., Any], loader: Any) -> Any:
-        """Begin a pass over a loader."""
         if self._recorder.quiet:
             return original(loader)
         turn = self._turn(loader)
@@ -233,7 +232,6 @@ class _Loaders:
         )
 
     def read(self, original: Callable[..., Any], iterator: Any) -> Any:
-        """Note a batch, or the end of the pass."""
         turn: _Turn | None = getattr(iterator, "_samestep_turn", None)
         if turn is None or self._recorder.quiet:
             return original(iterator)
@@ -316,7 +314,6 @@ class _Loaders:
         return batch
 
     def join(self, original: Callable[..., Any], context: Any) -> Any:
-        """Note that ranks may have batches left over."""
         self._recorder.note("join")
         return original(context)
 

@@ -28,6 +28,7 @@ from samestep.scripts.checking.recorder import Recorder
 _SMALL = 8  # elements of a tensor that holds metrics rather than weights
 _MOST_PER_LINE = 5  # events of one line between two optimizer steps
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.]*\w)", re.IGNORECASE)
+_REDUCES = ("all_reduce", "reduce")
 _LABEL = r"(?:rank|gpu|device|process|worker|node|cuda|proc)\W{0,4}"
 
 
@@ -43,9 +44,6 @@ def watching(recorder: Recorder) -> Iterator[None]:
         (Tensor, "div_", reports.around_div),
     ):
         yield
-
-
-_REDUCES = ("all_reduce", "reduce")
 
 
 class _Reports:
@@ -73,7 +71,6 @@ class _Reports:
             self._recorder.note(kind, where=where, **facts)
 
     def around_item(self, original: Callable[..., Any], tensor: Tensor) -> Any:
-        """Note a number that is read from a tensor."""
         value = original(tensor)
         if not torch.compiler.is_compiling() and isinstance(value, int | float):
             caller = str(sys._getframe(2).f_globals.get("__name__"))  # noqa: SLF001 - of the method
@@ -83,7 +80,6 @@ class _Reports:
         return value
 
     def around_print(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Note the numbers that are printed."""
         original(*args, **kwargs)
         if not torch.compiler.is_compiling():
             # A tensor's text is that of the number in it; other objects may be large.
@@ -104,7 +100,6 @@ class _Reports:
             self._note("report", numbers=numbers[:_SMALL], labelled=labelled)
 
     def around_reduce(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Note what goes into a reduction of a few numbers."""
         tensor = kwargs.get("tensor", args[0] if args else None)
         if self._inside or not isinstance(tensor, Tensor) or torch.compiler.is_compiling():
             return original(*args, **kwargs)

@@ -98,8 +98,7 @@ class _Files:
 
     def around_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note what is saved, and whether its names are those of a wrapper."""
-        given = _given(original, args, kwargs)
-        kept, place = given[:2]
+        kept, place, *_ = inspect.signature(original).bind(*args, **kwargs).arguments.values()
         path = None
         if isinstance(place, str | os.PathLike):
             path = self._write(place, "w")
@@ -119,7 +118,6 @@ class _Files:
         return original(profiler, path)
 
     def around_load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Note how a file is loaded, before it may fail."""
         own = self._recorder.is_direct()
         loaded = original(*args, **kwargs)
         place = args[0] if args else kwargs.get("f")
@@ -176,14 +174,12 @@ class _Files:
         return original(*args, **kwargs)
 
     def around_tqdm(self, original: Callable[..., Any], bar: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note a bar of tqdm."""
         original(bar, *args, **kwargs)
         if self._recorder.is_direct("tqdm"):
             disabled, position = bool(bar.disable), kwargs.get("position")
             self._recorder.once("progress", name="tqdm", disabled=disabled, position=position)
 
     def around_rich(self, original: Callable[..., Any], bar: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note bars of rich."""
         original(bar, *args, **kwargs)
         if self._recorder.is_direct("rich"):
             self._recorder.once("progress", name="rich", disabled=bool(bar.disable), position=None)
@@ -223,13 +219,6 @@ def _mode(mode: str | None, flags: int) -> str:
         return "w" if emptied else "a" if flags & os.O_APPEND else ""
     # `x` lets only one rank write; `r+` changes parts of a file, as a memory map of numpy's does.
     return "w" if "w" in mode else "a" if "a" in mode else ""
-
-
-def _given(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Any]:
-    """Return the arguments of a call in the order of its parameters."""
-    return list(inspect.signature(function).bind(*args, **kwargs).arguments.values())
 
 
 def _state_dicts(kept: Any, depth: int = _DEPTH) -> Iterator[Mapping[str, Tensor]]:

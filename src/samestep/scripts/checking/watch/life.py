@@ -44,7 +44,7 @@ _TELLING = (
     (sys, "exit"),
     (os, "_exit"),
 )
-_TRAINING = tuple(
+_TRAINING = tuple(  # PyTorch's part of a training step
     os.path.join(os.path.dirname(torch.__file__), *part)  # noqa: PTH118, PTH120 - many frames
     for part in (("nn", ""), ("_tensor.py",), ("autograd", ""), ("optim", ""), ("utils", "data"))
 )
@@ -84,7 +84,6 @@ class _Life:
         return original(environment, name)
 
     def around_cuda(self, original: Callable[..., Any]) -> Any:
-        """Note that the user's code would use a GPU."""
         if not torch.compiler.is_compiling() and self._recorder.is_direct():
             self._recorder.once("cuda")
         return original()
@@ -104,7 +103,6 @@ class _Life:
         return original(*args, **kwargs)
 
     def around_destroy(self, original: Callable[..., Any], group: Any = None) -> Any:
-        """Note the end of the default group."""
         if group is None or group is dist.group.WORLD:
             self._recorder.note("destroy")
         # Gloo's thread drops a backward pass's last all-reduce under the GIL. If that is still due
@@ -113,7 +111,6 @@ class _Life:
         return original(group)
 
     def on_collective(self, kind: str, tensors: list[Tensor], _where: str, group: str) -> None:
-        """Note a collective before it is called."""
         visit = self._recorder.pulse.now
         assert visit is not None
         given = dict(part.split("=") for part in visit.detail.split() if "=" in part)
@@ -131,7 +128,6 @@ class _Life:
         )
 
     def around_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Note an exception that comes out of a call."""
         try:
             return original(*args, **kwargs)
         except Exception as error:
@@ -144,7 +140,9 @@ class _Life:
         # Python's own code tells it, too, as it ends a process by it.
         own = error is not None and self._recorder.is_direct("traceback", "logging")
         if error is not None and own and get_worker_info() is None:
-            self._caught(error, self._recorder.raised_at(error), training=_is_of_training(error))
+            frames = traceback.walk_tb(error.__traceback__)
+            training = any(frame.f_code.co_filename.startswith(_TRAINING) for frame, _ in frames)
+            self._caught(error, self._recorder.raised_at(error), training=training)
         return original(*args, **kwargs)
 
     def _caught(self, error: BaseException, raised: str, *, training: bool) -> None:
@@ -166,12 +164,6 @@ class _Life:
             raised=raised,
             training=training,
         )
-
-
-def _is_of_training(error: BaseException) -> bool:
-    """Whether an exception came through PyTorch's part of a training step."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_filename.startswith(_TRAINING) for frame, _ in frames)
 
 
 def _has_gaps(tensor: Tensor) -> bool:

@@ -88,7 +88,6 @@ class _Models:
         self._drawn: deque[weakref.ref[Tensor]] = deque(maxlen=_FEW_DRAWN)
 
     def around_wrap(self, original: Callable[..., Any], ddp: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note that DDP wraps a model."""
         made = original(ddp, *args, **kwargs)
         self._note_wrap(ddp, "ddp")
         return made
@@ -111,7 +110,6 @@ class _Models:
     def around_call(
         self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Note the outermost call of a module."""
         inside = self._depth and not (self._trains and not torch.is_grad_enabled())
         if torch.compiler.is_compiling() or inside or self._passive():
             return original(module, *args, **kwargs)
@@ -211,7 +209,7 @@ class _Models:
             training=part.training,
             modal=[sum(modal), len(modal)],
             grad=grad,
-            n=_length(tensor),
+            n=len(tensor) if tensor is not None and tensor.ndim else None,
             rows=rows,
             drawn=any(drawn() is tensor for drawn in self._drawn),
         )
@@ -319,7 +317,3 @@ def _is_checkpointed() -> bool:
 def _statistics(model: nn.Module) -> list[int | None]:
     norms = (one for one in model.modules() if isinstance(one, _NormBase) and one.training)
     return [checksum(one.running_mean) for one in norms if one.running_mean is not None]
-
-
-def _length(tensor: Tensor | None) -> int | None:
-    return None if tensor is None or not tensor.ndim else len(tensor)

@@ -323,7 +323,7 @@ def _compared(part: _Part, folder: Path, world_size: int) -> dict[str, Any]:
     else:  # that of the loss, unless it was this rank's share of the batch: shares are added up
         factor = min(times, 1.0, key=lambda one: abs(along - one))
     compared = part.left if given is left else part.gradients
-    apart = (n for n in names if _apart(compared[n], wanted[n] * factor))
+    apart = (n for n in names if _residual(compared[n], wanted[n] * factor) > _ROUGH)
     return {
         "residual": _residual(given, joint * factor),
         "direction": _unlike(given, joint),
@@ -355,16 +355,12 @@ def _along(one: Tensor, other: Tensor) -> float:
 
 
 def _residual(one: Tensor, wanted: Tensor) -> float:
-    return float((one - wanted).norm()) / float(wanted.norm())
+    return float((one - wanted).norm()) / max(float(wanted.norm()), 1e-12)
 
 
 def _unlike(one: Tensor, other: Tensor) -> float:
     """Return how far two gradients differ in direction."""
     return float((one - other * _along(one, other)).norm()) / float(one.norm())
-
-
-def _apart(given: Tensor, wanted: Tensor) -> bool:
-    return float((given - wanted).norm()) > _ROUGH * float(wanted.norm()) + 1e-12
 
 
 def _rows(tree: Any) -> int:

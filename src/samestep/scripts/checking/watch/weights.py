@@ -112,6 +112,8 @@ class Weights:
         if model in self.trained:
             return
         self.trained.add(model)
+        # Before the model: a rank may be ended in between, and rules look for a model's weights.
+        self._at_start[number] = self._note_weights(model)
         named = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm)]
         self._recorder.note(
             "model",
@@ -127,7 +129,6 @@ class Weights:
                 *(n for n, p in model.named_parameters() if _MEANT.intersection(vars(p))),
             ],
         )
-        self._at_start[number] = self._note_weights(model)
 
     def _note_weights(self, model: nn.Module, kind: str = "weights") -> dict[str, int | None]:
         with self._recorder.unwatched():
