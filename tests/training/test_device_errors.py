@@ -163,7 +163,7 @@ def test_a_training_is_equal_to_the_last_bit_after_a_dry_run(tmp_path, monkeypat
     recipe, calls = tiny.write_recipe(tmp_path, RESTLESS), []
     tiny.trained(recipe, tmp_path / "tried")
 
-    def untried(_model, _loss, recipe, *_):
+    def untried(_model, _loss, _judged, recipe, *_):
         calls.append(1)
         return Tried(recipe.metrics)
 
