@@ -113,7 +113,12 @@ def command_of(what: str, num_ranks: int, folder: Path, *flags: str) -> list[str
 
 def ranks_of(process: psutil.Popen) -> list[psutil.Process]:
     """Return the ranks that a command has started, without newcomers that still import."""
-    return [c for c in process.children() if "-m samestep train" in " ".join(c.cmdline())]
+    found = []
+    for child in process.children():
+        with suppress(psutil.Error):  # it has just ended
+            if "-m samestep train" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def workers_of(process: psutil.Popen) -> list[psutil.Process]:

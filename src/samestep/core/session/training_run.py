@@ -331,7 +331,10 @@ def _train(run: _Run, received: ReceivedSignal, started_at: float, engine: Engin
         session.trained = True
         first = session.first_record_s
         first_step_s = None if first is None else first - started_at
-        return finish_run(request, built, session, agreement, first_step_s)
+        outcome = finish_run(request, built, session, agreement, first_step_s)
+        if run.membership is not None:
+            world.barrier()  # rank 0 has written the result; had it died, another would
+        return outcome
 
 
 def retention_of(settings: Settings) -> Retention:
