@@ -36,6 +36,8 @@ class Holding:
 
     splits: Splits | None = None
     """The data, loaded already."""
+    asked: tuple[dict[str, Any], dict[str, Any]] | None = None
+    """Settings and options that began the run. A newcomer reads the run's, with more filled in."""
     content: Mapping[str, Any] | None = None
     """Its training, as a checkpoint has it; None if it has none, or a checkpoint is to be read."""
     parts: tuple[int, ...] = ()

@@ -147,7 +147,7 @@ def run_elastic(
     while True:
         world = membership.join(found)
         begun = membership.run()
-        told = shown(world, begun["path"] if begun else None)
+        told = shown(world, Path(begun) if begun else None)
         outcome = _run(request, world, received, told, engine, membership, holding)
         if isinstance(outcome, Outcome):
             return outcome, world
@@ -163,23 +163,25 @@ def _warmed_up(request: Request, world: World) -> Splits:
         return built.splits
 
 
-def _going_on(request: Request, membership: Membership | None) -> Request:
+def _going_on(
+    request: Request, world: World, membership: Membership | None, holding: Holding
+) -> Request:
     """Return the request of a run that another group of ranks has begun, if one has."""
-    told = None if membership is None else membership.run()
-    if told is None:
+    known = "" if membership is None else membership.run()
+    if not known:
         return request
-    settings = replace(request.settings, **told["settings"] | {"run_dir": str(told["path"])})
-    request = replace(request, settings=settings, resume=True)
-    if not told["options"]:
-        return request
-    return with_options(request, replace(request.options, **told["options"]))
+    settings, options = next(filter(None, world.gather(holding.asked)), ({}, {}))
+    changed = replace(request.settings, **settings | {"run_dir": known})
+    request = replace(request, settings=changed, resume=True)
+    return with_options(request, replace(request.options, **options)) if options else request
 
 
-def _tell_run(request: Request, path: Path, membership: Membership) -> None:
+def _asked(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return settings and options of a request, without those that are each rank's own."""
     settings = {n: v for n, v in vars(request.settings).items() if n not in OF_A_RANK}
     options = request.options
     named = {} if options is None else {f.name: getattr(options, f.name) for f in fields(options)}
-    membership.tell_run(path, settings, named)
+    return settings, named
 
 
 def _run(
@@ -196,17 +198,18 @@ def _run(
     holding = holding or Holding()
     with switched(request.settings, world.device):
         try:
-            request = _going_on(request, membership)
+            request = _going_on(request, world, membership, holding)
+            holding = replace(holding, asked=_asked(request))
             named = world.on_main(lambda: choose_path(request))
             path = named.absolute()  # the recipe's functions may change the working directory
-            asked, request = request, completed(request, world)
+            request = completed(request, world)
             norms = engine.holds_norms
             fresh = as_built(request, path, world)
             built = build(fresh, world, engine.wrap, holding.splits, holds_norms=norms)
             holding = replace(holding, splits=built.splits)
             session = Session(path, world, shown.begin, shown.show)
             if membership is not None:
-                _tell_run(asked, path, membership)
+                membership.tell_run(path)
             run = _Run(request, built, session, named, membership, holding)
             return _train(run, received, shown.started_at, engine)
         except Exception as error:

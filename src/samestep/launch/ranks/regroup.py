@@ -9,7 +9,6 @@ import contextlib
 import datetime as dt
 import json
 import os
-import pickle
 import socket
 import time
 from collections.abc import Mapping
@@ -167,21 +166,13 @@ class Membership:
         """How many groups there were before this rank's."""
         return 0 if self.group is None else self.group.number - 1
 
-    def run(self) -> dict[str, Any] | None:
-        """Return what a group has told of the run, once one has opened it: see `tell_run`."""
-        if not self.store.check(["run"]):
-            return None
-        sent = bytes.fromhex(self.store.get("run").decode())
-        told: dict[str, Any] = pickle.loads(sent)  # noqa: S301 - by our own ranks
-        return told
+    def run(self) -> str:
+        """Return the run directory, if a group has opened it."""
+        return str(self.store.get("run").decode()) if self.store.check(["run"]) else ""
 
-    def tell_run(self, path: Path, settings: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Tell the groups that follow where the run is, and what it was asked to be.
-
-        A newcomer may have read the run's own settings, in which more is filled in.
-        """
-        told = {"path": path, "settings": dict(settings), "options": dict(options)}
-        self.store.set("run", pickle.dumps(told).hex())
+    def tell_run(self, path: Path) -> None:
+        """Tell the groups that follow where the run is."""
+        self.store.set("run", str(path))
 
     def wait_to_join(self) -> None:
         """Say that this newcomer can join."""

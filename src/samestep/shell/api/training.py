@@ -346,7 +346,7 @@ def train_as_rank(
             screen.result(outcome.path, json.loads((outcome.path / "result.json").read_text()))
             sys.stdout.flush()
     # What is left to do is done: of ranks that outlive each other, one may die even now.
-    with contextlib.suppress(*[RuntimeError] * (member is not None)):
+    with contextlib.nullcontext() if member is None else contextlib.suppress(RuntimeError):
         leave(world)
     return outcome
 
