@@ -21,7 +21,7 @@ NUMBERS = [
 ]
 MAY_BE_ZERO = {
     *("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta"),
-    *("shuffle_buffer", "stall_s", "warmup_from"),
+    *("shuffle_buffer", "stall_s", "warmup_from", "lr_end"),
 }
 
 

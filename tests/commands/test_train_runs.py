@@ -201,7 +201,8 @@ run_dir="elsewhere" epochs=7 max_steps=9 batch_size=16 batch_size_per_rank=24 mi
 accumulate=2 self_check=false virtual_ranks=4 drop_last=true shuffle_buffer=64
 order="columns" group_by_length=true batch_tokens=512
 optimizer="adamw" lr=0.25 momentum=0.5 eval_batch_size=7 weight_decay=0.125 lr_scaling="sqrt"
-base_batch_size=8 warmup_steps=3 warmup_from=0.5 schedule="cosine" clip_norm=0.75 ema=0.25
+base_batch_size=8 warmup_steps=3 warmup_from=0.5 schedule="polynomial" lr_end=0.125
+lr_power=0.5 clip_norm=0.75 ema=0.25
 precision="bf16" param_dtype="bf16" matmul_precision="high" seed=7 init_from="/w.safetensors"
 init_strict=false device="cpu" backend="gloo"
 timeout_s=77.0 stall_s=33.0 bucket_cap_mb=3 oversubscribe=true compile="on" threads=2

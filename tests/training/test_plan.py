@@ -1,5 +1,6 @@
 """What follows from the settings: batch sizes on any ranks, lengths, learning rates."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,8 @@ from samestep import Settings, UserError
 from samestep.base.settings import flag_name, merge_layers
 from samestep.core.data.blocks import group_steps, micro_steps
 from samestep.core.data.order import TokenCut, share
-from samestep.core.training.plan import is_recorded, learning_rate, make_plan, plan_notes
+from samestep.core.session.notes import plan_notes
+from samestep.core.training.plan import is_recorded, learning_rate, make_plan
 from samestep.launch.ranks.world import World
 
 SIZES = st.integers(1, 12)
@@ -170,6 +172,31 @@ def test_the_warm_up_is_a_straight_line_that_reaches_the_rate(warmup, more, sche
     of_transformers = [0.3 * step / max(1, warmup) for step in range(warmup)]
     assert rates(**told, warmup_from=0.0) == pytest.approx(of_transformers, rel=1e-12)
     assert rates(**told, warmup_from=0.4)[:1] == pytest.approx([0.12], rel=1e-12)
+
+
+NUMBER = st.floats(0.01, 4)
+
+
+@given(st.integers(0, 30), st.integers(1, 60), NUMBER, st.floats(0, 1))
+def test_each_schedule_falls_as_transformers_does(w, more, power, e):
+    schedules = pytest.importorskip("transformers.optimization")
+    total, end = w + more, 0.3 * e
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+    for name, own, make, more_told in (
+        ("linear", {}, "get_linear_schedule_with_warmup", {}),
+        ("cosine", {"lr_end": end}, "get_cosine_with_min_lr_schedule_with_warmup", {"min_lr": end}),
+        (
+            *("polynomial", {"lr_end": end, "lr_power": power}),
+            *("get_polynomial_decay_schedule_with_warmup", {"lr_end": end, "power": power}),
+        ),
+    ):
+        if name == "polynomial" and end == 0.3:
+            continue  # theirs has to fall
+        for warmup, steps in ((w, w), (w / total, math.ceil(total * (w / total)))):
+            theirs = getattr(schedules, make)(optimizer, steps, total, **more_told).lr_lambdas[0]
+            ours = rates(max_steps=total, warmup_steps=warmup, warmup_from=0, schedule=name, **own)
+            expected = [0.3 * theirs(step) for step in range(total)]
+            assert ours == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @given(st.integers(0, 30), st.integers(1, 60))

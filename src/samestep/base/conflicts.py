@@ -66,10 +66,34 @@ def conflict_in(settings: Any) -> Conflict | None:
             "Leave it out, or use --optimizer sgd.",
         )
     return (
-        _order_conflict(settings)
+        _schedule_conflict(settings)
+        or _order_conflict(settings)
         or (virtual and _conflict(settings, _WITH_VIRTUAL_RANKS, "virtual_ranks", ""))
         or own
     )
+
+
+def _schedule_conflict(settings: Any) -> Conflict | None:
+    schedule, end = settings.schedule, settings.lr_end
+    if end and schedule == "constant":
+        return Conflict(
+            f"--lr-end {end} has no effect with --schedule constant: the rate stays.",
+            ("lr_end", "schedule"),
+            "Leave it out, or choose another schedule.",
+        )
+    if end > settings.lr:
+        return Conflict(
+            f"--lr-end {end} is above --lr {settings.lr}, from which the schedule falls.",
+            ("lr_end", "lr"),
+            "Give a lower one.",
+        )
+    if settings.lr_power != 1 and schedule != "polynomial":
+        return Conflict(
+            f"--lr-power {settings.lr_power} has no effect with --schedule {schedule}.",
+            ("lr_power", "schedule"),
+            "Leave it out, or use --schedule polynomial.",
+        )
+    return None
 
 
 def _order_conflict(settings: Any) -> Conflict | None:

@@ -23,6 +23,7 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 Backend = Literal["auto", "nccl", "gloo"]
 Strategy = Literal["ddp", "fsdp"]
 ShardWithin = Literal["all", "node"]
+Schedule = Literal["constant", "cosine", "linear", "polynomial"]
 _COMMON = {"common": True}
 """Marks a setting that the short `--help` shows, too."""
 _FREE = {"may_change": True}
@@ -153,15 +154,19 @@ class Settings:
     root."""
     base_batch_size: int | None = None
     """The batch size that --lr was tuned for; needed for --lr-scaling."""
-    warmup_steps: int = field(default=0, metadata=_COMMON)
-    """Steps of a linear warm-up to --lr. Step s of w, counted from 0, takes (s + 1) / (w + 1) of
-    it."""
+    warmup_steps: int | float = field(default=0, metadata=_COMMON)
+    """Steps of a linear warm-up to --lr; below 1, a fraction of all steps. Step s of w, counted
+    from 0, takes (s + 1) / (w + 1) of it."""
     warmup_from: float | None = None
     """Fraction f of --lr at which the warm-up begins: step s of w then takes f + (1 - f) s / w of
     it. 0 is the s / w of Hugging Face; by default f is 1 / (w + 1)."""
-    schedule: Literal["constant", "cosine"] = field(default="constant", metadata=_COMMON)
-    """Learning rate after the warm-up; cosine falls to 0 by the last step. A recipe may have its
-    own schedule."""
+    schedule: Schedule = field(default="constant", metadata=_COMMON)
+    """Learning rate after the warm-up; all but constant fall to --lr-end by the last step. A recipe
+    may have its own schedule."""
+    lr_end: float = 0.0
+    """Learning rate at the end of the schedule, before --lr-scaling."""
+    lr_power: float = 1.0
+    """Exponent p of --schedule polynomial, which follows (1 - part of the way) ** p."""
 
     engine: Literal["native", "lightning"] = "native"
     """The training loop: samestep's own, or PyTorch Lightning's Trainer (samestep[lightning])."""
@@ -295,6 +300,8 @@ class Settings:
         check_flags(self, _NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "be 0 or more")
         check_flags(self, ("momentum", "ema"), lambda value: value < 1, "be below 1")
         check_flags(self, ("warmup_from",), lambda value: value <= 1, "be 1 or less")
+        whole_or_below_1 = "be a whole number of steps, or a fraction of them below 1"
+        check_flags(self, ("warmup_steps",), lambda v: v < 1 or v == int(v), whole_or_below_1)
         check_flags(self, ("halving",), lambda value: value >= 2, "be 2 or more")
         check_flags(self, ("threads",), lambda value: value <= 1024, "be 1024 or less")
         check_flags(self, ("timeout_s",), lambda value: value <= 10**6, "be 1000000 or less")
@@ -362,11 +369,11 @@ _POSITIVE = (
     *("base_batch_size", "clip_norm", "threads", "log_every", "eval_every_epochs"),
     *("eval_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
     *("checkpoint_every_minutes", "patience", "track_timeout", "timeout_s"),
-    *("eval_batch_size", "bucket_cap_mb", "ema", "virtual_ranks"),
+    *("eval_batch_size", "bucket_cap_mb", "ema", "virtual_ranks", "lr_power"),
 )
 _NOT_NEGATIVE = (
     *("momentum", "weight_decay", "warmup_steps", "seed", "num_workers", "min_delta"),
-    *("warmup_from", "shuffle_buffer", "stall_s"),
+    *("warmup_from", "shuffle_buffer", "stall_s", "lr_end"),
 )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from samestep.base.errors import listed
 from samestep.base.run.own_modules import modules_note
 from samestep.base.run.records import read_records
+from samestep.base.settings import Settings
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.stream_source import StreamSource
 from samestep.core.session.build import Built
@@ -18,10 +19,13 @@ from samestep.core.session.free_space import room_notes, state_bytes
 from samestep.core.session.recipe_changes import recipe_changes
 from samestep.core.session.request import Request
 from samestep.core.training.alike import arithmetic
-from samestep.core.training.plan import plan_notes
+from samestep.core.training.plan import Plan, warmup_steps
 from samestep.core.training.side_effects import batch_norms
 from samestep.core.training.work import Work, is_done
 from samestep.launch.ranks.mesh import any_sharded
+
+_FEW = 8
+"""Samples per rank and step below which a note tells how to have more."""
 
 
 def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> list[str]:
@@ -149,6 +153,41 @@ def _without_effect(work: Work) -> list[str]:
         ),
     }
     return [note for note, applies in notes.items() if applies]
+
+
+def plan_notes(plan: Plan, settings: Settings) -> list[str]:
+    """Return notes on odd shares of a step, or a warm-up that outlasts the run."""
+    notes, parts = [], plan.virtual_ranks or plan.world_size
+    if warmup_steps(plan, settings) >= plan.total_steps:
+        outlasts = f"outlasts the run of {plan.total_steps} steps"
+        rate = f"the learning rate never reaches {plan.lr:g}."
+        notes.append(f"--warmup-steps {settings.warmup_steps} {outlasts}: {rate}")
+    if 0 < plan.num_samples < plan.global_batch_size:
+        notes.append(
+            f"The global batch of {plan.global_batch_size:,} is larger than the "
+            f"{plan.num_samples:,} training samples: every step takes all of them, an epoch is one "
+            "step."
+        )
+    if plan.by_tokens is not None and (short := sum(n < parts for n in plan.by_tokens.sizes)):
+        ranks = "virtual ranks" if plan.virtual_ranks else "ranks"
+        notes.append(
+            f"--batch-tokens {settings.batch_tokens}: {short:,} of {plan.steps_per_epoch:,} "
+            f"batches have fewer samples than the {parts} {ranks}, some of which then wait. More "
+            "tokens per step or fewer ranks use them better; the result is the same."
+        )
+    few = plan.global_batch_size < _FEW * plan.world_size
+    if plan.world_size > 1 and few and settings.batch_size_per_rank is None:
+        notes.append(
+            f"The {plan.world_size} ranks share {plan.global_batch_size} samples per step. With so "
+            "few per rank, more ranks are seldom faster. With --batch-size-per-rank N the batch "
+            "grows with the ranks, which is another training."
+        )
+    if settings.accumulate not in (None, plan.accumulate):
+        notes.append(
+            f"--accumulate {settings.accumulate}: a rank's samples make {plan.accumulate} "
+            f"micro-steps of at most {plan.micro_batch_size}."
+        )
+    return notes
 
 
 def _other_bits(work: Work, path: Path) -> list[str]:

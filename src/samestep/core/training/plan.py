@@ -55,9 +55,6 @@ def _due(every: int | None, count: int) -> bool:
 
 _LARGEST = 2**31
 
-_FEW = 8
-"""Samples per rank and step below which a note tells how to have more."""
-
 ENDLESS = 2**40
 """The number of steps where the end is unknown: of a stream, or in `rehearse`."""
 
@@ -340,11 +337,13 @@ def _check_stream(settings: Settings, world_size: int, schedule: Callable[..., A
             "--sync-batchnorm does not go with a stream: near its end ranks may have no elements. "
             "Leave it out, or use layers that do not look at the batch."
         )
-    if settings.max_steps is None and (schedule is not None or settings.schedule != "constant"):
+    part = 0 < settings.warmup_steps < 1
+    if settings.max_steps is None and (schedule or part or settings.schedule != "constant"):
         name = f"--schedule {settings.schedule}" if schedule is None else "The recipe's schedule"
+        name = f"--warmup-steps {settings.warmup_steps}" if part else name
         raise UserError(
             f"{name} needs the number of steps, and the length of a stream is unknown. Give "
-            "--max-steps, or take --schedule constant."
+            "--max-steps, or leave it out."
         )
 
 
@@ -408,42 +407,6 @@ def batch_sizes(
     return total, micro_batch, accumulate
 
 
-def plan_notes(plan: Plan, settings: Settings) -> list[str]:
-    """Return notes on odd shares of a step, or a warm-up that outlasts the run."""
-    notes, parts = [], plan.virtual_ranks or plan.world_size
-    if settings.warmup_steps >= plan.total_steps:
-        notes.append(
-            f"--warmup-steps {settings.warmup_steps} outlasts the run of {plan.total_steps} steps: "
-            f"the learning rate never reaches {plan.lr:g}."
-        )
-    if 0 < plan.num_samples < plan.global_batch_size:
-        notes.append(
-            f"The global batch of {plan.global_batch_size:,} is larger than the "
-            f"{plan.num_samples:,} training samples: every step takes all of them, an epoch is one "
-            "step."
-        )
-    if plan.by_tokens is not None and (short := sum(n < parts for n in plan.by_tokens.sizes)):
-        ranks = "virtual ranks" if plan.virtual_ranks else "ranks"
-        notes.append(
-            f"--batch-tokens {settings.batch_tokens}: {short:,} of {plan.steps_per_epoch:,} "
-            f"batches have fewer samples than the {parts} {ranks}, some of which then wait. More "
-            "tokens per step or fewer ranks use them better; the result is the same."
-        )
-    few = plan.global_batch_size < _FEW * plan.world_size
-    if plan.world_size > 1 and few and settings.batch_size_per_rank is None:
-        notes.append(
-            f"The {plan.world_size} ranks share {plan.global_batch_size} samples per step. With so "
-            "few per rank, more ranks are seldom faster. With --batch-size-per-rank N the batch "
-            "grows with the ranks, which is another training."
-        )
-    if settings.accumulate not in (None, plan.accumulate):
-        notes.append(
-            f"--accumulate {settings.accumulate}: a rank's samples make {plan.accumulate} "
-            f"micro-steps of at most {plan.micro_batch_size}."
-        )
-    return notes
-
-
 def scaled_lr(settings: Settings, global_batch: int) -> float:
     """Return the learning rate for a global batch.
 
@@ -468,9 +431,15 @@ class GroupRates(float):
         return made
 
 
-def _ramp(settings: Settings, step: int) -> float:
-    """Return the warm-up's factor of a step, counted from 0."""
-    steps, first = settings.warmup_steps, settings.warmup_from
+def warmup_steps(plan: Plan, settings: Settings) -> int:
+    """Return the steps of the warm-up; a fraction is rounded up, as Hugging Face's Trainer does."""
+    given = settings.warmup_steps
+    return int(given) if given >= 1 else math.ceil(given * plan.total_steps)
+
+
+def _ramp(settings: Settings, step: int, steps: int) -> float:
+    """Return the factor of a step, counted from 0, in a warm-up of some steps."""
+    first = settings.warmup_from
     if step >= steps:
         return 1.0
     return (step + 1) / (steps + 1) if first is None else first + (1 - first) * step / steps
@@ -481,12 +450,12 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of a step, counted from 0, after a validation with these metrics.
 
-    The warm-up's ramp is linear and reaches the full rate in the step after it; the cosine
-    (Loshchilov & Hutter 2017, without restarts) then falls to 0 at the end.
-    A scheduler of PyTorch begins at the rate returned, and sets the others itself.
+    The warm-up's ramp is linear and reaches the full rate in the step after it. The rate then falls
+    to --lr-end: as a cosine (Loshchilov & Hutter 2017, without restarts), or as a power of what is
+    left. A scheduler of PyTorch begins at the rate returned, and sets the others itself.
     """
-    warmup = settings.warmup_steps
-    ramp = _ramp(settings, step)
+    warmup = warmup_steps(plan, settings)
+    ramp = _ramp(settings, step, warmup)
     if plan.schedule is not None and not plan.makes_scheduler:
         # A checkpoint at the end, and a profile of more steps, ask for one that is never trained.
         known = min(step, plan.total_steps - 1)
@@ -496,5 +465,10 @@ def learning_rate(
         return plan.lr * ramp
     if settings.schedule == "constant":
         return plan.lr
-    progress = (step - warmup) / max(1, plan.total_steps - warmup)
-    return plan.lr * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    progress = min(1.0, (step - warmup) / max(1, plan.total_steps - warmup))
+    if settings.schedule == "cosine":
+        left = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        left = (1.0 - progress) ** settings.lr_power  # 1 if it is linear
+    end = plan.lr * (settings.lr_end / settings.lr)
+    return end + (plan.lr - end) * left

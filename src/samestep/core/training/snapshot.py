@@ -24,7 +24,7 @@ from samestep.core.training.learner import Learner
 from samestep.core.training.model_state import load_model
 from samestep.core.training.optimizer import set_lr
 from samestep.core.training.optimizer_state import load_state, what_groups_keep
-from samestep.core.training.plan import learning_rate
+from samestep.core.training.plan import learning_rate, warmup_steps
 from samestep.core.training.prepare import match_layouts
 from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position, State, Sums, Work
@@ -75,7 +75,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "scaler": scaler.state_dict() if scaler is not None else None,
         "schedule": {
             "schedule": settings.schedule,
-            "warmup_steps": settings.warmup_steps,
+            "warmup_steps": warmup_steps(plan, settings),
             "total_steps": plan.total_steps,
             "next_lr": float(next_lr),
         },

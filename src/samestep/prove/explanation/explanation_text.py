@@ -6,7 +6,7 @@ from samestep.base.run.index import Retention
 from samestep.base.settings import order_name
 from samestep.base.words import count, size, wrapped
 from samestep.core.session.training_run import retention_of
-from samestep.core.training.plan import ENDLESS
+from samestep.core.training.plan import ENDLESS, warmup_steps
 from samestep.launch.ranks.nproc import RANK_BYTES
 from samestep.prove.explanation.explain import Explanation
 from samestep.prove.explanation.rank_memory import MemoryPart, RankMemory
@@ -188,7 +188,7 @@ def _rates(found: Explanation) -> Rows:
     own: str = settings.schedule
     if plan.schedule is not None:
         own = f"the recipe's own{found.scheduler and f', {found.scheduler}'}"
-    warmup = settings.warmup_steps
+    warmup = warmup_steps(plan, settings)
     ramp = f"{count(warmup, 'step')} of warm-up, then " if warmup else ""
     longer = ": it ends within the warm-up" if warmup >= plan.total_steps else ""
     yield "schedule", f"{ramp}{own}{longer}"

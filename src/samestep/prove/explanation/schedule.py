@@ -21,6 +21,7 @@ from samestep.core.training.plan import (
     due_after_epoch,
     due_within_epoch,
     learning_rate,
+    warmup_steps,
 )
 from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position
@@ -130,8 +131,8 @@ def rates(plan: Plan, settings: Settings, built: Built) -> tuple[Rate, ...]:
         lr = lr if scheduler is None else scheduler.next_lr
         return (Rate(step=taken + 1, lr=lr, what="next step" if taken else "first step"),)
     named = {0: "first step"}
-    if settings.warmup_steps:
-        named[settings.warmup_steps] = "after the warm-up"
+    if warmup := warmup_steps(plan, settings):
+        named[warmup] = "after the warm-up"
     if taken > 0:
         named[taken] = "next step"
     if plan.total_steps < ENDLESS:

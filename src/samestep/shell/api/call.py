@@ -21,6 +21,7 @@ from samestep.base.settings import (
     OrderName,
     ParamDtype,
     Precision,
+    Schedule,
     Settings,
     ShardWithin,
     Strategy,
@@ -67,9 +68,11 @@ class SettingsArguments(TypedDict, total=False):
     ema: float | None
     lr_scaling: Literal["none", "linear", "sqrt"]
     base_batch_size: int | None
-    warmup_steps: int
+    warmup_steps: int | float
     warmup_from: float | None
-    schedule: Literal["constant", "cosine"]
+    schedule: Schedule
+    lr_end: float
+    lr_power: float
     engine: Literal["native", "lightning"]
     precision: Precision
     param_dtype: ParamDtype | None

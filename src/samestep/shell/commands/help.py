@@ -51,6 +51,7 @@ GROUPS = {
 _SHORT_GROUPS = {"epochs": "training", "engine": "computation", "run_dir": "evaluating and saving"}
 _TAKES = {
     "init_from": "RUN|FILE",
+    "warmup_steps": "NUMBER",
     "run_dir": "DIR",
     "monitor": "METRIC",
     "track": "NAMES",
