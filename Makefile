@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 # The benchmarks' peers use torchvision: without its dependencies, lest it brings another torch, and
 # in a folder of its own, since beside a CPU build of torch it breaks whatever imports it.
 TORCHVISION ?= torchvision==0.28.0
-EXTRAS := comet,cricket,huggingface,images,lightning,mlflow,optuna,plot,safetensors,tensorboard,wandb
+EXTRAS := comet,cricket,huggingface,images,lightning,mlflow,optuna,plot,safetensors,tensorboard,wandb,yaml
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 # More workers than two cores: many tests wait, those of tests/cluster for Slurm most of the time.

@@ -15,7 +15,7 @@ from samestep.base.settings import Settings
 from samestep.core.recipe import find_recipe
 from samestep.core.recipe_source import unread_options, with_options
 from samestep.core.recipes import RECIPES
-from samestep.core.session.request import Request, to_toml, typed
+from samestep.core.session.request import Request, draft, to_toml, typed
 from samestep.core.training.plan import make_plan
 from tests.api.recipes import made
 
@@ -59,6 +59,46 @@ def test_choices_are_named_where_there_is_nothing_else_to_choose(name, value, to
     recipe = replace(find_recipe("spiral"), options=Chosen)
     with pytest.raises(UserError, match=re.escape(told)):
         typed({name: value}, recipe, "mine.toml")
+
+
+def test_a_yaml_file_says_what_a_toml_file_says_with_the_words_of_yaml_1_2(tmp_path):
+    yaml, toml = tmp_path / "mine.yaml", tmp_path / "mine.toml"
+    yaml.write_text(
+        "lr: 1e-3\ncompile: off\neval-every: [1epoch, 500steps]\nrun-dir: no\n"
+        "options: {hidden_dims: [8, 4], noise: 1e-1}  # of the recipe\n"
+    )
+    toml.write_text(
+        'lr = 1e-3\ncompile = "off"\neval-every = ["1epoch", "500steps"]\nrun-dir = "no"\n'
+        "[options]\nhidden_dims = [8, 4]\nnoise = 1e-1\n"
+    )
+    both = [draft("spiral", file) for file in (yaml, toml)]
+    assert both[0].settings() == both[1].settings()
+    assert both[0].options() == both[1].options()
+    assert both[0].settings().lr == 0.001
+    yaml.write_text("# nothing\n")
+    assert draft("spiral", yaml).settings() == draft("spiral").settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("lr: [1", "mine.yml is not valid YAML: expected ',' or ']', but got '<stream end>' in"),
+        ("lr: 1\nlr: 2", 'mine.yml is not valid YAML: found duplicate key "lr"'),
+        ("lr: !!python/object:os.getcwd {}", "mine.yml is not valid YAML: could not determine"),
+        ("lr: &again [*again]", "mine.yml is not valid YAML: "),
+        pytest.param("[" * 9999, "mine.yml is not valid YAML: ", id="deep"),
+        ("- lr", "mine.yml holds a list, not names with their values"),
+        ("lr: fast", "mine.yml: lr = 'fast': it must be a number"),
+        ("rate: 1", "mine.yml: unknown setting 'rate'"),
+        (None, "mine.yml cannot be read: No such file"),
+    ],
+)
+def test_a_yaml_file_that_says_something_else_is_one_message(text, told, tmp_path):
+    file = tmp_path / "mine.yml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError, match=re.escape(told)):
+        draft("spiral", file)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""From a recipe, a TOML file and the flags to one request: what to train, and how.
+"""From a recipe, a file of settings and the flags to one request: what to train, and how.
 
-Precedence: recipe defaults < TOML < flags. A resumed run keeps the settings that it was begun with,
+Precedence: recipe defaults < file < flags. A resumed run keeps the settings that it was begun with,
 except those that may change or that `--allow-change` names.
 """
 
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -97,17 +98,17 @@ class Draft:
 def draft(target: str | None, config: Path | None = None, recipe: Recipe | None = None) -> Draft:
     """Return the draft for a recipe's name, a recipe file, or the directory of a run.
 
-    `config` is a TOML file above the recipe's own settings. `recipe` is an object in place of a
-    target, or of the recipe that the run names.
+    `config` is a TOML or YAML file above the recipe's own settings. `recipe` is an object in place
+    of a target, or of the recipe that the run names.
     """
-    tables = [(config, read_toml(config))] if config else []
+    tables = [(config, read_config(config))] if config else []
     if target is None:
         assert recipe is not None
         return _layered(FROM_PYTHON + recipe.name, recipe, tables)
     folder, source, run = Path.cwd(), target, _run_of(target)
     if run is not None:
         file = run / "settings.toml"
-        of_run = read_toml(file)
+        of_run = read_config(file)
         if "recipe" not in of_run and not any("recipe" in table for _, table in tables):
             raise UserError(
                 f"{file} names no recipe: {run} comes from a loop of your own, and only its script "
@@ -140,7 +141,7 @@ def known_of_run(run: Path) -> tuple[Settings, list[str]] | None:
     None where the recipe is one of samestep's own, or the run names none.
     """
     file = run / "settings.toml"
-    table = read_toml(file)
+    table = read_config(file)
     if table.pop("recipe", None) in (*RECIPES, None):
         return None
     names = {one.name for one in fields(Settings)} | ALSO_ACCEPTED
@@ -197,16 +198,43 @@ def own_recipe(target: str | None, run_dir: object) -> Recipe | None:
 
 def recipe_named_by(run: Path) -> str:
     """Return the source of the recipe that a run names."""
-    return str(read_toml(run / "settings.toml").get("recipe"))
+    return str(read_config(run / "settings.toml").get("recipe"))
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return a TOML file's table, with its keys as field names."""
-    table = toml_of(path)
+def read_config(path: Path) -> dict[str, Any]:
+    """Return what a file of settings and options says, with its keys as field names.
+
+    A file whose name ends in .yaml or .yml is YAML 1.2, of which samestep[yaml] reads only plain
+    values: `1e-3` is a number and `off` a word. All others are TOML.
+    """
+    table = _yaml_of(path) if path.suffix in (".yaml", ".yml") else toml_of(path)
     options = table.pop("options", {})
     if not isinstance(options, dict):
         raise UserError(f"{path}: [options] must be a table of the recipe's options.")
     return {key.replace("-", "_"): value for key, value in {**table, **options}.items()}
+
+
+def _yaml_of(path: Path) -> dict[str, Any]:
+    try:
+        from ruamel.yaml import YAML, YAMLError  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        install = "pip install 'samestep[yaml]'"
+        raise UserError(f"{path} is YAML, which needs a package: {install}") from error
+    if path.exists() and not path.is_file():  # the read of a pipe would wait for ever
+        raise UserError(f"{path} cannot be read: it is not a file.")
+    try:
+        found = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8-sig"))
+        json.dumps(found, default=str)  # a node that holds itself would be read for ever
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except (YAMLError, ValueError, RecursionError) as error:
+        about = str(getattr(error, "problem", None) or error).splitlines()[0].rstrip(".")
+        mark = getattr(error, "problem_mark", None)
+        place = f" in line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path} is not valid YAML: {about}{place}.") from error
+    if not isinstance(found, dict | None):
+        raise UserError(f"{path} holds a {type(found).__name__}, not names with their values.")
+    return {str(name): value for name, value in (found or {}).items()}
 
 
 def finish(

@@ -18,7 +18,7 @@ from samestep.core.data.batches import open_split
 from samestep.core.data.recipe_splits import load_splits
 from samestep.core.recipe import Recipe
 from samestep.core.session.recipe_changes import check_recipe_unchanged
-from samestep.core.session.request import draft, read_toml
+from samestep.core.session.request import draft, read_config
 from samestep.core.training.alike import seed_alike
 from samestep.core.training.apply import Moment, applied, evaluating, measure_of, terms_of
 from samestep.core.training.device import check_precision, choose_threads, data_dtype, switched
@@ -55,7 +55,7 @@ def open_checkpoint(
     if not is_run(path):
         raise no_run(path)
     if recipe is None:
-        check_recipe_unchanged(path, str(read_toml(path / "settings.toml").get("recipe")))
+        check_recipe_unchanged(path, str(read_config(path / "settings.toml").get("recipe")))
     start = draft(str(path.resolve()), None, recipe)  # a run may be called like a recipe
     options, settings = start.options(), start.settings()
     recipe = start.recipe.with_options(options)
