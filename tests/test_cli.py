@@ -183,6 +183,6 @@ def test_a_flag_that_cannot_be_parsed_is_one_message_with_the_help_s_command(ref
 
 
 def test_a_mistake_that_tyro_tells_without_a_box_is_told_as_it_is():
-    from samestep.shell.commands.help import _message_of
+    from samestep.shell.commands.forms import _message_of
 
     assert _message_of("error: no such flag\n") == "error: no such flag"

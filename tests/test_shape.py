@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import inspect
 import re
 import subprocess
 import sys
@@ -64,11 +65,9 @@ SHORT_FILES = {
     "base.autograd": "the trainer and the hooks share it",
     "base.counting": "a bar that readers of data share",
     "base.version": "the build reads it",
-    "shell.api.arguments": "what the public functions share, without torch",
     "shell.api.run_lists": "the public functions that need no torch",
     "core.recipes.small_convnet": "a network, as recipes.resnet is",
-    "shell.api.sweep_checks": "what the verb and the function check of a sweep alike",
-    "core.training.loss_checks": "eager and compiled steps, evaluations and Lightning share it",
+    "core.training.elastic_step": "only elastic trainings import it",
     "core.data.augment": "public functions for recipes",
     "core.data.recipe_splits": "recipes import it, without the sources",
     "scripts.checking.rank": "what `python -m` runs as a rank",
@@ -181,6 +180,19 @@ def test_what_needs_no_torch_does_not_import_it():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+def test_before_its_first_step_a_plain_training_imports_only_what_it_needs(tmp_path):
+    program = """import os, sys; from samestep.core.training.step import EagerStep
+EagerStep.__call__ = lambda *_, **__: (print(*sys.modules, flush=True), os._exit(0))
+from samestep.shell.cli import main; main(["train", "spiral", "--run-dir", sys.argv[1]])"""
+    words = [sys.executable, "-c", program, str(tmp_path / "run")]
+    printed = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    loaded = {name for name in printed.split() if name.startswith("samestep")}
+    others = "after_epoch batch_transform buffers carried compiled elastic_step gathered logits"
+    others += " loss_terms loader_source picture_making restarts scheduler sharding stream_source"
+    assert {name.rpartition(".")[2] for name in loaded} & {*others.split()} == set()
+    assert 80 < len(loaded) < 130
+
+
 def test_a_file_is_one_subject_and_a_name_means_one_thing():
     lengths = {
         name: len((SOURCE / f"{name.replace('.', '/')}.py").read_text().splitlines())
@@ -214,9 +226,9 @@ def test_every_public_name_is_there_and_every_setting_an_argument_that_editors_c
     assert {*dir(samestep)} <= {*samestep.__all__}
     assert "train" in dir(samestep)
     from samestep.base.settings import MERGED, Settings
-    from samestep.shell.api.call import SettingsArguments
 
-    assert {*SettingsArguments.__annotations__} == {f.name for f in fields(Settings)} | {*MERGED}
+    settings = {f.name for f in fields(Settings)} | {*MERGED}
+    assert settings < {*inspect.signature(samestep.train).parameters}
 
 
 def test_every_file_that_the_page_on_architecture_names_is_there():

@@ -17,8 +17,6 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 import samestep
 import samestep.scripts.checking.rules  # registers them
 from samestep.base.errors import AlreadyTold
@@ -27,9 +25,10 @@ from samestep.base.settings import MERGED, Settings, field_docs, flag_name, free
 from samestep.core.recipes import RECIPES
 from samestep.core.session.own_data import OwnBatch
 from samestep.scripts.checking.findings import RULES
-from samestep.shell.cli import VERBS
-from samestep.shell.commands import help as flags_help
-from samestep.shell.commands.completion import COMMANDS
+from samestep.shell.api import arguments
+from samestep.shell.cli import OWN, main
+from samestep.shell.commands.forms import form_of
+from samestep.shell.commands.help import GROUPS, flags_of, shown_value
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 MARKER = "<!-- What follows is written by tools/reference.py. -->\n"
@@ -72,39 +71,27 @@ def default_of(field: Field[Any]) -> str:
     value = field.default if field.default_factory is MISSING else None
     if value is MISSING or isinstance(value, bool):
         return {MISSING: "needed", True: "on", False: ""}[value]
-    return "" if value in (None, "", (), []) else f"`{flags_help.shown_value(value)}`"
+    return "" if value in (None, "", (), []) else f"`{shown_value(value)}`"
 
 
 def flag_rows(form: type) -> Iterator[tuple[str, str, str]]:
     """Yield the flags of a dataclass: name and what it takes, default, text."""
-    docs = field_docs(form)
-    for field, kind, extras in flags_help.typed_fields(form):
-        merged = field.name.removesuffix("_epochs")
-        if form is Settings and merged in MERGED:
-            takes, text = MERGED[merged]
-            yield f"`--{flag_name(merged)}`" + words(takes), "", text
-        if tyro.conf.Suppress in extras:
-            continue
-        takes = flags_help.takes_of(form, field, kind, extras)
-        name = f"`--{flag_name(field.name)}`"
-        if tyro.conf.Positional in extras:
-            name, takes = f"`{takes}`", ""
-        elif kind is bool:
-            name, takes = name + f" `--no-{flag_name(field.name)}`" * bool(field.default), ""
-        yield name + words(takes), default_of(field), docs.get(field.name, "")
-
-
-def words(takes: str) -> str:
-    """Return what a flag takes as code, a word for each alternative."""
-    return "".join(f" `{word}`" for word in takes.split("|") if word)
+    for flag in flags_of(form):
+        name = f"`--{flag_name(flag.name)}`"
+        typed = [name, *(f"`{word}`" for word in flag.takes.split("|") if word)]
+        if flag.positional:
+            typed = [f"`{flag.takes}`"]
+        elif flag.default is True:
+            typed.append(f"`--no-{flag_name(flag.name)}`")
+        default = f"`{flag.shown_default}`" if flag.shown_default else "needed" * flag.needed
+        yield " ".join(typed), "on" if flag.default is True else default, flag.text
 
 
 def help_of(verb: str) -> tuple[str, str, str]:
     """Return what `--help` of a verb prints: usage, description, examples."""
-    module, *words = verb.split()
     out, os.environ["COLUMNS"] = io.StringIO(), "100"
     with contextlib.redirect_stdout(out), contextlib.suppress(AlreadyTold, SystemExit):
-        importlib.import_module(f"samestep.shell.commands.{module}").main([*words, "--help"])
+        main([*verb.split(), "--help"])
     shown, _, examples = out.getvalue().partition("examples:\n")
     if " " in verb:  # those of its group
         examples = "\n".join(x for x in examples.splitlines() if f" {verb} " in f"{x} ")
@@ -115,20 +102,18 @@ def help_of(verb: str) -> tuple[str, str, str]:
 
 def commands() -> Iterator[str]:
     """Yield every verb with its flags."""
-    inner = [command for command in COMMANDS if " " in command]
-    for verb in sorted([*VERBS, *inner], key=lambda words: [*VERBS].index(words.split()[0])):
+    for verb in (verb for verb, (follows, _) in OWN.items() if follows != "hidden"):
         usage, about, examples = help_of(verb)
         yield f"## samestep {verb}\n\n{code(usage)}"
-        is_text = verb in COMMANDS or "  " not in about
+        form = form_of(verb)
+        is_text = form is not None or "  " not in about
         yield "".join(map(paragraph, about.split("\n\n"))) if is_text else code(about)
-        place, plus, refused = COMMANDS.get(verb, ("", ""))[0].partition("+")
-        if place:
-            module_name, _, form = place.partition(":")
-            module = importlib.import_module(f"samestep.shell.commands.{module_name}")
-            yield table(_FLAGS, flag_rows(getattr(module, form)))
-            left = [f"`--{flag_name(name)}`" for name in getattr(module, refused or "_", ())]
+        if form is not None:
+            yield table(_FLAGS, flag_rows(form.kind))
+        if form is not None and form.settings:
+            left = [f"`--{flag_name(name)}`" for name in form.no_effect]
             but = f", except for these: {', '.join(left)}" if left else ""
-            yield paragraph(f"All [settings](settings.md) are flags as well{but}.") if plus else ""
+            yield paragraph(f"All [settings](settings.md) are flags as well{but}.")
         yield code(textwrap.dedent(examples))
 
 
@@ -138,7 +123,7 @@ def settings() -> Iterator[str]:
     grouped: dict[str, list[tuple[str, ...]]] = {}
     for name, default, text in flag_rows(Settings):
         field = name.split("`")[1].removeprefix("--").replace("-", "_")
-        group = flags_help.GROUPS.get(field, group)
+        group = GROUPS.get(field, group)
         changes = (
             "to rounding" if field in free - to_the_bit else "free" * (field in {*free, *MERGED})
         )
@@ -153,15 +138,24 @@ def body_of(thing: Any) -> Any:
     return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(thing)))).body[0]
 
 
+def in_python(text: str) -> str:
+    """Replace types that say what an argument is in the shell, too, by the types in Python."""
+    source = inspect.getsource(arguments)
+    for name, kind in re.findall(r"^(\w+) = Annotated\[\"?(.+?)\"?, InShell", source, re.MULTILINE):
+        text = re.sub(rf"\b{name}\b(?!\.)", kind, text)
+    text = re.sub(r"Annotated\[(.+?), InShell\(.*?\)\]", r"\1", text)
+    return re.sub(r"(: |-> )'([^']+)'", r"\1\2", text)
+
+
 def signature(name: str, function: Any) -> str:
     """Return a function with its parameters as the source has them."""
     node, parts, depth = body_of(function), [""], 0
-    for letter in ast.unparse(node.args):
+    for letter in in_python(ast.unparse(node.args)):
         depth += (letter in "[({") - (letter in "])}")
         parts = [*parts, ""] if letter == "," and not depth else [*parts[:-1], parts[-1] + letter]
     given = [re.sub(r"^([^=:]+:[^=]+)=", r"\1 = ", part.strip()) for part in parts]
     given = [part for part in given if part not in ("", "self")]
-    inner, end = ", ".join(given), f") -> {ast.unparse(node.returns)}"
+    inner, end = ", ".join(given), in_python(f") -> {ast.unparse(node.returns)}")
     if len(name + inner + end) > 100:
         inner = "\n" + "".join(f"    {part},\n" for part in given)
     return code(f"{name}({inner}{end}", "python")

@@ -41,14 +41,12 @@ if TYPE_CHECKING:
     from samestep.core.session.own_gather import gather
     from samestep.core.session.own_run import OwnRun, open_run
     from samestep.scripts.checking.check_report import CheckReport
-    from samestep.shell.api.checked_script import check
     from samestep.shell.api.jobs import SubmittedJob, submit
+    from samestep.shell.api.on_ranks import check, train, verify
     from samestep.shell.api.run_lists import compare, runs
     from samestep.shell.api.sweeps import sweep
     from samestep.shell.api.trained_models import evaluate, export, load, predict
     from samestep.shell.api.trained_run import TrainedRun
-    from samestep.shell.api.training import train
-    from samestep.shell.api.verify_ranks import verify
 
 __all__ = [
     "CheckReport",
@@ -86,14 +84,12 @@ __all__ = [
 _HOMES = {
     name: home
     for home, names in {
-        "shell.api.checked_script": "check",
         "shell.api.jobs": "SubmittedJob submit",
-        "shell.api.run_lists": "compare runs",
+        "shell.api.on_ranks": "check train verify",
         "shell.api.sweeps": "sweep",
+        "shell.api.run_lists": "compare runs",
         "shell.api.trained_models": "evaluate export load predict",
         "shell.api.trained_run": "TrainedRun",
-        "shell.api.training": "train",
-        "shell.api.verify_ranks": "verify",
         "scripts.checking.check_report": "CheckReport",
         "core.data.keyed_random": "normal uniform",
         "base.errors": "UserError",

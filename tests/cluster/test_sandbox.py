@@ -15,7 +15,7 @@ from samestep.base.errors import UserError
 from samestep.cluster.slurm import sandbox_daemons as daemons
 from samestep.cluster.slurm.sandbox_cluster import down, status, up
 from samestep.cluster.slurm.sandbox_daemons import find_processes
-from samestep.shell.commands.slurm.sandbox import main
+from samestep.shell.cli import main
 from tests.cluster.sandbox import RunningSandbox, wait_for
 from tests.processes import TIMEOUT_S, env
 
@@ -133,19 +133,19 @@ def test_a_node_that_never_comes_is_named_and_nothing_runs_on(empty, tmp_path, m
 def test_the_command_prints_the_line_alone_if_told_and_its_exit_codes_say_what_is(empty, capsys):
     at = ["--dir", str(empty)]
     line = f"export SLURM_CONF={empty}/slurm.conf"
-    assert main(["status", *at]) == 1
+    assert main(["slurm", "sandbox", "status", *at]) == 1
     assert str(empty) in capsys.readouterr().out
-    assert main(["up", "--nodes", "1", "--quiet", *at]) == 0
+    assert main(["slurm", "sandbox", "up", "--nodes", "1", "--quiet", *at]) == 0
     assert capsys.readouterr().out == f"{line}\n"
-    assert main(["status", *at]) == 0
+    assert main(["slurm", "sandbox", "status", *at]) == 0
     shown = capsys.readouterr().out
     assert line in shown.splitlines()
     (node,) = [row.split()[:2] for row in shown.splitlines() if row.startswith("node")]
     assert node == ["node1", "idle"]
-    assert main(["down", *at]) == 0
-    assert main(["down", *at]) == 0
+    assert main(["slurm", "sandbox", "down", *at]) == 0
+    assert main(["slurm", "sandbox", "down", *at]) == 0
     assert str(empty) in capsys.readouterr().out
-    assert main(["up", "--nodes", "1", *at]) == 0
+    assert main(["slurm", "sandbox", "up", "--nodes", "1", *at]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert line in shown
     assert shown[-1] == f"samestep slurm sandbox down --dir {empty}"
@@ -168,8 +168,8 @@ def test_the_sandbox_of_an_ordinary_user_needs_no_root(tmp_path_factory):
         cd {home}
         sandbox() {{
             {python} -c 'import sys
-from samestep.shell.commands.slurm.sandbox import main
-sys.exit(main(sys.argv[1:]))' "$@"
+from samestep.shell.cli import main
+sys.exit(main(["slurm", "sandbox", *sys.argv[1:]]))' "$@"
         }}
         trap 'sandbox down >&2' EXIT
         eval "$(sandbox up --nodes 2 --cpus 4 --quiet)"

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from samestep.base.errors import UserError
 from samestep.base.settings import Settings, flag_name
 from samestep.core.data import catalog
 from samestep.core.recipes import RECIPES
 from samestep.core.recipes.cricket.recipe import CricketOptions
-from samestep.shell.cli import VERBS
-from samestep.shell.commands.completion import _INNER, COMMANDS, SCRIPTS, completion_words
-from samestep.shell.commands.data import main
+from samestep.shell.api.arguments import CheckpointName, RunPath
+from samestep.shell.cli import OWN, VERBS
+from samestep.shell.commands.completion import SCRIPTS, completion_words
+from samestep.shell.commands.forms import Form, form_of, verb
 from samestep.shell.commands.help import help_text
 from samestep.shell.commands.target import parse_target
 from tests.command_line import call, typed
@@ -94,7 +96,7 @@ def test_bash_completes_verbs_targets_flags_and_values(script, tmp_path):
 
 
 def test_every_verb_is_completed_and_shells_get_their_script(words, script, output_of):
-    assert {word.split()[0] for word in (*words.flags, *_INNER)} == set(VERBS)
+    assert {word.split()[0] for word in (*words.flags, *words.inner)} == set(VERBS)
     assert output_of("completion", "bash") == script.read_text()
 
 
@@ -127,7 +129,7 @@ def test_list_shows_size_licence_and_source_and_breaks_no_word_nor_address(capsy
     for arguments in ((), ("get",), ("get", "mnist"), ("list", "mnist")):
         assert call("data", *arguments) == 2
     capsys.readouterr()
-    assert main(["list"]) == 0
+    assert call("data", "list") == 0
     shown = capsys.readouterr().out
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 60
@@ -167,8 +169,8 @@ def test_the_settings_stand_in_groups_with_defaults_of_recipe_and_file(output_of
     (here / "my.toml").write_text("epochs = 7\n")
     text = output_of("train", "spiral", "--config", "my.toml", "--help-all")
     assert "Passes over the training set. (default: 7)" in text
-    for verb, flag in (("verify", "max-steps"), ("scale", "patience")):
-        shown = groups_of(output_of(verb, "spiral", "--help-all"))
+    for name, flag in (("verify", "max-steps"), ("scale", "patience")):
+        shown = groups_of(output_of(name, "spiral", "--help-all"))
         assert not any(flag in flags for flags in shown.values())
 
 
@@ -186,12 +188,11 @@ def test_without_being_asked_for_all_common_settings_are_shown(output_of, monkey
     assert len(text.splitlines()) <= 77
 
 
-@pytest.mark.parametrize("verb", COMMANDS)
+@pytest.mark.parametrize("verb", [verb for verb in OWN if form_of(verb)])
 def test_the_help_of_a_verb_has_all_its_flags_and_fits(output_of, monkeypatch, words, verb):
     monkeypatch.setenv("COLUMNS", "60")
-    place, kind = COMMANDS[verb]
-    target = ("images",) if kind == "recipe" else ()
-    for flag in ("--help", "--help-all") if "+" in place else ("--help",):
+    target = ("images",) if OWN[verb][0] == "recipe" else ()
+    for flag in ("--help", "--help-all") if form_of(verb).settings else ("--help",):
         text = output_of(*verb.split(), *target, flag)
         before, _, _ = text.partition("examples:")
         assert max(map(len, before.splitlines())) <= 60
@@ -216,8 +217,48 @@ def test_a_word_that_is_longer_than_its_line_stays_whole_beside_its_flag(monkeyp
     assert line.startswith("  --url ")
 
 
+def greet(run: RunPath, title: CheckpointName = "best", *, loud: bool = False, times: int = 2):
+    """Return what a greeting is made of.
+
+    Args:
+        run: Whom to greet.
+        title: The `title`
+            of it.
+        loud: In capitals, `times` times, but not `never`.
+        times: How often.
+    """
+
+
+def test_a_function_is_a_verb_by_its_signature_and_its_docstring(capsys):
+    seen = []
+
+    @verb("greet", "greet runs/a", of=greet)
+    def main(given, *, json: bool = False) -> int:
+        """Greet a run.
+
+        Args:
+            json: Print it.
+        """
+        seen.append((vars(given), json))
+        return 7
+
+    assert main(["runs/a", "--loud", "--title", "last", "--json"]) == 7
+    assert seen == [({"run": Path("runs/a"), "title": "last", "loud": True, "times": 2}, True)]
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "usage: samestep greet RUN [flags] Greet a run." in shown
+    assert "--title best|last|NAME The --title of it. (default: best)" in shown
+    assert "--loud In capitals, --times times, but not `never`." in shown
+    assert "--times INT How often. (default: 2) --json Print it." in shown
+    with pytest.raises(UserError, match=r"--times: .*'x'"):
+        main(["runs/a", "--times", "x"])
+
+
 @dataclass(frozen=True)
 class Own:
+    """Try {}."""
+
     config: Path | None = None
     rounds: int = 3
 
@@ -226,9 +267,8 @@ def test_a_verbs_flag_goes_before_an_option_of_the_same_name(tmp_path):
     table = tmp_path / "settings.toml"
     table.write_text("rounds = 2\n")
     flags = ["--rounds", "7", "--width", "8"]
-    command, request = parse_target(
-        "try", "Try {}.", Own, ["cricket", *flags, "--config", str(table)]
-    )
+    form = Form(verb="try", kind=Own, examples=())
+    command, request = parse_target(form, ["cricket", *flags, "--config", str(table)])
     assert command.rounds == 7
     assert request.options == CricketOptions(rounds=2, width=8)
     assert type(request.options) is CricketOptions

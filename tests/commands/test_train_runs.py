@@ -113,7 +113,7 @@ def test_a_run_leaves_these_files_and_no_other(finished):
     logs = {f"rank-{rank}.log" for rank in range(1, world_size)}
     assert left == checkpoints | logs | {
         *("settings.toml", "environment.json", "events.jsonl", "result.json", "run.lock"),
-        "recipe.py",
+        *("recipe.py", "summary.json"),
         *("checkpoints", "checkpoints/index.json"),
     }
 

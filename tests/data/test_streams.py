@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from samestep.base.errors import UserError
-from samestep.core.data import stream_lanes
-from samestep.core.data.batches import open_source
+from samestep.core.data.batches import is_stream, open_source
 from samestep.core.data.collating import Collating
 from samestep.core.data.order import share
 from samestep.core.data.stream_lanes import Lane, Route, leads_back, mark_of, num_lanes, num_shards
@@ -240,7 +239,7 @@ def test_streams_of_hugging_face_may_not_divide_themselves_nor_be_gone_back_to_i
     from datasets.distributed import split_dataset_by_node
 
     stream = datasets.Dataset.from_dict({"place": list(range(50))}).to_iterable_dataset(4)
-    assert stream_lanes.is_stream(stream)
+    assert is_stream(stream)
     assert leads_back(stream, route(numbers(1), 1))
     assert not leads_back(stream.shuffle(seed=1, buffer_size=10), route(numbers(1), 1))
     opened(stream).agree()

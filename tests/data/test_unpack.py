@@ -11,7 +11,7 @@ from samestep.core.data import catalog
 from samestep.core.data.download import unpack
 from samestep.core.recipe import find_recipe
 from samestep.core.recipes.cifar10 import Cifar10Options, read_cifar10
-from samestep.shell.commands.data import main
+from samestep.shell.cli import main
 from tests.cifar_files import write_binary
 from tests.data.loopback import Answer, Mirror, data_set, listed, names_in
 
@@ -41,12 +41,12 @@ def test_the_verb_fetches_verifies_and_unpacks_and_the_recipe_reads_it(tmp_path,
     with Mirror({}, Answer(status=404)) as gone, Mirror({NAME: archive}) as mirror:
         mirrors = ("--mirror", gone.url, "--mirror", mirror.url)
         arguments = ["get", "cifar10", "--data-dir", str(tmp_path), *mirrors]
-        assert main(arguments) == 0
+        assert main(["data", *arguments]) == 0
         assert len(read_cifar10(tmp_path, "train")[0]) == 10
         assert names_in(tmp_path) == ["cifar-10-batches-bin", NAME]
         (tmp_path / "cifar-10-batches-bin" / "test_batch.bin").write_bytes(b"spoiled")
         kept = (tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin").stat().st_ino
-        assert main(arguments) == 0
+        assert main(["data", *arguments]) == 0
     assert len(gone.asked) == len(mirror.asked) == 1, "it is mended from what is there"
     assert len(read_cifar10(tmp_path, "test")[0]) == 3
     assert (tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin").stat().st_ino == kept

@@ -23,6 +23,7 @@ PLAN |= {
     "run_dir": "/a/directory/whose/name/is/too/long/for/the/terminal/runs/toy-20261122-142301",
     "notes": ["The data has eleven samples that cannot be read, and they are left out of the run."],
 }
+BAR = {"plan": PLAN, "step_samples": 32}
 RESULT = {"status": "completed", "reason": "finished", "epochs": 12, "steps": 2628}
 RESULT |= {"training_seconds": 1.5, "samples_per_s": 48_800.0}
 RESULT |= {
@@ -37,7 +38,7 @@ def progress(step: int, rate: float = 48_800.0, **more) -> dict:
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_bar_keeps_its_length_whatever_the_numbers_are(width):
-    state = BarState(plan=PLAN)
+    state = BarState(**BAR)
     lengths = {len(state.numbers(width)) + len(state.epoch)}
     for step, rate, loss in ((1, 3.0, 10.5), (219, 942.0, 2.3), (2628, 1.13e6, 0.0001)):
         state = state.after(progress(step, rate, loss=loss))
@@ -47,18 +48,18 @@ def test_the_bar_keeps_its_length_whatever_the_numbers_are(width):
 
 
 def test_the_bar_tells_what_there_is_room_for_and_breaks_no_word():
-    state = BarState(plan=PLAN, metric="val. accuracy 0.9000").after(progress(657, loss=0.25))
+    state = BarState(**BAR, metric="val. accuracy 0.9000").after(progress(657, loss=0.25))
     narrow, wide = state.numbers(60), state.numbers(140)
     for words in (" 25%", "657/2,628"):
         assert words in narrow
         assert words in wide
     for words in ("loss 0.2500", "val. accuracy 0.9000", "48.8k samples/s", "ETA 1 s"):
         assert words in wide
-    state = BarState(plan=PLAN)
+    state = BarState(**BAR)
     for rate in (1000.0, 1000.0, 10.0):
         state = state.after(progress(100, rate))
     assert 700 < state.rate < 900
-    state = BarState(plan=PLAN).after(progress(656, loss=0.25)).after(progress(657))
+    state = BarState(**BAR).after(progress(656, loss=0.25)).after(progress(657))
     assert "loss 0.2500" in state.numbers(140)
     assert "loss not finite" in state.after(progress(658, loss=None)).numbers(140)
     lines = [line for line in shown(60, terminal=True) if "━" not in line]
@@ -74,7 +75,7 @@ def test_the_bar_tells_what_there_is_room_for_and_breaks_no_word():
 
 @pytest.mark.parametrize(("step", "epoch"), [(0, 1), (1, 1), (219, 1), (220, 2), (2628, 12)])
 def test_the_last_step_of_an_epoch_belongs_to_it(step, epoch):
-    state = BarState(plan=PLAN, step=step)
+    state = BarState(**BAR, step=step)
     assert state.epoch.split("/") == [f"{epoch:>2}", "12"]
 
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.base.errors import UserError
-from samestep.base.run.summary import RunSummary
 from samestep.base.table import columns_of as cells
 from samestep.base.words import BOTH, FIRST, LABEL, SECOND, Columns, curve_lines, sparkline
 from samestep.cluster.sweeping.side_by_side import best_text
@@ -20,7 +19,7 @@ from samestep.show.reporting.checkpoint_list import checkpoint_lines
 from samestep.show.reporting.collect import collect
 from samestep.show.reporting.page import render
 from samestep.show.reporting.progress import metrics_of
-from samestep.show.reporting.run_table import as_json, run_lines
+from samestep.show.reporting.run_table import ListedRun, as_json, run_lines
 from tests.reporting.made_runs import write_run
 from tests.reporting.pages import ReadPage
 
@@ -89,7 +88,7 @@ def test_equal_curves_lie_on_each_other_within_the_width(values, width, height):
 def summary(name, **more):
     table = {"recipe": "spiral", "state": "completed", "metric": "accuracy", "mode": "max"}
     table |= {"value": 0.99671, "seconds": 3725.0, "started": 1.8e9, "losses": (3.0, 1.2, 1.0)}
-    return RunSummary(name=name, run_dir=Path("runs") / name, **{**table, **more})
+    return ListedRun(name=name, run_dir=Path("runs") / name, **{**table, **more})
 
 
 def test_a_small_value_has_the_same_digits_on_every_screen():
@@ -147,7 +146,7 @@ def test_many_damaged_runs_are_counted_names_are_whole_and_in_a_file_nothing_is_
 
 
 def test_a_loss_that_is_not_finite_and_a_time_that_is_none_are_null_in_json():
-    run = summary("run", losses=(1.0, math.nan), value=None)
+    run = summary("run", losses=(1.0, None), value=None)
     _, line = run_lines([run], 100)
     assert "▁×" in line
     assert "not finite" in line

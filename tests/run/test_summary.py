@@ -4,16 +4,28 @@ import json
 import math
 import os
 import signal
+from contextlib import closing
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from samestep.base.errors import UserError
-from samestep.base.run.directory import lock_run
-from samestep.base.run.summary import read_runs, sorted_runs
+from samestep.base.run import summary
+from samestep.base.run.directory import Run, lock_run
+from samestep.base.run.summary import GrowingSummary
 from samestep.show.reporting.run_data import read_run
+from samestep.show.reporting.run_table import as_json, read_runs, sorted_runs
 from tests.processes import start_ranks
 from tests.reporting.made_runs import append, change, change_start, lines_of, write_run
 from tests.tiny import until
+
+
+@pytest.fixture(autouse=True)
+def _every_record_is_worth_a_write(request, monkeypatch):
+    if "of_the_time" not in request.node.name:
+        monkeypatch.setattr(summary, "_SHARE", math.inf)
+        monkeypatch.setattr(summary, "_EVERY_S", 0.0)
 
 
 def only(folder):
@@ -21,53 +33,146 @@ def only(folder):
     return run
 
 
-def result_of(run):
-    return json.loads((run / "result.json").read_text())
-
-
-def write_result(run, **more):
-    (run / "result.json").write_text(json.dumps({**result_of(run), **more}))
-
-
 def write_index(run, value=0.5, monitor="accuracy", mode="max"):
-    (run / "checkpoints").mkdir()
-    table = {"best": {"metric": value}, "monitor": monitor, "mode": mode, "checkpoints": []}
+    (run / "checkpoints").mkdir(exist_ok=True)
+    entry = {"path": "a.pt", "step": 12, "epoch": 2, "sha256": "", "metric": value}
+    table = {"monitor": monitor, "mode": mode, "checkpoints": [entry]}
     (run / "checkpoints" / "index.json").write_text(json.dumps(table))
 
 
-def test_a_completed_run_is_told_by_its_result_and_a_loss_may_be_nan(tmp_path):
-    run = write_run(tmp_path / "run", ranks=2)
-    best = {"metric": "loss", "mode": "min", "value": 0.25, "epoch": 2}
-    write_result(run, best=best, training_seconds=7.5, epochs=3, steps=18)
-    found = only(tmp_path)
+def live(run, *records, result=None):
+    """Write records into a run as a training does."""
+    with closing(Run(run)) as opened:
+        for record in records:
+            opened.append(record)
+        if result is not None:
+            opened.write_result({"recipe": "toy", **result})
+    return run
+
+
+def lived(run, num_records=None, start=None, **more):
+    """Make a run whose records a training wrote; it may be killed after some of them."""
+    write_run(run, finished=False, **more)
+    records = [json.loads(line) for line in lines_of(run)]
+    records[0] |= start or {}
+    (run / "events.jsonl").unlink()
+    return live(run, *records[:num_records])
+
+
+def told_twice(run):
+    """Return the run by its summary, which its records must confirm."""
+    found = only(run.parent)
+    (run / "summary.json").rename(run / "kept")
+    by_records = only(run.parent)
+    (run / "kept").rename(run / "summary.json")
+    assert as_json(found) == as_json(by_records)
+    return found
+
+
+STOP = {"event": "stop", "step": 18, "reason": "finished"}
+ENDED = {"status": "completed", "reason": "finished", "steps": 18, "epochs": 3}
+
+
+def test_a_run_is_told_alike_by_its_summary_and_its_records_and_by_its_result(tmp_path):
+    run = lived(tmp_path / "a" / "run", ranks=2)
+    found = told_twice(run)
     assert (found.name, found.recipe, found.run_dir) == ("run", "toy", run)
-    assert (found.state, found.reason) == ("completed", "finished")
-    assert (found.metric, found.mode, found.value) == ("loss", "min", 0.25)
-    assert (found.seconds, found.epochs, found.steps, found.world_size) == (7.5, 3, 18, 2)
-    assert found.losses == (1 / 6, 1 / 12, 1 / 18)
-    run = write_run(tmp_path / "b" / "run")
-    text = (run / "events.jsonl").read_text()
-    for number, loss in ((1 / 6, "null"), (1 / 12, "NaN"), (1 / 18, "Infinity")):
-        text = text.replace(f'"loss": {number}', f'"loss": {loss}')
-    (run / "events.jsonl").write_text(text)
-    assert str(only(tmp_path / "b").losses) == "(nan, nan, inf)"
-
-
-def test_what_has_not_ended_is_told_by_index_evaluations_and_steps(tmp_path):
-    run = write_run(tmp_path / "run", finished=False)
-    write_index(run, 0.75)
-    found = only(tmp_path)
-    best = (found.metric, found.mode, found.value)
-    assert (found.state, best) == ("killed", ("accuracy", "max", 0.75))
-    assert (found.epochs, found.steps) == (3, 18)
+    assert (found.state, found.epochs, found.steps, found.world_size) == ("killed", 3, 18, 2)
     assert found.seconds == pytest.approx(6 * 1.5 + 12 * 0.5)
-    run = write_run(tmp_path / "b" / "run", finished=False, accuracy=lambda epoch: 1 / epoch)
-    change_start(run, monitor="accuracy")
-    assert only(tmp_path / "b").value == 1.0
-    run = write_run(tmp_path / "c" / "run", finished=False)
-    (run / "events.jsonl").write_text("".join(lines_of(run)[:5]))
-    found = only(tmp_path / "c")
-    assert (found.losses, found.epochs, found.steps) == ((1, 1 / 2, 1 / 3, 1 / 4), 0, 4)
+    assert (found.metric, found.mode, found.value) == ("accuracy", "max", 0.75)
+    assert found.losses == [1 / 6, 1 / 12, 1 / 18]
+    live(run, STOP, result={**ENDED, "training_seconds": 7.5})
+    found = only(tmp_path / "a")
+    assert (found.state, found.reason, found.seconds) == ("completed", "finished", 7.5)
+    found = told_twice(lived(tmp_path / "b" / "run", 5, accuracy=None))
+    assert (found.losses, found.epochs, found.steps) == ([1, 1 / 2, 1 / 3, 1 / 4], 0, 4)
+    assert found.metric is None
+    odd = {"recipe": "not UTF-8 \udcff"}
+    found = told_twice(lived(tmp_path / "c" / "run", start=odd, loss=lambda _: math.inf))
+    assert (found.losses, found.recipe) == ([None, None, None], odd["recipe"])
+
+
+def test_a_resumed_run_leaves_out_what_was_superseded_and_begun_anew_it_has_nothing(tmp_path):
+    run = lived(tmp_path / "run", accuracy=lambda epoch: 1 / epoch)
+    write_index(run, 0.5)
+    start = json.loads(lines_of(run)[0])
+    again = {**start, "resumed": True, "world_size": 4}
+    resume = {"event": "resume", "step": 12, "checkpoint": "checkpoint_epoch_2.pt"}
+    step = {"event": "step", "step": 13, "loss": 1.0, "seconds": 99.0, "samples": 130}
+    live(run, again, resume)
+    found = told_twice(run)
+    assert (found.state, found.value, found.world_size) == ("killed", 0.5, 4)
+    assert found.losses == [1 / 6, 1 / 12], "the third epoch is to be done again"
+    assert (found.steps, found.epochs, found.starts) == (12, 2, 2)
+    live(run, step, STOP | {"step": 14, "reason": "SIGTERM"})
+    found = told_twice(run)
+    assert (found.state, found.steps, found.seconds) == ("stopped", 14, 99.0)
+    live(run, again, resume, STOP | {"step": 12, "reason": "failed: no memory"})
+    assert told_twice(run).state == "failed"
+    live(run, start)
+    found = told_twice(run)
+    assert (found.state, found.steps, found.starts, found.losses) == ("killed", 0, 1, [])
+
+
+def test_writing_the_summary_takes_a_fixed_share_of_the_time(tmp_path, monkeypatch):
+    now, written_at, cost_s = 0.0, [], 0.01
+
+    def write(*_, **__):
+        nonlocal now
+        written_at.append(now)
+        now += cost_s
+
+    monkeypatch.setattr(summary, "write_atomically", write)
+    monkeypatch.setattr(summary, "time", SimpleNamespace(perf_counter=lambda: now))
+    run = lived(tmp_path / "run", 1)
+    with closing(Run(run)) as opened:
+        written_at.clear()
+        for number in range(100_000):
+            now += 0.01
+            event = {"event": "step", "step": number + 2, "loss": 1.0}
+            opened._summary.add(event)
+            opened._summary.add({**event, "event": "checkpoint"})
+    assert 0.0004 < len(written_at) * cost_s / now < 0.0006
+    gaps = np.diff(written_at)
+    assert gaps.max() < 1.1 * cost_s / 0.0005
+
+
+@pytest.mark.parametrize("event", ["epoch", "step"])
+def test_of_many_losses_some_are_kept_evenly_spread_and_the_newest(tmp_path, event):
+    growing = GrowingSummary(tmp_path)
+    for number in range(1, 10_001):
+        at = {"epoch": number, "step": number, "loss": float(number), "train_seconds": 1.0}
+        growing.add({"event": event, **at})
+    losses = growing.complete().losses
+    assert 32 <= len(losses) <= 64
+    assert losses[-1] == 10_000
+    assert len({*np.diff(losses[:-1])}) == 1
+
+
+def test_a_failure_that_others_record_counts_unless_the_run_has_gone_on(tmp_path):
+    run = lived(tmp_path / "run")
+    result = run / "result.json"
+    result.write_text(json.dumps({"status": "failed", "reason": "failed: rank 1 hangs"}))
+    found = told_twice(run)
+    assert (found.state, found.reason) == ("failed", "failed: rank 1 hangs")
+    os.utime(result, (1.0, 1.0))
+    assert told_twice(run).state == "killed"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]", '{"format": 1, "state": 7}', "{}", "[" * 10**5]
+)
+def test_a_damaged_or_foreign_summary_is_told_and_the_records_tell_the_rest(tmp_path, content):
+    run = lived(tmp_path / "run")
+    (run / "summary.json").write_text(content)
+    found = only(tmp_path)
+    assert (found.state, found.steps) == ("damaged", 18)
+    assert "summary.json" in found.reason
+    live(run, STOP)
+    assert told_twice(run).state == "completed", "and the next record mends it"
+    (run / "summary.json").write_text('{"accuracy": 0.9}')
+    with pytest.raises(UserError, match="is not samestep's"):
+        Run(run)
 
 
 @pytest.mark.parametrize(("age_s", "state"), [(0, "running"), (600, "killed")])
@@ -77,52 +182,6 @@ def test_a_run_that_another_machine_opened_runs_while_it_writes(tmp_path, age_s,
     written = (run / "events.jsonl").stat().st_mtime - age_s
     os.utime(run / "events.jsonl", (written, written))
     assert only(tmp_path).state == state
-
-
-@pytest.mark.parametrize(
-    ("reason", "state"),
-    [("finished", "completed"), ("SIGTERM", "stopped"), ("failed: out of memory", "failed")],
-)
-def test_without_its_result_the_last_record_tells_how_a_run_ended(tmp_path, reason, state):
-    run = write_run(tmp_path / "run", finished=False)
-    append(run, {"event": "stop", "step": 18, "reason": reason})
-    found = only(tmp_path)
-    assert (found.state, found.reason) == (state, reason)
-
-
-def test_an_earlier_result_does_not_speak_for_one_that_was_killed(tmp_path):
-    run = write_run(tmp_path / "run")
-    write_result(run, best={"metric": "accuracy", "value": 0.99}, steps=18)
-    write_index(run, 0.5)
-    start = json.loads(lines_of(run)[0])
-    resume = {"event": "resume", "step": 12, "checkpoint": "checkpoint_epoch_2.pt"}
-    step = {"event": "step", "step": 13, "loss": 1.0, "seconds": 99.0}
-    append(run, {**start, "resumed": True, "world_size": 4}, resume, step)
-    found = only(tmp_path)
-    assert (found.state, found.value, found.world_size) == ("killed", 0.5, 4)
-    assert found.losses == (1 / 6, 1 / 12), "the third epoch is to be done again"
-    assert (found.steps, found.seconds) == (13, 99.0)
-    run = write_run(tmp_path / "b" / "run")
-    best = {"metric": "accuracy", "mode": "max", "value": 0.99}
-    write_result(run, best=best, steps=18, training_seconds=1.0)
-    write_index(run, 0.5)
-    step = {"event": "step", "step": 20, "loss": 1.0, "seconds": 99.0}
-    append(run, step, {"event": "stop", "step": 20, "reason": "SIGTERM"})
-    found = only(tmp_path / "b")
-    assert (found.state, found.value, found.steps) == ("stopped", 0.5, 20)
-    assert found.seconds == 99.0
-
-
-@pytest.mark.parametrize(
-    ("accuracy", "best"),
-    [(lambda epoch: 1 - 1 / (epoch + 1), ("accuracy", "max", 0.75)), (None, (None, None, None))],
-    ids=["validated", "not validated"],
-)
-def test_of_a_loop_of_ones_own_the_evaluations_tell_the_best(tmp_path, accuracy, best):
-    run = write_run(tmp_path / "gan", accuracy=accuracy)
-    (run / "settings.toml").write_text("epochs = 1\nseed = 0\n[options]\n")
-    found = only(tmp_path)
-    assert (found.recipe, found.metric, found.mode, found.value) == ("toy", *best)
 
 
 def test_runs_in_a_folder_of_the_folder_are_found_and_profiles_and_files_are_not_runs(tmp_path):
@@ -136,41 +195,12 @@ def test_runs_in_a_folder_of_the_folder_are_found_and_profiles_and_files_are_not
     assert [run.name for run in read_runs(tmp_path)] == ["sweep/one"]
 
 
-def large(run, *, count, epochs):
-    """Write records of some 20 MB: many steps, and an epoch at even distances."""
-    start = lines_of(run)[0]
-    step = json.dumps({"event": "step", "step": 1, "loss": 2.0, "seconds": 1.0, "pad": "x" * 900})
-    with (run / "events.jsonl").open("w") as file:
-        file.write(start)
-        for epoch in range(1, epochs + 1):
-            file.write((step + "\n") * (count // epochs))
-            at = {"epoch": epoch, "step": epoch * 100, "loss": 1 / epoch, "train_seconds": 1.0}
-            file.write(json.dumps({"event": "epoch", **at}) + "\n")
-        last = {"step": epochs * 100, "loss": 0.5, "seconds": 321.0}
-        file.write(json.dumps({"event": "step", **last}) + "\n")
-
-
-@pytest.mark.parametrize("epochs", [2, 10_000])
-def test_of_large_records_only_blocks_are_read(tmp_path, monkeypatch, epochs):
-    run = write_run(tmp_path / "run", finished=False)
-    large(run, count=20_000, epochs=epochs)
-    read = []
-    real = os.read
-    monkeypatch.setattr(os, "read", lambda file, n: read.append(n) or real(file, n))
-    found = only(tmp_path)
-    assert sum(read) < 2**20 < (run / "events.jsonl").stat().st_size / 15
-    assert (found.epochs, found.steps, found.seconds) == (epochs, epochs * 100, 321.0)
-    assert len(found.losses) >= 12 or epochs == 2
-    assert (found.losses[0] > 10 * found.losses[-1]) == (epochs > 2)
-
-
 def test_the_order_is_the_one_asked_for_and_the_lowest_best_if_it_is_to_fall(tmp_path):
     for place, (value, seconds) in enumerate([(0.5, 9.0), (0.9, 5.0), (0.7, 7.0)]):
-        run = write_run(tmp_path / f"run-{place}")
-        best = {"metric": "accuracy", "mode": "max", "value": value}
-        write_result(run, best=best, training_seconds=seconds, steps=18)
-        change_start(run, time=[200.0, 300.0, 100.0][place])
-    write_run(tmp_path / "run-3", finished=False)
+        start = {"time": [200.0, 300.0, 100.0][place]}
+        run = lived(tmp_path / f"run-{place}", start=start, accuracy=lambda _, value=value: value)
+        live(run, STOP, result={**ENDED, "training_seconds": seconds})
+    lived(tmp_path / "run-3", accuracy=lambda _: 0.8)
 
     def places(by):
         return [int(run.name[-1]) for run in sorted_runs(read_runs(tmp_path), by)]
@@ -181,8 +211,7 @@ def test_the_order_is_the_one_asked_for_and_the_lowest_best_if_it_is_to_fall(tmp
     assert places("duration") == [3, 0, 2, 1]
     assert places("state") == [1, 0, 2, 3]
     for name, value in (("high", 2.0), ("low", 1.0)):
-        run = write_run(tmp_path / "b" / name)
-        write_result(run, best={"metric": "loss", "mode": "min", "value": value}, steps=18)
+        lived(tmp_path / "b" / name, start={"monitor": "loss"}, loss=lambda _, value=value: value)
     assert [run.name for run in sorted_runs(read_runs(tmp_path / "b"), "metric")] == ["low", "high"]
 
 
@@ -221,7 +250,7 @@ def test_what_cannot_be_read_is_damaged_and_says_why(tmp_path):
     names = damaged_folder(tmp_path)
     found = read_runs(tmp_path)
     assert {run.name for run in found} == names
-    assert {run.state for run in found} == {"damaged"}
+    assert [run.name for run in found if run.state != "damaged"] == []
     assert all(run.reason for run in found)
     whole = next(run for run in found if run.name == "torn-result-2")
     assert (len(whole.losses), whole.steps) == (3, 18), "what is whole is told"
@@ -235,7 +264,8 @@ VALUES = ["null", "-1", "1e308", "NaN", '"x"', "[1]", "{}", "true", "9" * 400]
 def test_whatever_a_field_holds_the_run_is_listed(tmp_path, value):
     run = write_run(tmp_path / "run")
     best = {"metric": "METRIC", "mode": "min", "value": "VALUE"}
-    write_result(run, best=best, training_seconds="VALUE", epochs="VALUE", steps="VALUE")
+    result = {"best": best, "training_seconds": "VALUE", "epochs": "VALUE", "steps": "VALUE"}
+    (run / "result.json").write_text(json.dumps({"status": "completed", **result}))
     for name in ("result.json", "events.jsonl"):
         text = (run / name).read_text().replace('"VALUE"', value)
         text = text.replace('"time": 0.0', f'"time": {value}').replace('"METRIC"', value)
@@ -322,6 +352,14 @@ def test_a_run_not_begun_and_one_told_by_its_lock_are_read(tmp_path):
 def _hold(run):
     with lock_run(run):
         signal.pause()
+
+
+def test_a_killed_run_whose_summary_lags_is_listed_with_its_newest_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(summary, "_SHARE", -1.0)
+    run = lived(tmp_path / "run", num_records=9)
+    steps = [step for line in lines_of(run) if (step := json.loads(line).get("step"))]
+    assert json.loads((run / "summary.json").read_text())["steps"] == 0
+    assert (only(tmp_path).state, only(tmp_path).steps) == ("killed", max(steps))
 
 
 def test_what_an_earlier_attempt_ended_with_does_not_speak_for_one_that_was_killed(run):

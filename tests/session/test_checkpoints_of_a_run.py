@@ -115,7 +115,7 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(opened, tmp_path, ga
     assert not told(tmp_path)
     assert not (tmp_path / "checkpoints" / "index.json").exists()
     gate.set()
-    session.saver._writing.thread.join(60)
+    session.saver.writing.thread.join(60)
     session.emit({"event": "step", "step": 12})
     told_of = [record["event"] for record in all_records(tmp_path)]
     assert told_of == ["start", "step", "checkpoint", "step"], "with the next record"

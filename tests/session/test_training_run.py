@@ -4,7 +4,6 @@ import math
 import shutil
 import signal
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from samestep import read_records
 from samestep.base.run.directory import SWEEP
 from samestep.base.run.records import KINDS
 from samestep.core.session.halving import halving_of
-from samestep.core.session.training_run import run_session
+from samestep.core.session.training_run import Shown, run_session
 from samestep.core.training.stopping import ReceivedSignal
 from samestep.launch.ranks.world import World
 from samestep.shell.api.call import as_in_fresh_process
@@ -29,7 +28,7 @@ FLAGS = ("--epochs", "2", "--threads", "1")
 
 def session(target: Path, *flags: str, stop_at: int | None = None) -> dict[str, Any]:
     """Call run_session alone; a signal comes in when the record of step `stop_at` is shown."""
-    received, shown, begun = ReceivedSignal(), [], []
+    received, shown, also, begun = ReceivedSignal(), [], [], []
 
     def show(record):
         shown.append(record)
@@ -41,10 +40,9 @@ def session(target: Path, *flags: str, stop_at: int | None = None) -> dict[str, 
             parse([str(target), *flags])[1],
             World(),
             received=received,
-            show=show,
-            begin=lambda path: begun.append((str(path), len(shown))),
-            started_at=time.time(),
+            shown=Shown((show, also.append), lambda path: begun.append((str(path), len(shown)))),
         )
+    assert also == shown
     return {"shown": shown, "begun": begun, "outcome": outcome}
 
 

@@ -94,7 +94,8 @@ def test_a_damaged_line_inside_the_records_is_told_and_no_traceback(tmp_path, li
 def test_a_result_that_cannot_be_read_is_left_aside(write, result):
     stop = {"event": "stop", "step": 10, "reason": "finished"}
     progress = write(START, step(10), stop, result=result)
-    assert (progress.step, progress.status, progress.why) == (10, "", "")
+    assert (progress.step, progress.status, progress.why) == (10, "completed", "finished")
+    assert "result.json" in progress.damage
 
 
 _HEAD = (

@@ -291,7 +291,7 @@ def _same_data_on_every_rank(patch):
 
 def _micro_steps_not_averaged(patch):
     original = EagerStep._micro_step
-    changed = lambda self, part, weight, terms: original(self, part, 1.0, terms)  # noqa: E731
+    changed = lambda self, part, weight: original(self, part, 1.0)  # noqa: E731
     patch.setattr(EagerStep, "_micro_step", changed)
 
 

@@ -19,7 +19,8 @@ from samestep.prove.verification.verify_recipe import (
     gather,
     judge_evidence,
 )
-from samestep.shell.commands.verify import parse
+from samestep.shell.commands.target import parse_target
+from samestep.shell.commands.verify import FORM
 from tests.command_line import end_with_first_failure
 from tests.processes import start_ranks
 
@@ -47,7 +48,7 @@ def gathered(
 ) -> Gathered:
     """Run all starts of a recipe; the ranks do what those of the command do."""
     arguments = [str(recipe), "--device", "cpu", *flags]
-    _, request = parse(arguments)
+    _, request = parse_target(FORM, arguments)
     launch = partial(_launch, arguments, folder)
     return Gathered(request, gather(request, sizes, launch, lightning=lightning, **more))
 

@@ -19,7 +19,8 @@ from samestep.prove.verification.rows.model import ProcessOutputs
 from samestep.prove.verification.rows.state import ModuleCall
 from samestep.prove.verification.short_trainings import RankReport, RecipeFacts, plan_starts
 from samestep.prove.verification.trace import Trace
-from samestep.shell.commands.verify import parse
+from samestep.shell.commands.target import parse_target
+from samestep.shell.commands.verify import FORM
 
 
 def kept_call(name: str, given: list[float], made: list[float]) -> ModuleCall:
@@ -105,7 +106,7 @@ def different(evidence: Evidence) -> dict[str, str | None]:
 
 def recipe_under_test(recipe: Path, *flags: str) -> RecipeUnderTest:
     """Return a recipe with its few samples in this process."""
-    _, request = parse([str(recipe), "--device", "cpu", *flags])
+    _, request = parse_target(FORM, [str(recipe), "--device", "cpu", *flags])
     splits = request.recipe.load_data(request.options)
     size = choose_training_size(num_samples(splits.train), num_samples(splits.validation), (1, 2))
     return RecipeUnderTest(

@@ -17,13 +17,25 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
+
+import msgspec
 
 from samestep.base.errors import UserError
 from samestep.base.machine import usable_cores
 from samestep.base.nearby import nearby
-from samestep.base.run.files import Held, cannot_write, hold, read_object, write_text
-from samestep.base.run.records import Record, check_format, first_start
+from samestep.base.run.files import Held, cannot_write, hold, open_regular, read_object, write_text
+from samestep.base.run.records import RUN_FORMAT, Record, check_format, first_start
+from samestep.base.run.summary import (
+    SUMMARY,
+    GrowingSummary,
+    State,
+    Summary,
+    SummaryFile,
+    check_ours,
+    last_step,
+    read_growing,
+)
 from samestep.base.version import __version__
 
 # What is recorded of the environment. Everything else may hold a secret.
@@ -171,6 +183,7 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         check_format(first_start(path), path)  # before anything in it is touched
+        check_ours(path)
         self.path = path
         self.checkpoints = path / "checkpoints"
         try:
@@ -188,9 +201,10 @@ class Run:
         for torn in self.checkpoints.glob(".*.tmp"):
             torn.unlink(missing_ok=True)
         self._result_before = _written_ns(path / "result.json")
+        self._summary = SummaryFile(path)
 
     def append(self, record: Record) -> None:
-        """Add one record to events.jsonl."""
+        """Add one record to events.jsonl, and keep summary.json."""
         rest = memoryview(f"{json.dumps(plain(record))}\n".encode())
         end = self._events.seek(0, os.SEEK_END)
         try:
@@ -203,6 +217,7 @@ class Run:
             with contextlib.suppress(OSError):  # else the next record would follow a torn one
                 self._events.truncate(end)
             raise cannot_write(self.path / "events.jsonl", error) from error
+        self._summary.add(record)
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write result.json, unless this is a failure after the watcher has written who hung.
@@ -214,6 +229,7 @@ class Run:
         if result.get("status") == "failed" and is_new and "stall" in read_object(path):
             return
         write_text(path, json.dumps(plain(result), indent=2) + "\n")
+        self._summary.end(result)
 
     def write_environment(self, facts: Mapping[str, Any]) -> None:
         """Write environment.json: versions, the machine, and the variables that are allowed."""
@@ -272,7 +288,7 @@ def is_written(path: Path) -> bool:
     shape, place = ("@qqihh", 3) if sys.platform == "darwin" else ("@hhqqi4x", 0)
     asked = [fcntl.F_WRLCK if number == place else 0 for number in range(5)]
     try:
-        with (path / "run.lock").open("rb") as file:
+        with open_regular(path / "run.lock") as file:
             answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(shape, *asked))
     except OSError:
         return False
@@ -306,53 +322,83 @@ class Heartbeat:
                 self._path.touch()
 
 
-Ending = Literal["running", "completed", "stopped", "failed", "killed"]
-
-_AFTER_TRAINING = ("evaluation", "baselines", "picture")
 _FRESH_S = 120.0
 """A run on another machine counts as running if it wrote within this time."""
 
 
-def how_it_ended(
-    path: Path, last: Mapping[str, Any], result: Mapping[str, Any]
-) -> tuple[Ending, str]:
-    """Return how the latest attempt ended, and the reason that was recorded; "" if there is none.
+def read_summary(run: Path) -> tuple[Summary, list[str]]:
+    """Return a run in short, as far as it can be read, and what is damaged.
 
-    `last` is the last record. The `result` of an earlier attempt does not speak for a later one.
+    Its state is that of now, such as `killed`. Without summary.json its records tell.
     """
-    was_opened = (path / "run.lock").is_file()  # to open what is not a file may block
-    if was_opened and is_written(path):
+    damage: list[str] = []
+    try:
+        with open_regular(run / SUMMARY) as file:
+            known = msgspec.convert(json.loads(file.read()), Summary)
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
+        if not isinstance(error, FileNotFoundError):
+            damage.append(f"{SUMMARY} is damaged, or not samestep's")
+        known = _by_records(run, damage)
+    else:
+        if known.format > RUN_FORMAT:
+            damage.append(f"its run format {known.format} is newer than this samestep")
+        if not (run / "events.jsonl").exists():
+            damage.append("events.jsonl is missing")
+    if known.state == "running" or is_written(run):
+        known.state, known.reason = _state_now(run)
+    if known.state == "killed":
+        known.steps = max(known.steps, last_step(run))
+    return known, damage
+
+
+def _by_records(run: Path, damage: list[str]) -> Summary:
+    growing, has_result = GrowingSummary(run), (run / "result.json").exists()
+    if has_result and not read_object(run / "result.json"):
+        damage.append("result.json is damaged")
+    try:
+        growing, events = read_growing(run)
+        if (events.num_read or events.torn) and not growing.known.starts:
+            damage.append("events.jsonl has no start record")
+        damage += [
+            f"line {number} of {run / 'events.jsonl'} is damaged" for number in events.damaged[:1]
+        ]
+        if not events.num_read and has_result and (run / "checkpoints").is_dir():
+            damage.append("events.jsonl is missing")
+        growing.complete()
+    except OSError as error:
+        damage.append(f"events.jsonl cannot be read: {error.strerror}")
+    except UserError as error:  # a newer format, or a damaged index of the checkpoints
+        damage.append(error.what.partition(", and")[0])
+    return growing.known
+
+
+def _state_now(run: Path) -> tuple[State, str]:
+    """Return the state of a run that has not recorded its end, and the reason."""
+    if is_written(run):
         return "running", ""
-    event, step, status = last.get("event"), last.get("step"), result.get("status")
-    if event == "stop":
-        reason = str(last.get("reason") or "")
-        if result.get("steps", step) == step:
-            match status:
-                case "completed" | "stopped" | "failed":
-                    return status, reason
-        if reason.startswith("failed"):  # a kill prevented result.json
-            return "failed", reason
-        return ("stopped" if reason.startswith("SIG") else "completed"), reason
-    # The result is written before pictures, and a kill came after it.
-    completed = event in _AFTER_TRAINING and result.get("steps") == step and status == "completed"
-    if completed or status == "failed":
-        return ("completed" if completed else "failed"), str(result.get("reason") or "")
-    return ("running" if was_opened and _lives_elsewhere(path) else "killed"), ""
+    # Who has started the ranks, or watches them, may have written it.
+    written, result_written = (_written_ns(run / n) or 0 for n in ("events.jsonl", "result.json"))
+    result = read_object(run / "result.json")
+    if result.get("status") == "failed" and result_written >= written:
+        return "failed", str(result.get("reason") or "")
+    return ("running" if _lives_elsewhere(run) else "killed"), ""
 
 
-def _lives_elsewhere(path: Path) -> bool:
+def _lives_elsewhere(run: Path) -> bool:
     """Whether another machine opened the run and has written lately.
 
     Some file systems do not pass locks on to other machines.
     """
     try:
-        owner = (path / "run.lock").read_text().rpartition(" on ")[2].strip()
+        with open_regular(run / "run.lock") as file:
+            owner = file.read().decode().rpartition(" on ")[2].strip()
     except (OSError, UnicodeDecodeError):
         return False
-    if owner in ("", socket.gethostname()):
-        return False
-    for name in ("events.jsonl", STEPPED):
-        with contextlib.suppress(OSError):
-            if time.time() - (path / name).stat().st_mtime < _FRESH_S:
-                return True
-    return False
+    quiet_s = seconds_since_sign(run)
+    return owner not in ("", socket.gethostname()) and quiet_s is not None and quiet_s < _FRESH_S
+
+
+def seconds_since_sign(run: Path) -> float | None:
+    """Return how long ago a run last took a step or wrote a record; None if it never did."""
+    times = [_written_ns(run / name) or 0 for name in (STEPPED, "events.jsonl")]
+    return max(0.0, time.time() - max(times) / 1e9) if any(times) else None

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,16 +19,20 @@ from samestep.base.words import size
 _T = TypeVar("_T")
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], _T]) -> _T:
-    """Write a file under a temporary name, sync it, then rename it; return what `write` does."""
+def write_atomically(path: Path, write: Callable[[BinaryIO], _T], *, sync: bool = True) -> _T:
+    """Write a file under a temporary name, sync it, then rename it; return what `write` does.
+
+    Without `sync`, a machine that crashes may leave an empty file; a process that dies may not.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             result = write(file)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         temporary.replace(path)
-        if os.name == "posix":
+        if sync and os.name == "posix":
             descriptor = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -94,10 +99,22 @@ def toml_of(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid TOML: it is nested too deeply.") from error
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to read; to open a FIFO would wait for its writer."""
+    flags = getattr(os, "O_NONBLOCK", 0)
+    file = open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    return file
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if it is missing or damaged."""
     try:
-        found = json.loads(path.read_text())
+        with open_regular(path) as file:
+            # Earlier versions wrote NaN and Infinity, which are not JSON.
+            found = json.loads(file.read(), parse_constant=lambda _: None)
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from samestep.base.errors import UserError
+from samestep.base.run.files import open_regular
 
 Record = dict[str, Any]
 """One line of events.jsonl: `event` first, then the fields of its kind."""
@@ -369,9 +370,7 @@ def parse_lines(text: bytes, *, checked: bool = False) -> list[Record | None]:
 def _parse(line: bytes, *, checked: bool) -> Record | None:
     try:
         record = _DECODER.decode(line)
-    except RecursionError:
-        return None
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         try:  # NaN, which earlier versions wrote, and a path's bytes that are not UTF-8
             record = json.loads(line, parse_constant=lambda _: None)
         except (ValueError, RecursionError):
@@ -406,7 +405,7 @@ class RecordFile:
         """
         self.torn = False
         missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
-        with missing, self._path.open("rb") as file:
+        with missing, open_regular(self._path) as file:
             file.seek(self._offset)
             while not self.torn and (lines := file.readlines(_CHUNK_BYTES)):
                 if not lines[-1].endswith(b"\n"):
@@ -437,7 +436,7 @@ def check_format(start: Record, path: Path) -> None:
 
 def samples_per_step(plan: Mapping[str, Any]) -> float:
     """Return the samples of most steps by a `start` record, or their mean if they are by tokens."""
-    if plan.get("batch_tokens"):
+    if plan.get("batch_tokens") and plan["steps_per_epoch"]:
         return float(plan["num_samples"] / plan["steps_per_epoch"])
     return float(plan["global_batch_size"])
 
@@ -472,7 +471,7 @@ def read_records(path: str | PathLike[str], *, superseded: bool = False) -> Iter
 def first_start(path: Path) -> Record:
     """Return the `start` record in the first line of a run's records; {} if there is none."""
     try:
-        with (path / "events.jsonl").open("rb") as file:
+        with open_regular(path / "events.jsonl") as file:
             record = _parse(file.readline(), checked=False)
     except OSError:
         return {}

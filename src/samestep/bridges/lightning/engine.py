@@ -47,8 +47,8 @@ from samestep.core.training.loop import (
     judge,
     stop_early,
 )
-from samestep.core.training.loss_checks import check_used
 from samestep.core.training.meter import Meter, epoch_record
+from samestep.core.training.objective import check_used
 from samestep.core.training.optimizer import check_trial, optimizer_of
 from samestep.core.training.optimizer_state import Trial
 from samestep.core.training.plan import Plan, is_recorded, learning_rate

@@ -217,7 +217,7 @@ class TrackerLogger(Logger):
         record = {"event": event, **values}
         self._attempt(lambda run: run.append(record))
         if self._trackers is not None:
-            self._trackers.show(record)
+            self._trackers.take(record)
 
     def _attempt(self, write: Callable[[Run], None]) -> None:
         """Write something; a full disk must not end the training."""

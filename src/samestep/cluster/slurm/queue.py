@@ -1,6 +1,5 @@
 """What `samestep slurm status` shows: Slurm's queue, and how far the run of each job has come."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -13,9 +12,8 @@ from pathlib import Path
 
 from samestep.base.errors import UserError
 from samestep.base.nearby import nearby
-from samestep.base.run.directory import STEPPED, is_run
+from samestep.base.run.directory import is_run, read_summary
 from samestep.base.run.files import read_object
-from samestep.base.run.records import RecordFile, as_uninterrupted, samples_per_step
 from samestep.cluster.slurm.options import OPTIONS, read_time
 from samestep.cluster.slurm.restarts import BEGUN, last_start
 from samestep.cluster.slurm.script import MARK
@@ -332,59 +330,31 @@ class Progress:
     why: str = ""
     quiet_s: float | None = None
     """Seconds since the last step or record, of a job that runs; None for any other."""
-    damage: str = ""  # why these are unknown, where the records cannot be read
+    damage: str = ""  # what cannot be read, so that the others may be incomplete
 
 
 def read_progress(run: Path) -> Progress | None:
     """Return a run's progress, or None if it has not begun."""
-    result = read_object(run / "result.json")
-    status, why = result.get("status", ""), str(result.get("reason", ""))
-    events = RecordFile(run / "events.jsonl", checked=True)
-    try:
-        records = as_uninterrupted(events.read_all(), run)
-    except (OSError, UserError) as error:
-        return Progress(status=status, why=why, damage=f"unknown: {error}".split(". ")[0])
-    if events.damaged:
-        damage = f"unknown: line {events.damaged[0]} of {run / 'events.jsonl'} is damaged"
-        return Progress(status=status, why=why, damage=damage)
-    starts, steps, saved = (
-        [r for r in records if r["event"] == event] for event in ("start", "step", "checkpoint")
-    )
-    if not starts:
-        return Progress(status=status, why=why) if result and not events.num_read else None
-    plan, eta_s = starts[-1], None
-    moved = [r for r in records if r["event"] in ("step", "epoch", "checkpoint", "stop")]
-    step = max((r["step"] for r in moved if isinstance(r.get("step"), int)), default=0)
-    total = plan.get("total_steps") or 0  # the end of a stream is unknown
-    epochs = plan.get("epochs") or 0
-    epoch = max((r.get("epoch") or 1 for r in moved), default=1)  # for a stream
-    if plan["steps_per_epoch"] is not None:
-        epoch = min(step // plan["steps_per_epoch"] + 1, epochs or sys.maxsize)
-    if total and steps and steps[-1].get("samples_per_s"):
-        eta_s = (total - step) * samples_per_step(plan) / steps[-1]["samples_per_s"]
-    # The result may be of an earlier start: it is the latest's after a stop, or a kill without one.
-    is_latest = records[-1]["event"] == "stop" or (
-        status == "failed"
-        and (run / "result.json").stat().st_mtime > (run / "events.jsonl").stat().st_mtime
-    )
+    (known, damage), result = read_summary(run), read_object(run / "result.json")
+    status = "" if known.state in ("running", "killed") else known.state
+    why = known.reason or str(result.get("reason", ""))
+    if not known.starts:
+        found = Progress(status=status, why=why, damage="; ".join(damage))
+        return found if result or damage else None
+    epoch = known.epoch  # of a stream
+    if known.steps_per_epoch is not None:
+        epoch = min(known.steps // known.steps_per_epoch + 1, known.total_epochs or sys.maxsize)
+    total = known.total_steps or 0  # the end of a stream is unknown
     return Progress(
-        step=step,
+        step=known.steps,
         total_steps=total,
         epoch=epoch,
-        epochs=epochs,
-        loss=steps[-1]["loss"] if steps else None,
-        checkpoint_step=saved[-1]["step"] if saved else None,
-        eta_s=eta_s,
-        starts=len(starts),
-        status=status if is_latest else "",
+        epochs=known.total_epochs or 0,
+        loss=known.loss,
+        checkpoint_step=known.checkpoint_step,
+        eta_s=(total - known.steps) * known.step_s if total and known.step_s else None,
+        starts=known.starts,
+        status=status,
         why=why,
+        damage="; ".join(damage),
     )
-
-
-def seconds_since_sign(run: Path) -> float | None:
-    """Return how long ago a run last took a step or wrote a record; None if it never did."""
-    times = []
-    for name in (STEPPED, "events.jsonl"):
-        with contextlib.suppress(OSError):
-            times.append((run / name).stat().st_mtime)
-    return max(0.0, time.time() - max(times)) if times else None

@@ -4,23 +4,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from samestep.base.errors import UserError, defined_at, made_by
 from samestep.base.settings import Settings
 from samestep.core.data.blocks import Lap, untimed
-from samestep.core.data.loader_source import LoaderSource
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.order import SHUFFLED, ordering_of
 from samestep.core.data.source import ReadOptions, Source
-from samestep.core.data.stream_lanes import is_stream
-from samestep.core.data.stream_source import StreamSource
 from samestep.core.recipe import InMemory, Recipe
 from samestep.core.recipe_checks import shown
 from samestep.launch.ranks.world import World
 
 _EVALUATED_TOGETHER = 32
 """Samples of a batch over which an evaluation makes a loss, where no setting says how many."""
+
+
+def is_stream(data: Any) -> bool:
+    """Whether data is read from its beginning on, not by index; a DataLoader gives no samples."""
+    if isinstance(data, IterableDataset):
+        return True
+    if isinstance(data, DataLoader):
+        return False
+    return hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
 
 
 def open_source(
@@ -49,9 +55,13 @@ def open_source(
             )
         return MemorySource(data, reading)
     if is_stream(data):
+        from samestep.core.data.stream_source import StreamSource  # noqa: PLC0415
+
         return StreamSource(data, reading, num_workers)
     sized = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if sized and not isinstance(data, Tensor | type | dict | str):
+        from samestep.core.data.loader_source import LoaderSource  # noqa: PLC0415
+
         return LoaderSource(data, reading, num_workers)
     raise UserError(
         f"{reading.data} is {shown(data)}; it must be (inputs, targets) tensors, "

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from samestep.base.trees import narrow, split_rows
+from samestep.base.trees import check_rows, narrow, split_rows
 from samestep.core.data.order import Order, share, step_range, steps_per_epoch
 from samestep.launch.ranks.world import World
 
@@ -45,6 +45,8 @@ class Block:
     """Of a stream: whether it ends with this block."""
     place: int = 0
     """Of a micro-step: its virtual rank."""
+    first_row: int = 0
+    """Of a micro-step: its first row in the share of its rank, or virtual rank."""
 
     def part(self, start: int, num_steps: int) -> "Block":
         """Return some of the steps, from the `start`-th of this block, without copying."""
@@ -67,8 +69,8 @@ class Block:
     def with_samples(self, inputs: Any, targets: Any, parts: "tuple[Block, ...]" = ()) -> "Block":
         """Return this block with its samples; faster than by `replace`."""
         first, count, rows, size = self.first_step, self.num_steps, self.rows, self.global_size
-        made = (inputs, targets, rows, self.weight, size, parts, self.last, self.place)
-        return Block(first, count, *made)
+        samples = (inputs, targets, rows, self.weight, size, parts)
+        return Block(first, count, *samples, self.last, self.place, self.first_row)
 
     def steps_of_indices(self) -> Iterator["Block"]:
         """Yield the steps one by one, before the samples are read."""
@@ -109,6 +111,21 @@ def cut_rows(
     num = -(-largest // batch_size)
     shares = [share(range(rows), part, num) for part in range(num)]
     return [(s.start, len(s), len(s)) if len(s) else (0, 1, 0) for s in shares]
+
+
+def cut_block(block: Block, cuts: Sequence[tuple[int, int, int]]) -> Sequence[Block]:
+    """Cut the samples of a rank's step into micro-steps, as `cut_rows` says."""
+    if len(cuts) == 1 and cuts[0] == (0, block.rows, block.rows):
+        return (block,)
+    check_rows((block.inputs, block.targets), block.rows)
+    parts, step, size = [], block.first_step, block.global_size
+    for start, count, counted in cuts:
+        inputs = narrow(block.inputs, start, count)
+        same = block.targets is block.inputs
+        targets = inputs if same else narrow(block.targets, start, count)
+        weight = block.weight if counted else 0.0
+        parts.append(Block(step, 1, inputs, targets, count, weight, size, first_row=start))
+    return parts
 
 
 def group_steps(
@@ -156,7 +173,7 @@ def micro_steps(block: Block, cut: Cut | None, world: World) -> Iterator[Block]:
             whole = count == len(block.inputs)
             indices = block.inputs if whole else block.inputs[first + start : first + start + count]
             step, size = block.first_step, block.global_size
-            yield Block(step, 1, indices, None, count, weight, size, place=part)
+            yield Block(step, 1, indices, None, count, weight, size, place=part, first_row=start)
         first += rows
 
 
@@ -175,7 +192,9 @@ def _share_or_stand_in(positions: range, world: World) -> tuple[range, float]:
 
     Virtual ranks need no stand-in: their collectives do not wait for a backward.
     """
-    parts = held_parts(world)
-    first, last = (part_of(positions, part, world) for part in (parts[0], parts[-1]))
-    mine = range(first.start, last.stop)
-    return (mine, 1.0) if mine or world.virtual_ranks else (positions, 0.0)
+    if not world.virtual_ranks:
+        mine = share(positions, world.rank, world.world_size)
+        return (mine, 1.0) if mine else (positions, 0.0)
+    held = held_parts(world)
+    first, last = (part_of(positions, part, world) for part in (held[0], held[-1]))
+    return range(first.start, last.stop), 1.0

@@ -4,6 +4,9 @@ Keys are mixed with SplitMix64 (Steele, Lea & Flood, 2014, "Fast splittable pseu
 generators"), on Python integers and, the same function, on int64 tensors.
 """
 
+import random
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,3 +79,10 @@ def _shift(value: Tensor, bits: int) -> Tensor:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def seed_reading(drawn: int) -> None:
+    """Seed the generators that a data set may draw from, before it gives a sample."""
+    torch.default_generator.manual_seed(drawn)
+    random.seed(drawn)
+    np.random.seed(drawn & 0xFFFFFFFF)  # noqa: NPY002 - what existing data sets draw from

@@ -1,7 +1,6 @@
 """Samples read one by one through PyTorch's DataLoader and its workers."""
 
 import contextlib
-import random
 import signal
 import threading
 import weakref
@@ -11,15 +10,13 @@ from functools import partial
 from itertools import chain, islice, tee
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset
 
 from samestep.base.errors import UserError, blame, listed
 from samestep.base.startup import forking_servants, stop_signals
 from samestep.core.data.blocks import Block, Read
 from samestep.core.data.collating import Collating, as_pair, name_of, unpacked
-from samestep.core.data.keyed_random import mix
+from samestep.core.data.keyed_random import mix, seed_reading
 from samestep.core.data.prefetch import on_device
 from samestep.core.data.source import OrderedSource, ReadOptions
 
@@ -199,13 +196,6 @@ _REMEDIES = {
     int(signal.SIGBUS): "There is too little shared memory: make /dev/shm larger (docker run "
     "--shm-size), or use fewer --num-workers.",
 }
-
-
-def seed_reading(drawn: int) -> None:
-    """Seed the generators that a data set may draw from, before it gives a sample."""
-    torch.default_generator.manual_seed(drawn)
-    random.seed(drawn)
-    np.random.seed(drawn & 0xFFFFFFFF)  # noqa: NPY002 - what existing data sets draw from
 
 
 def ignore_stop_signals(_worker: int) -> None:

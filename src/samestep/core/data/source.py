@@ -93,9 +93,24 @@ class Source(ABC):
     def __init__(self, reading: ReadOptions) -> None:
         self._reading, self._world = reading, reading.world
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether it is read from its beginning on, not by index."""
+        return self.num_samples == 0
+
+    def agree(self) -> None:  # noqa: B027 - of data of known length the ranks compare more
+        """Check that all ranks read the same stream."""
+
     def order_record(self) -> dict[str, Any]:
         """Return what the order depends on besides seed and sizes, for checkpoints."""
         return {}
+
+    def marks_at(self, epoch: int, step: int) -> dict[int, Any]:  # noqa: ARG002
+        """Return where this rank can start to read a stream after `step` steps of an epoch."""
+        return {}
+
+    def start_from(self, epoch: int, step: int, marks: dict[int, Any]) -> None:  # noqa: B027
+        """Let reading a stream start at these marks once these steps of that epoch are taken."""
 
     def steps_per_block(self, global_batch: int) -> int:  # noqa: ARG002 - memory asks for it
         """Return the most steps that a block holds: a power of two."""

@@ -19,8 +19,7 @@ from torch import Tensor
 from samestep.base.errors import UserError, blame
 from samestep.base.trees import tree_leaves
 from samestep.core.data.collating import name_of
-from samestep.core.data.keyed_random import mix, mix_next
-from samestep.core.data.loader_source import seed_reading
+from samestep.core.data.keyed_random import mix, mix_next, seed_reading
 from samestep.launch.ranks.world import World
 
 Mark = tuple[int, Any, bool]
@@ -32,15 +31,6 @@ _SHARED_BYTES = 2**20
 """Arrays of a stream from this size on are not copied."""
 _DROPPED = 256
 """Elements that are skipped at once."""
-
-
-def is_stream(data: Any) -> bool:
-    """Whether data is read from its beginning on, not by index; a DataLoader gives no samples."""
-    if isinstance(data, torch.utils.data.IterableDataset):
-        return True
-    if isinstance(data, torch.utils.data.DataLoader):
-        return False
-    return hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
 
 
 def num_shards(stream: Any) -> int:

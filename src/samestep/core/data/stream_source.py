@@ -13,13 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from samestep.base.errors import UserError, no_exit
 from samestep.core.data.blocks import Batch, Block, Cut, Read
 from samestep.core.data.collating import Collating, name_of
-from samestep.core.data.keyed_random import mix
-from samestep.core.data.loader_source import (
-    blame_worker,
-    ignore_stop_signals,
-    seed_reading,
-    starting_workers,
-)
+from samestep.core.data.keyed_random import mix, seed_reading
+from samestep.core.data.loader_source import blame_worker, ignore_stop_signals, starting_workers
 from samestep.core.data.order import share
 from samestep.core.data.prefetch import Pair, on_device
 from samestep.core.data.source import ReadOptions, Source
@@ -158,6 +153,10 @@ class StreamSource(Source):
     def loses_its_place(self) -> bool:
         """Whether the stream has a state that does not lead back."""
         return callable(getattr(self._stream, "state_dict", None)) and not self.goes_back
+
+    def order_record(self) -> dict[str, Any]:
+        """Return what the order depends on besides seed and sizes."""
+        return {"shuffle_buffer": self._reading.shuffle_buffer, "num_shards": self.num_shards}
 
     def marks_at(self, epoch: int, step: int) -> dict[int, Mark]:
         """Return where this rank can start to read after `step` steps of an epoch."""

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -15,17 +15,13 @@ from samestep.base.errors import UserError, defined_at, made_by
 from samestep.base.machine import usable_cores
 from samestep.base.phases import make_phases
 from samestep.base.settings import Settings
-from samestep.core.data.batches import open_split
+from samestep.core.data.batches import is_stream, open_split
 from samestep.core.data.blocks import held_parts
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.recipe_splits import load_splits
 from samestep.core.data.source import Source
-from samestep.core.data.stream_lanes import is_stream
-from samestep.core.data.stream_source import StreamSource
 from samestep.core.recipe import Recipe, Splits
-from samestep.core.session.initial_weights import InitialWeights, start_from
 from samestep.core.session.request import Request
-from samestep.core.training.after_epoch import AfterEpoch
 from samestep.core.training.alike import (
     arithmetic,
     check_same_model,
@@ -41,15 +37,6 @@ from samestep.core.training.apply import (
     summed,
     terms_of,
     timed,
-)
-from samestep.core.training.batch_transform import BatchTransform
-from samestep.core.training.carried import Carried
-from samestep.core.training.compiled import (
-    Compiles,
-    RenewableStep,
-    make_step,
-    what_compiles,
-    with_forward,
 )
 from samestep.core.training.device import (
     check_precision,
@@ -73,15 +60,22 @@ from samestep.core.training.optimizer import (
 )
 from samestep.core.training.optimizer_state import groups_of
 from samestep.core.training.plan import Plan, learning_rate, make_plan
-from samestep.core.training.prepare import Wrap, make_counter, place_loss, prepare, wrap
-from samestep.core.training.scheduler import Scheduler
-from samestep.core.training.sharding import build_once, compile_blocks, is_fsdp, shard
+from samestep.core.training.prepare import Wrap, is_fsdp, make_counter, place_loss, prepare, wrap
+from samestep.core.training.steps import Compiles, RenewableStep, make_step, what_compiles
 from samestep.core.training.stopping import Watch
 from samestep.core.training.unkept import Unkept
 from samestep.core.training.work import State, Step, Work
 from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.nproc import check_workers
 from samestep.launch.ranks.world import World
+
+if TYPE_CHECKING:
+    from samestep.core.session.initial_weights import InitialWeights
+    from samestep.core.training.after_epoch import AfterEpoch
+    from samestep.core.training.batch_transform import BatchTransform
+    from samestep.core.training.scheduler import Scheduler
+
+# What few trainings need is imported where they do.
 
 
 @dataclass(frozen=True)
@@ -95,7 +89,7 @@ class Built:
     """CPU threads of this rank."""
     unkept: Unkept
     """What no checkpoint holds."""
-    initial: InitialWeights | None = None
+    initial: "InitialWeights | None" = None
     """What the weights were before the first step, if model() has not made them."""
 
 
@@ -165,7 +159,7 @@ def build(
         learner=learner,
         step=step,
         after_epoch=after_epoch,
-        batch_transform=BatchTransform(recipe, settings, world) if mixes else None,
+        batch_transform=_batch_transform(recipe, settings, world) if mixes else None,
         train=train,
         validation=validation,
         evaluation_loss=judged,
@@ -187,12 +181,16 @@ def build(
     _check_followed(learner, plan, state.watch, splits)
     if is_fsdp(settings, world):
         return_freed_memory(world.device)
-    return Built(with_forward(work), state, splits, threads, tried.unkept, initial)
+    if settings.compile == "on":
+        from samestep.core.training.compiled import with_forward  # noqa: PLC0415
+
+        work = with_forward(work)
+    return Built(work, state, splits, threads, tried.unkept, initial)
 
 
 def _build_model(
     request: Request, world: World, dtype: torch.dtype, moment: Moment
-) -> tuple[nn.Module, nn.Module, ModelTrial, InitialWeights | None]:
+) -> "tuple[nn.Module, nn.Module, ModelTrial, InitialWeights | None]":
     """Return the model, shared out if it is to be, what takes the inputs, its trial, its weights.
 
     The last are those of --init-from.
@@ -200,16 +198,30 @@ def _build_model(
     settings, recipe = request.settings, request.recipe
     seed_alike(settings.seed)
     new, placed = partial(recipe.build_model, request.options), made_by(recipe.model)(prepare)
-    make = partial(build_once, new, world) if is_fsdp(settings, world) else new
+    make, shares_out = new, is_fsdp(settings, world)
+    if shares_out:
+        from samestep.core.training import sharding  # noqa: PLC0415
+
+        make = partial(sharding.build_once, new, world)
     model = world.on_every(lambda: placed(make(), settings, world, dtype))
     check_same_model(model, world)
     source, strict = settings.init_from, settings.init_strict
-    initial = None if source is None else start_from(model, Path(source), world, strict=strict)
+    initial = None
+    if source is not None:
+        from samestep.core.session.initial_weights import start_from  # noqa: PLC0415
+
+        initial = start_from(model, Path(source), world, strict=strict)
     restores = ModelTrial(model)  # before it is shared out or compiled
     takes = applied(model, recipe, moment, compiles=settings.compile == "on")
-    if is_fsdp(settings, world):
-        shard(model, takes, recipe, settings, world)
+    if shares_out:
+        sharding.shard(model, takes, recipe, settings, world)
     return model, takes, restores, initial
+
+
+def _batch_transform(recipe: Recipe, settings: Settings, world: World) -> "BatchTransform":
+    from samestep.core.training.batch_transform import BatchTransform  # noqa: PLC0415
+
+    return BatchTransform(recipe, settings, world)
 
 
 def _placed_losses(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -245,7 +257,7 @@ def planned(request: Request, train: Source | Plan, world_size: int) -> Plan:
 
 def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:
     """Return what compiled whole steps cannot take."""
-    return recipe.own_parts() + ("stream",) * isinstance(train, StreamSource)
+    return recipe.own_parts() + ("stream",) * train.is_stream
 
 
 def _make_learner(
@@ -262,6 +274,8 @@ def _make_learner(
 ) -> tuple[Learner, Callable[[nn.Parameter | None], nn.Module]]:
     """Put a built model on all ranks, and give it what changes it; return how it was put there."""
     if compiles == "model" and any_sharded(model):
+        from samestep.core.training.sharding import compile_blocks  # noqa: PLC0415
+
         compile_blocks(takes)
     wrapped = partial(_wrapped, takes, model, settings, world, compiles, wrap_model)
     terms = terms_of(recipe)
@@ -274,6 +288,11 @@ def _make_learner(
     ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
     optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))
     made = () if recipe.optimizer is None else groups_of(optimizer)  # what no scheduler has set
+    carried = None
+    if recipe.carry is not None:
+        from samestep.core.training.carried import carried_of  # noqa: PLC0415
+
+        carried = carried_of(recipe.carry, settings, plan, world)
     learner = Learner(
         model=model,
         applied=takes,
@@ -282,7 +301,7 @@ def _make_learner(
         scheduler=world.on_every(lambda: _scheduler_of(plan, settings, optimizer)),
         optimizer_maker=recipe.optimizer,
         made=made,
-        carried=_carried(recipe, settings, plan, world, train),
+        carried=carried,
         over_batch=recipe.loss_over == "batch",
         # Of mixed samples they would say nothing.
         measured=bool(in_training(recipe.metrics)) and recipe.batch_transform is None,
@@ -307,7 +326,7 @@ def _make_steps(
     world: World,
     seed: int,
     tried: Tried,
-) -> tuple[Learner, Step, AfterEpoch | None]:
+) -> "tuple[Learner, Step, AfterEpoch | None]":
     """Return the learner, what takes its steps, and what calls the recipe's `after_epoch`.
 
     With that, the steps may be built anew, so nothing else keeps the first ones.
@@ -315,6 +334,8 @@ def _make_steps(
     step = made(learner)
     if recipe.after_epoch is None:
         return learner, step, None
+    from samestep.core.training.after_epoch import AfterEpoch  # noqa: PLC0415
+
     bare = replace(learner, wrapped=learner.applied)
     again = RenewableStep(step, lambda: made(replace(bare, wrapped=wrapped(bare.counter))))
     taken = {*recipe.metrics, *tried.parts, *tried.evaluation_parts, *tried.measured}
@@ -350,32 +371,13 @@ def average_of(
     return OwnAverage(model, optimizer) if has_modes(optimizer) else None
 
 
-def _carried(
-    recipe: Recipe, settings: Settings, plan: Plan, world: World, train: Source
-) -> Carried | None:
-    """Return the state that the recipe carries from step to step, if any."""
-    if recipe.carry is None:
-        return None
-    if isinstance(train, StreamSource):
-        raise UserError(
-            "Recipe(carry=…) needs training data of a known order, so that a slot's samples follow "
-            "each other on any number of ranks; a stream has none. Give tensors or a map-style "
-            "Dataset."
-        )
-    if settings.batch_tokens is not None:
-        raise UserError(
-            "Recipe(carry=…) does not go with --batch-tokens: a slot's samples follow each other, "
-            "and steps have different numbers of samples. Give --batch-size."
-        )
-    dtype = data_dtype(settings.precision)
-    return Carried(recipe.carry, plan.global_batch_size, world, dtype, settings.seed)
-
-
 def _scheduler_of(
     plan: Plan, settings: Settings, optimizer: torch.optim.Optimizer
-) -> Scheduler | None:
+) -> "Scheduler | None":
     """Return the recipe's scheduler of PyTorch, if it has one."""
     if plan.makes_scheduler:
+        from samestep.core.training.scheduler import Scheduler  # noqa: PLC0415
+
         return Scheduler(plan, optimizer)
     if plan.schedule is not None:
         with made_by(plan.schedule):
@@ -474,7 +476,7 @@ def _check_same_values(source: Source, world: World) -> None:
 
 def _agree_on_stream(source: Source | None) -> None:
     """Let all ranks see whether a stream, if it is one, is the same on each of them."""
-    if isinstance(source, StreamSource):
+    if source is not None and source.is_stream:
         with random_numbers(0):
             source.agree()
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from samestep.base.errors import UserError, listed, said, what_to_install
 from samestep.base.nearby import nearby
 from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.files import sha256_of
-from samestep.base.run.index import Entry, find_checkpoint, read_index, verify
+from samestep.base.run.index import Entry, find_checkpoint, verify
 from samestep.base.run.loading import load, read_file
 from samestep.base.run.records import first_start
-from samestep.core.session.request import Request
 from samestep.core.session.weights_file import SAFETENSORS, weights_in
 from samestep.core.training.model_state import load_model, misfits
 from samestep.launch.ranks.world import World
@@ -45,6 +44,16 @@ class InitialWeights:
         left = f" Not loaded, as it did not fit: {listed(self.left_out, _MOST, '; ')}."
         return f"It starts from the weights in {self.path}.{left if self.left_out else ''}"
 
+    def check_unchanged(self, run: Path) -> None:
+        """Check that a run that begins again, without a checkpoint, starts from the same."""
+        before = first_start(run).get("init_from") or {}
+        if before and before["sha256"] != self.sha256:
+            raise UserError(
+                f"--init-from {self.path} is not what {run} began with: its SHA-256 was "
+                f"{before['sha256'][:12]}…, now it is {self.sha256[:12]}…. Put the file back, or "
+                "start a new run without --resume."
+            )
+
 
 def start_from(model: nn.Module, source: Path, world: World, *, strict: bool) -> InitialWeights:
     """Load weights into a new model, before ranks share it out; all ranks call it.
@@ -66,26 +75,6 @@ def start_from(model: nn.Module, source: Path, world: World, *, strict: bool) ->
     path, entry, digest = world.on_main(lambda: _found(source, what))
     left_out = world.on_every(lambda: _fill(model, _read(path, entry, what), what, strict=strict))
     return InitialWeights(path=str(path), sha256=digest, left_out=left_out)
-
-
-def as_built(request: Request, path: Path, world: World) -> Request:
-    """Return the request that is built: a run with a checkpoint starts from no other weights."""
-    settings = request.settings
-    if settings.init_from is None or not request.resume:
-        return request
-    known = world.on_main(lambda: is_run(path) and read_index(path / "checkpoints").checkpoints)
-    return replace(request, settings=replace(settings, init_from=None)) if known else request
-
-
-def check_unchanged(run: Path, now: InitialWeights) -> None:
-    """Check that a run that begins again, without a checkpoint, starts from the same weights."""
-    before = first_start(run).get("init_from") or {}
-    if before and before["sha256"] != now.sha256:
-        raise UserError(
-            f"--init-from {now.path} is not what {run} began with: its SHA-256 was "
-            f"{before['sha256'][:12]}…, now it is {now.sha256[:12]}…. Put the file back, or start "
-            "a new run without --resume."
-        )
 
 
 def _found(source: Path, what: str) -> tuple[Path, Entry | None, str]:

@@ -13,7 +13,6 @@ from samestep.base.run.own_modules import modules_note
 from samestep.base.run.records import read_records
 from samestep.base.settings import Settings
 from samestep.core.data.memory_source import MemorySource
-from samestep.core.data.stream_source import StreamSource
 from samestep.core.session.build import Built
 from samestep.core.session.free_space import room_notes, state_bytes
 from samestep.core.session.recipe_changes import recipe_changes
@@ -98,7 +97,7 @@ def asks_for_ranks(function: Callable[..., Any]) -> str:
 def _without_effect(work: Work) -> list[str]:
     """Return which settings have no effect here, and what takes a slower way."""
     settings, world = work.settings, work.world
-    train, is_stream = work.train, isinstance(work.train, StreamSource)
+    train, is_stream = work.train, work.train.is_stream
     never_saved = settings.checkpoint_every_steps is settings.checkpoint_every_minutes is None
     alone = world.world_size == 1
     found = batch_norms(work.learner.model.train())  # one may be kept in eval mode
@@ -123,7 +122,7 @@ def _without_effect(work: Work) -> list[str]:
         ),
         "The stream's state_dict does not lead back to the same element, or cannot be saved: a run "
         "that continues will read the earlier elements again, and skip them.": (
-            isinstance(train, StreamSource) and train.loses_its_place
+            getattr(train, "loses_its_place", False)
         ),
         "With --max-steps and no epochs, a stream that does not end is saved and evaluated only "
         "after the last step. --checkpoint-every-steps and --eval-every-steps do it before.": (

@@ -18,7 +18,6 @@ from samestep.base.startup import PARENT
 from samestep.core.data.batches import open_split
 from samestep.core.recipe import Recipe
 from samestep.core.session.build import Built
-from samestep.core.session.picture_making import PictureSource, picture_records
 from samestep.core.session.request import Request
 from samestep.core.session.restoring import load_first
 from samestep.core.session.session import Session, run_result
@@ -201,6 +200,8 @@ def _draw_pictures(
     agreement: Agreement,
 ) -> None:
     """Draw the run's pictures with the weights that were tested, or else with the best ones."""
+    from samestep.core.session import picture_making  # noqa: PLC0415 - no step waits for it
+
     work, folder = built.work, session.path / "checkpoints"
     tested = None if test is None else str(test["checkpoint"])
 
@@ -216,8 +217,11 @@ def _draw_pictures(
         return best.entry.path
 
     recipe = request.recipe
-    source = PictureSource(recipe=recipe, work=work, splits=built.splits, load_best=load_best)
-    for record in picture_records(source, session.path, built.state.position.step, agreement):
+    source = picture_making.PictureSource(
+        recipe=recipe, work=work, splits=built.splits, load_best=load_best
+    )
+    step = built.state.position.step
+    for record in picture_making.picture_records(source, session.path, step, agreement):
         session.emit(record)
 
 

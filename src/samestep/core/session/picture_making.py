@@ -21,10 +21,8 @@ from torch.utils.data import TensorDataset
 from samestep.base.errors import UserError, no_exit
 from samestep.base.run.pictures import FOLDER, Album, replace_pictures
 from samestep.base.run.records import Record
-from samestep.core.data.batches import open_split
-from samestep.core.data.keyed_random import mix
-from samestep.core.data.loader_source import seed_reading
-from samestep.core.data.stream_lanes import is_stream
+from samestep.core.data.batches import is_stream, open_split
+from samestep.core.data.keyed_random import mix, seed_reading
 from samestep.core.recipe import Recipe, Splits, is_cross_entropy
 from samestep.core.session.drawing import (
     SampleSubset,

@@ -216,7 +216,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _yaml_of(path: Path) -> dict[str, Any]:
     try:
-        from ruamel.yaml import YAML, YAMLError  # noqa: PLC0415 - an extra
+        from ruamel.yaml import YAML  # noqa: PLC0415 - an extra
+        from ruamel.yaml.error import YAMLError  # noqa: PLC0415
     except ImportError as error:
         install = "pip install 'samestep[yaml]'"
         raise UserError(f"{path} is YAML, which needs a package: {install}") from error

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.base.errors import UserError
 from samestep.base.run import loading
+from samestep.base.run.directory import is_run
 from samestep.base.run.index import Entry, read_index, remove_unannounced, verify
 from samestep.base.run.records import read_records
 from samestep.core.session.request import Request, changes_since, to_toml
@@ -126,3 +128,12 @@ def _raise_damage(*ended: Future[Any] | None) -> None:
         error = None if one is None else one.exception()
         if error is not None and not isinstance(error, loading.NewerFormat):
             raise error
+
+
+def as_built(request: Request, path: Path, world: World) -> Request:
+    """Return the request that is built: a run with a checkpoint starts from no other weights."""
+    settings = request.settings
+    if settings.init_from is None or not request.resume:
+        return request
+    known = world.on_main(lambda: is_run(path) and read_index(path / "checkpoints").checkpoints)
+    return replace(request, settings=replace(settings, init_from=None)) if known else request

@@ -65,7 +65,8 @@ class Saver:
         self._copies = HostCopies()
         self._group: Any = None
         """What connects the threads of all ranks, once a sharded checkpoint was written."""
-        self._writing: _Writing | None = None
+        self.writing: _Writing | None = None
+        """The checkpoint that a thread writes, or has written since `settle`."""
         self._unwritten: list[UserError] = []
 
     def begin(self, step: int, watch: Watch | None) -> None:
@@ -136,7 +137,7 @@ class Saver:
                 self._emit({**record, "blocked_seconds": record["seconds"]})
             return
         record["blocked_seconds"] = time.perf_counter() - began
-        self._writing = _Writing(write, record)
+        self.writing = _Writing(write, record)
 
     def _new_name(self, position: Position, *, sharded: bool) -> str:
         """Return a file name that no announced checkpoint has.
@@ -175,7 +176,7 @@ class Saver:
 
     def look(self) -> None:
         """Emit the record of a checkpoint that was announced meanwhile."""
-        if self._writing is not None and not self._writing.thread.is_alive():
+        if self.writing is not None and not self.writing.thread.is_alive():
             self.settle()
 
     def settle(self) -> None:
@@ -183,7 +184,7 @@ class Saver:
 
         A failure that a user can mend is kept for `settle_well`, and said once.
         """
-        writing, self._writing = self._writing, None
+        writing, self.writing = self.writing, None
         if writing is None:
             return
         writing.thread.join()

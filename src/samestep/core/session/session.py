@@ -5,7 +5,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from samestep.base.errors import AlreadyTold, UserError
 from samestep.base.run.directory import Heartbeat, Run, is_run, versions
-from samestep.base.run.records import RUN_FORMAT, Record, parse_lines
+from samestep.base.run.records import RUN_FORMAT, Record, RecordFile
 from samestep.base.startup import JOB_RUN
 from samestep.core.session.saver import Saver
 from samestep.core.training.side_effects import differs_by_ranks
@@ -23,24 +23,21 @@ from samestep.core.training.work import Position
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.world import World
 
-_NEWEST_BYTES = 1 << 20
-"""More than what records of one step take."""
-
-Show = Callable[[Record], str | None]
-"""Shows a record, and returns why nothing can be shown any more, once that is so."""
+Sink = Callable[[Record], str | None]
+"""Takes each record of a run on rank 0; returns, once, why it can take nothing more."""
 
 
 class Session:
     """An open run. Every rank has one; only rank 0 writes."""
 
     def __init__(
-        self, path: Path, world: World, on_open: Callable[[Path], None], show: Show = lambda _: None
+        self, path: Path, world: World, on_open: Callable[[Path], None], sinks: Sequence[Sink] = ()
     ) -> None:
         """Open the run directory on rank 0, then call `on_open` with it on every rank.
 
-        `show` gets each record on rank 0.
+        On rank 0, the run's files get each record, and then the other `sinks`.
         """
-        self.path, self.world, self._show = path, world, show
+        self.path, self.world, self._sinks = path, world, (self._keep, *sinks)
         self.run: Run | None = None
         """The open directory; None on other ranks."""
         self.begun = False
@@ -79,7 +76,7 @@ class Session:
                 self.emit(record)
 
     def emit(self, record: Record) -> None:
-        """Write a record and show it, on rank 0; records before `begin` wait for it."""
+        """Give a record to all sinks, on rank 0; records before `begin` wait for it."""
         if self.world.elastic and _key(record):
             self.recent[record["event"]] = record
         if self.run is None or _key(record) in self._written:
@@ -87,17 +84,21 @@ class Session:
         if not self.begun:
             self._early.append(record)
             return
-        self.saver.look()
+        if self.saver.writing is not None:
+            self.saver.look()
         event = record["event"]
         if self.first_record_s is None and event not in ("start", "resume"):
             self.first_record_s = time.time()
         if event in ("progress", "step"):
             self.beat()
-        if event != "progress":
+        for sink in self._sinks:
+            if why := sink(record):
+                lost = {"event": "screen", "step": record.get("step", 0)}
+                self.run.append({**lost, "text": f"{why} The training continues."})
+
+    def _keep(self, record: Record) -> None:
+        if self.run is not None and record["event"] != "progress":
             self.run.append(record)
-        if why := self._show(record):
-            told = {"event": "screen", "step": record.get("step", 0)}
-            self.run.append({**told, "text": f"{why} The training continues."})
 
     def go_on(self, record: Record, step: int, watch: Watch, newest: Iterable[Record]) -> None:
         """Continue in another group of ranks: write the `regroup` record.
@@ -127,11 +128,8 @@ class Session:
 
 def _newest_records(path: Path) -> list[Record]:
     """Return the last records of a run, without those of an earlier attempt."""
-    with (path / "events.jsonl").open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _NEWEST_BYTES))
-        lines = parse_lines(file.read())
     records: list[Record] = []
-    for record in filter(None, lines):
+    for record in RecordFile(path / "events.jsonl").read_all():
         if record["event"] in ("start", "resume"):
             records.clear()
         records.append(record)

@@ -6,7 +6,7 @@ This is where settings, recipe and world meet. The caller decides what the scree
 import importlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,15 @@ from samestep.core.recipe import Splits
 from samestep.core.session.build import Built, build
 from samestep.core.session.declared import kept_options
 from samestep.core.session.halving import check_halving, halving_of
-from samestep.core.session.initial_weights import as_built, check_unchanged
 from samestep.core.session.notes import notes_of
 from samestep.core.session.outcome import Outcome, finish_run, record_failure
 from samestep.core.session.recipe_changes import FROM_PYTHON, keep_recipe
 from samestep.core.session.regrouping import Holding, has_parted, held, regroup_record, take_over
 from samestep.core.session.request import Request, to_toml
-from samestep.core.session.restoring import Loaded, go_on, remove_unfinished
+from samestep.core.session.restoring import Loaded, as_built, go_on, remove_unfinished
 from samestep.core.session.session import (
     Session,
-    Show,
+    Sink,
     environment,
     refuse_taken,
     resume_record,
@@ -96,34 +95,30 @@ def engine_named(name: str) -> Engine:
     return engine
 
 
+@dataclass(frozen=True)
+class Shown:
+    """What shows a run, where it was started."""
+
+    sinks: Sequence[Sink] = ()
+    """What gets each record on rank 0, besides the run directory."""
+    begin: Callable[[Path], None] = lambda _path: None
+    """Gets the run directory on every rank, once it is there."""
+    started_at: float = field(default_factory=time.time)
+    """When the user's command began, in seconds since the epoch."""
+
+
 def run_session(
     request: Request,
     world: World,
     *,
     received: ReceivedSignal,
-    show: Show,
-    begin: Callable[[Path], None],
-    started_at: float,
+    shown: Shown,
     engine: Engine = NATIVE,
 ) -> Outcome:
-    """Train a recipe on this world, from the beginning or from the newest checkpoint.
-
-    `show` gets each record on rank 0; `begin` gets the run directory on every rank once it is
-    there. The user's command began at `started_at`, in seconds since the epoch.
-    """
-    shown = Shown(show, begin, started_at)
+    """Train a recipe on this world, from the beginning or from the newest checkpoint."""
     outcome = _run(request, world, received, shown, engine)
     assert isinstance(outcome, Outcome)
     return outcome
-
-
-@dataclass(frozen=True)
-class Shown:
-    """What shows a run, where it was started."""
-
-    show: Show
-    begin: Callable[[Path], None]
-    started_at: float
 
 
 def run_elastic(
@@ -207,7 +202,7 @@ def _run(
             fresh = as_built(request, path, world)
             built = build(fresh, world, engine.wrap, holding.splits, holds_norms=norms)
             holding = replace(holding, splits=built.splits)
-            session = Session(path, world, shown.begin, shown.show)
+            session = Session(path, world, shown.begin, shown.sinks)
             if membership is not None:
                 membership.tell_run(path)
             run = _Run(request, built, session, named, membership, holding)
@@ -256,7 +251,7 @@ def _begin(run: _Run) -> Loaded | None:
         if resumed is not None:
             world.on_main(lambda: remove_unfinished(session.path))
     if (initial := built.initial) is not None:
-        world.on_main(lambda: check_unchanged(session.path, initial))
+        world.on_main(lambda: initial.check_unchanged(session.path))
     gpus = world.gather(gpu_uuid(world.device))
     if session.run is not None:
         describe(session.run, request, built, gpus)

@@ -51,11 +51,18 @@ class AfterEpoch:
         self._model, self._optimizer = learner.model, learner.optimizer
         self._taken = {*TAKEN_NAMES, *taken}
 
-    def __call__(self, end: EpochEnd, called: Callable[[dict[str, float]], None]) -> None:
-        """Call the function, and `called` with its values. All ranks call it.
+    def __call__(
+        self,
+        epoch: int,
+        step: int,
+        metrics: Mapping[str, float],
+        called: Callable[[dict[str, float]], None],
+    ) -> None:
+        """Call the function after an epoch, and `called` with its values. All ranks call it.
 
         It is called at once: another rank may be lost before all have agreed.
         """
+        end = EpochEnd(epoch=epoch, step=step, metrics=dict(metrics))
         before = self.frozen()
         with random_numbers(mix(self._seed, 3, end.epoch, 0, 0, 0), self._world.device):
             self._world.on_every(lambda: called(self._values(end)))

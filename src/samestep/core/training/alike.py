@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError, listed
-from samestep.core.data.keyed_random import mix
-from samestep.core.data.loader_source import seed_reading
+from samestep.core.data.keyed_random import mix, mix_next, seed_reading
 from samestep.core.training.joint import Joint
 from samestep.launch.ranks.world import World
 
@@ -59,7 +58,11 @@ def seed_torch(drawn: int, device: torch.device) -> None:
 
 def seed_alike(seed: int) -> None:
     """Seed every global generator alike on all ranks, to make the data and the model."""
-    torch.manual_seed(seed)
+    if torch.accelerator.current_accelerator() is None:
+        # Without a GPU in the build, `manual_seed` keeps a stack trace for the CUDA to come.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
     _seed_others(seed)
 
 
@@ -74,6 +77,36 @@ def seed_update(seed: int, step: int, device: torch.device, nth: int = 0) -> Non
     seed_reading(drawn)
     if device.type != "cpu":
         seed_torch(drawn, device)
+
+
+class RankSeeds:
+    """Seed what a rank draws in a step: its own numbers in forward, the ranks' alike elsewhere."""
+
+    def __init__(self, seed: int, world: World) -> None:
+        self._seed, self._world = seed, world
+        self._of_rank = mix(seed, world.rank)
+        self.step = 0
+        """The step that is being taken, or the newest."""
+
+    def begin(self, step: int) -> None:
+        """Seed a step's forwards, so that dropout resumes exactly."""
+        self.step = step
+        seed_torch(mix_next(self._of_rank, step), self._world.device)
+
+    def begin_part(self, part: int) -> None:
+        """Seed the forwards of a virtual rank: without those, `begin` has seeded the rank's."""
+
+    def begin_loss(self) -> None:
+        """Seed what a loss over the whole batch draws: the same on all ranks."""
+        seed_update(self._seed, self.step, self._world.device, 1)
+
+    def begin_update(self) -> None:
+        """Seed what the update draws: the same on all ranks."""
+        seed_update(self._seed, self.step, self._world.device)
+
+    def end_update(self) -> None:
+        """Seed what user code draws until the next step, differently on each rank."""
+        seed_rank(mix(self._seed, self.step + 1), self._world.rank)
 
 
 def _seed_others(drawn: int) -> None:

@@ -14,7 +14,6 @@ from samestep.base.errors import UserError, blame, defined_at, did_you_mean
 from samestep.base.trees import describe, num_rows, tree_leaves
 from samestep.core.recipe import Recipe
 from samestep.core.recipe_source import moment_asks
-from samestep.core.training.carried import made
 
 Terms = Callable[[Any, Any], Any]
 """(inputs, targets) → the number of what a batch's loss is a mean over."""
@@ -51,6 +50,8 @@ class Applied(nn.Module):
 
     def new_state(self, batch: Any, rows: int | None = None) -> Any:
         """Return what samples without any before them are given."""
+        from samestep.core.training.carried import new_state  # noqa: PLC0415
+
         assert self._carry is not None
         rows = rows or num_rows(batch)
         if rows is None:
@@ -59,7 +60,7 @@ class Applied(nn.Module):
                 f"{describe(batch)}."
             )
         like = next(self.model.parameters())
-        return made(self._carry, rows, like.device, like.dtype)
+        return new_state(self._carry, rows, like.device, like.dtype)
 
     def _with(self, batch: Any, carried: Any) -> tuple[Any, Any]:
         found = self._forward_of_recipe(self.model, batch, carried)

@@ -4,27 +4,13 @@ Each virtual rank starts from the buffers before the step. A floating-point buff
 mean of what all virtual ranks moved it by; any other takes the value that virtual rank 0 gave it.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError
-
-
-class _Place(NamedTuple):
-    """Where a buffer is: a module may put another tensor there."""
-
-    module: nn.Module
-    key: str
-    name: str
-
-    @property
-    def tensor(self) -> Tensor:
-        found = self.module._buffers[self.key]  # noqa: SLF001 - what `self.key = …` writes to
-        assert found is not None
-        return found
+from samestep.core.training.side_effects import BufferPlace, buffer_places
 
 
 class StepBuffers:
@@ -36,10 +22,10 @@ class StepBuffers:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._known = False
-        self._all = _places(model)
+        self._all = buffer_places(model)
         self._watch(self._all)
 
-    def _watch(self, places: Sequence[_Place]) -> None:
+    def _watch(self, places: Sequence[BufferPlace]) -> None:
         self._floats = [place for place in places if place.tensor.is_floating_point()]
         self._others = [place for place in places if not place.tensor.is_floating_point()]
         self._num_bytes = sum(place.tensor.nbytes for place in self._others)
@@ -151,7 +137,7 @@ class StepBuffers:
         return torch.cat(found).to(self._dtype) if found else self._no_bytes
 
 
-def _refuse_first(places: Sequence[_Place], wrong: Sequence[bool], why: str) -> None:
+def _refuse_first(places: Sequence[BufferPlace], wrong: Sequence[bool], why: str) -> None:
     """Raise for the first buffer with which something is wrong."""
     for place, is_wrong in zip(places, wrong, strict=False):
         if is_wrong:
@@ -160,35 +146,11 @@ def _refuse_first(places: Sequence[_Place], wrong: Sequence[bool], why: str) -> 
             )
 
 
-@torch.no_grad()
-def keep_buffers(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores a model's buffers to their current values."""
-    places = _places(model)
-    kept = [place.tensor.clone() for place in places]
-
-    @torch.no_grad()
-    def put_back() -> None:
-        for place, before in zip(places, kept, strict=True):
-            if place.tensor.shape == before.shape and not torch.equal(place.tensor, before):
-                place.tensor.copy_(before)
-
-    return put_back
-
-
-def _places(model: nn.Module) -> list[_Place]:
-    return [
-        _Place(module, key, f"{prefix}.{key}" if prefix else key)
-        for prefix, module in model.named_modules()
-        for key, buffer in module._buffers.items()  # noqa: SLF001
-        if buffer is not None
-    ]
-
-
-def _now(places: Sequence[_Place]) -> list[Tensor]:
+def _now(places: Sequence[BufferPlace]) -> list[Tensor]:
     return [place.tensor for place in places]
 
 
-def _marks(places: Sequence[_Place]) -> list[tuple[int, int]]:
+def _marks(places: Sequence[BufferPlace]) -> list[tuple[int, int]]:
     return [(id(tensor), tensor._version) for tensor in _now(places)]  # noqa: SLF001
 
 

@@ -4,51 +4,56 @@ It has a row for each slot of the global batch. A rank holds the rows of its sha
 smaller than the others, and shares lie elsewhere, ranks gather all rows and take theirs anew.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from samestep.base.errors import UserError, blame, defined_at
+from samestep.base.settings import Settings
 from samestep.base.trees import describe, map_leaves, map_tensors, narrow, tree_leaves
-from samestep.core.data.blocks import held_parts, part_of
+from samestep.core.data.blocks import Block, held_parts, part_of
 from samestep.core.data.keyed_random import mix
 from samestep.core.training.alike import check_same_tensors, random_numbers
+from samestep.core.training.device import data_dtype
 from samestep.core.training.gathered import gather_rows
+from samestep.core.training.plan import Plan
 from samestep.launch.ranks.world import World
 
 Carry = Callable[..., Any]
 """rows → a tree of tensors with as many rows; `carried` is what the epoch before has left."""
 
 
-def made(
+def new_state(
     carry: Carry, rows: int, device: torch.device, dtype: torch.dtype | None, **more: Any
 ) -> Any:
     """Return what a recipe's or a script's `carry` makes for some slots, on the device."""
     try:
-        found = carry(rows, **more)
+        state = carry(rows, **more)
     except Exception as error:
         remedy = "It is called with the number of rows."
         blame("The function for carried state failed", error, carry, remedy=remedy)
-    _check(found, rows, lambda: f"carry={defined_at(carry)} made", "it must make")
+    _check(state, rows, lambda: f"carry={defined_at(carry)} made", "it must make")
 
     def place(leaf: Tensor) -> Tensor:
         kind = dtype if leaf.is_floating_point() else None
         return leaf.detach().to(device=device, dtype=kind, copy=True)
 
-    return map_tensors(place, found)
+    return map_tensors(place, state)
 
 
 def _check(tree: Any, rows: int, who: Callable[[], str], must: str) -> None:
     leaves = tree_leaves(tree)
     if leaves and all(isinstance(x, Tensor) and x.dim() and len(x) == rows for x in leaves):
         return
-    found = describe(tree) if tree is not None else "None (is a `return` missing?)"
+    description = describe(tree) if tree is not None else "None (is a `return` missing?)"
     raise UserError(
-        f"{who()} {found}; {must} tensors with a row for each of {rows} slots, or a list, tuple or "
-        "dict of them. A state of another layout, (layers, rows, …), is transposed in forward."
+        f"{who()} {description}; {must} tensors with a row for each of {rows} slots, or a list, "
+        "tuple or dict of them. A state of another layout, (layers, rows, …), is transposed in "
+        "forward."
     )
 
 
@@ -96,7 +101,7 @@ class Carried:
     def _begin_epoch(self, step: int) -> None:
         more = {"carried": self.whole() if self._size else None} if self._keeps else {}
         with random_numbers(mix(self._seed, 2, step)):
-            new = made(self._carry, self._slots, self._world.device, self._dtype, **more)
+            new = new_state(self._carry, self._slots, self._world.device, self._dtype, **more)
         where = defined_at(self._carry).strip(" ()")
         check_same_tensors(tree_leaves(new), self._world, "The first carried states", where=where)
         self._lay_out(new, self._slots)
@@ -115,7 +120,7 @@ class Carried:
 
     def new(self, rows: int) -> Any:
         """Return new state for `rows` rows, which is not kept."""
-        return made(self._carry, rows, self._world.device, self._dtype)
+        return new_state(self._carry, rows, self._world.device, self._dtype)
 
     def given(self, slots: range) -> Any:
         """Return the rows of some slots of this rank, in memory that a forward may write to."""
@@ -137,6 +142,27 @@ class Carried:
         pairs = zip(before, after, strict=True)
         leaves = iter([new.detach().to(old, copy=True) for old, new in pairs])
         self._left[slots.start] = map_leaves(lambda _: next(leaves), self._rows)
+
+    def call(self, model: Callable[..., Any], part: Block) -> Any:
+        """Return a model's outputs for a micro-step; keep the state that it leaves.
+
+        Samples that only stand in begin with new state.
+        """
+        if not part.weight:
+            return model(part.inputs)
+        place = part.place if self._world.virtual_ranks else self._world.rank
+        first = self.first_of(place) + part.first_row
+        slots = range(first, first + part.rows)
+        outputs, left = model(part.inputs, self.given(slots))
+        self.leave(slots, left, lambda: "The forward returned as carried state")
+        return outputs
+
+    @contextlib.contextmanager
+    def around_step(self, block: Block, step: int) -> Iterator[None]:
+        """Lay out the rows for a step of the training, and keep what it leaves."""
+        self.begin(block.first_step, block.global_size, step)
+        yield
+        self.settle()
 
     def settle(self) -> None:
         """Keep what the step's forwards have left."""
@@ -164,7 +190,7 @@ class Carried:
             return
         more = {"carried": None} if self._keeps else {}
         with random_numbers(0):
-            new = made(self._carry, self._slots, self._world.device, self._dtype, **more)
+            new = new_state(self._carry, self._slots, self._world.device, self._dtype, **more)
         forms = [[tuple(x.shape) for x in tree_leaves(tree)] for tree in (saved, new)]
         if forms[0] != forms[1]:
             raise UserError(
@@ -174,3 +200,24 @@ class Carried:
         pairs = zip(tree_leaves(saved), tree_leaves(new), strict=True)
         leaves = iter([old.to(fresh) for old, fresh in pairs])
         self._lay_out(map_leaves(lambda _: next(leaves), new), self._slots)
+
+
+def carried_of(carry: Carry, settings: Settings, plan: Plan, world: World) -> Carried:
+    """Return the state that a training carries from step to step.
+
+    Raises:
+        UserError: a slot's samples do not follow each other.
+    """
+    if plan.is_stream:
+        raise UserError(
+            "Recipe(carry=…) needs training data of a known order, so that a slot's samples follow "
+            "each other on any number of ranks; a stream has none. Give tensors or a map-style "
+            "Dataset."
+        )
+    if settings.batch_tokens is not None:
+        raise UserError(
+            "Recipe(carry=…) does not go with --batch-tokens: a slot's samples follow each other, "
+            "and steps have different numbers of samples. Give --batch-size."
+        )
+    dtype = data_dtype(settings.precision)
+    return Carried(carry, plan.global_batch_size, world, dtype, settings.seed)

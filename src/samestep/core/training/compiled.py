@@ -5,12 +5,10 @@ backward, clipping and update together, for several steps at once, removes what 
 """
 
 import contextlib
-import gc
-import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,10 +23,10 @@ from samestep.core.training.apply import call
 from samestep.core.training.device import is_small
 from samestep.core.training.evaluation import evaluation_batch
 from samestep.core.training.learner import Learner, StepResult
+from samestep.core.training.objective import CallModel, Objective, plain_call
 from samestep.core.training.plan import Plan
 from samestep.core.training.step import EagerStep
 from samestep.core.training.step_graph import StepGraph, why_only_eager
-from samestep.core.training.virtual_step import VirtualStep
 from samestep.core.training.work import Step, Work
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.mesh import any_sharded
@@ -38,84 +36,17 @@ from samestep.launch.ranks.world import World
 # time to compile grows with their number.
 _STEPS_PER_GRAPH = 8
 
-Compiles = Literal["nothing", "model", "step"]
 
+def only_of_sizes(sizes: frozenset[int], call_model: CallModel) -> CallModel:
+    """Return what runs a compiled model uncompiled for micro-steps of other sizes than these."""
 
-def what_compiles(
-    settings: Settings, world: World, model: nn.Module, *, own: Sequence[str]
-) -> Compiles:
-    """Return what `--compile` compiles: whole steps in one process, else the model."""
-    if settings.compile == "off":
-        return "nothing"
-    if world.device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
-        raise UserError(
-            "--compile on needs a C++ compiler, and neither g++ nor clang++ is on the PATH. "
-            "Install one (Debian: apt install g++), or use --compile off."
-        )
-    # Virtual ranks add up gradients between backward and update.
-    if settings.virtual_ranks is not None:
-        return "model"
-    return "model" if _why_the_model_alone(settings, world, model, own) else "step"
+    def called(part: Block) -> Any:
+        if part.rows in sizes:
+            return call_model(part)
+        with torch.compiler.set_stance("force_eager"):
+            return call_model(part)
 
-
-def _why_the_model_alone(
-    settings: Settings, world: World, model: nn.Module, own: Sequence[str]
-) -> str:
-    """Return why whole steps cannot be compiled, as far as it shows without a batch, or ''."""
-    mixed = settings.param_dtype == "bf16" or len({p.dtype for p in model.parameters()}) > 1
-    reasons = {
-        "the data is a stream": "stream" in own,
-        f"the recipe has its own {', '.join(own)}": bool(own),
-        "--ema takes in the weights after each step": settings.ema is not None,
-        "ranks reduce gradients between backward and update": world.connected,
-        "the scaler of fp16 decides on the host whether to update": settings.precision == "fp16",
-        # The graph's rates are of the weights' type.
-        "not all weights are in the type of the learning rate": mixed,
-    }
-    return next((why for why, holds in reasons.items() if holds), "")
-
-
-def make_step(
-    compiles: Compiles,
-    learner: Learner,
-    settings: Settings,
-    world: World,
-    plan: Plan,
-    steps_per_block: int,
-    phases: Phases,
-) -> Step:
-    """Return what takes the steps: eager, the model compiled, or whole steps compiled."""
-    if compiles == "step":
-        return WholeStep(learner, settings, world, plan, steps_per_block, phases)
-    is_virtual = settings.virtual_ranks is not None
-    kind = VirtualStep if is_virtual else EagerStep
-    step = kind(learner, settings, world, plan.micro_batch_size, phases)
-    if compiles == "nothing":
-        return step
-    why = "" if is_virtual else _why_the_model_alone(settings, world, learner.model, learner.own)
-    return ModelStep(step, settings, plan, phases, why)
-
-
-class RenewableStep:
-    """Steps that are built anew where other parameters are trained from now on.
-
-    DDP, a compiled graph and the update know only what was trained when they were made.
-    """
-
-    def __init__(self, first: Step, make: Callable[[], Step]) -> None:
-        self._step, self._make = first, make
-        self.steps_per_call = first.steps_per_call
-
-    def renew(self) -> None:
-        """Build them anew, once the old ones are gone: so are the hooks of their DDP."""
-        del self._step
-        gc.collect()
-        self._step = self._make()
-        self.steps_per_call = self._step.steps_per_call
-
-    def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
-        """Take the steps of a block."""
-        return self._step(block, step, lrs, want_norm=want_norm)
+    return called
 
 
 class ModelStep:
@@ -126,11 +57,8 @@ class ModelStep:
 
     steps_per_call = 1
 
-    def __init__(
-        self, step: EagerStep, settings: Settings, plan: Plan, phases: Phases, why: str
-    ) -> None:
+    def __init__(self, step: Step, settings: Settings, phases: Phases, why: str) -> None:
         """Take steps whose wrapped model is compiled; `why` says why whole steps are not."""
-        step.compiled_sizes = plan.full_micro_steps(settings)
         self._step, self._phases, self._to_compile = step, phases, True
         added = "all-reduce" if settings.virtual_ranks is None else "tree of sums"
         what = "the model's" if settings.strategy == "ddp" else "each block's"
@@ -180,12 +108,10 @@ class WholeStep(EagerStep):
         if self._graph is None and (why := self._why_not(block, step)):
             # From now on compile only the model.
             compiled = cast("nn.Module", torch.compile(self._learner.model, dynamic=False))
-            learner = replace(self._learner, wrapped=compiled)
-            taken = EagerStep(learner, self._settings, self._world, self._batch_size, self._phases)
-            self._compiled_model = ModelStep(taken, self._settings, self._plan, self._phases, why)
+            self._compiled_model = self._with(compiled, why)
             self._phases.whole = self._was_whole
             return self(block, step, lrs, want_norm=want_norm)
-        self._seed(step)
+        self._objective.seeds.begin(step)
         shape = (block.num_steps, block.rows)
         inputs, targets = _fold(block.inputs, shape), _fold(block.targets, shape)
         if self._graph is not None:
@@ -193,7 +119,7 @@ class WholeStep(EagerStep):
                 unchanged = self._goes_on(block, step)
                 result = self._graph.run(inputs, targets, lrs, step, unchanged=unchanged)
             except Exception as error:
-                self._tell(error, inputs, targets)
+                self._objective.explain(error, inputs, targets)
             self._next = step + block.num_steps
             self._phases.lap("step")
             return result
@@ -208,6 +134,15 @@ class WholeStep(EagerStep):
         note = _note(what, block.num_steps, time.perf_counter() - before)
         return replace(result, notes=(note,))
 
+    def _with(self, compiled: nn.Module, why: str) -> ModelStep:
+        """Return what takes steps with a compiled model, since whole steps cannot be compiled."""
+        settings, world = self._settings, self._world
+        learner = replace(self._learner, wrapped=compiled)
+        call_model = only_of_sizes(self._plan.full_micro_steps(settings), plain_call(learner))
+        objective = Objective(learner, settings, world, call_model=call_model)
+        step = EagerStep(learner, settings, world, self._batch_size, self._phases, objective)
+        return ModelStep(step, settings, self._phases, why)
+
     def _goes_on(self, block: Block, step: int) -> bool:
         """Whether these steps follow the last graph's, with nothing in between."""
         every = self._settings.eval_every_steps
@@ -217,12 +152,12 @@ class WholeStep(EagerStep):
     def _why_not(self, block: Block, step: int) -> str:
         """Try a step; return why whole steps cannot be compiled, or ''."""
         inputs, targets = (narrow(t, 0, self._batch_size) for t in (block.inputs, block.targets))
-        self._seed(step)
+        self._objective.seeds.begin(step)
         try:
             why = why_only_eager(self._learner, inputs, targets, self._settings.precision)
         except Exception as error:
-            self._tell(error, inputs, targets)
-        self._agreed = True
+            self._objective.explain(error, inputs, targets)
+        self._objective.agreed = True
         return why
 
 

@@ -34,13 +34,11 @@ from samestep.core.training.apply import (
     timed,
     total_of,
 )
-from samestep.core.training.batch_transform import BatchTransform
-from samestep.core.training.buffers import keep_buffers
 from samestep.core.training.device import autocast
 from samestep.core.training.evaluation import Totals, as_evaluated, outputs_of
 from samestep.core.training.flops import count_flops
 from samestep.core.training.plan import Plan
-from samestep.core.training.side_effects import batch_norms
+from samestep.core.training.side_effects import batch_norms, keep_buffers
 from samestep.core.training.unkept import Unkept, of_buffers, of_forward, of_loss
 from samestep.launch.ranks.mesh import any_sharded, free_gathered
 from samestep.launch.ranks.world import World
@@ -224,6 +222,8 @@ def _trained_on(
 def _as_trained(recipe: Recipe, settings: Settings, batch: Batch, world: World) -> Batch:
     """Return samples as the recipe's `batch_transform` leaves them, if it can take so few."""
     if recipe.batch_transform is not None:
+        from samestep.core.training.batch_transform import BatchTransform  # noqa: PLC0415
+
         with contextlib.suppress(UserError):  # the first step tells it
             change = BatchTransform(recipe, settings, world).change
             inputs, targets = change(batch.inputs, batch.targets, batch.samples)

@@ -12,8 +12,7 @@ from samestep.base.errors import UserError, blame
 from samestep.base.settings import Precision, Settings
 from samestep.base.trees import describe, narrow
 from samestep.core.data.blocks import Batch, held_parts
-from samestep.core.data.keyed_random import mix
-from samestep.core.data.loader_source import seed_reading
+from samestep.core.data.keyed_random import mix, seed_reading
 from samestep.core.recipe import Reduction
 from samestep.core.training.alike import random_numbers, seed_torch
 from samestep.core.training.apply import (
@@ -25,13 +24,12 @@ from samestep.core.training.apply import (
     over_nothing,
     parts_of,
 )
-from samestep.core.training.buffers import keep_buffers
 from samestep.core.training.device import autocast
-from samestep.core.training.loss_checks import check_loss
 from samestep.core.training.metrics import Confusion, Objects, functions_of, told, values_of
+from samestep.core.training.objective import check_loss
+from samestep.core.training.side_effects import keep_buffers
 from samestep.core.training.stopping import Agreement
 from samestep.core.training.tree import sum_over_parts
-from samestep.core.training.whole_batch import put_together
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.mesh import any_sharded, free_gathered
 from samestep.launch.ranks.world import World
@@ -281,6 +279,8 @@ class Totals:
         if self._waiting or not closes:
             self._waiting.append((outputs, targets, count))
         if self._waiting and closes:
+            from samestep.core.training.gathered import put_together  # noqa: PLC0415
+
             made, wanted, counts = zip(*self._waiting, strict=True)
             whole_outputs, whole_targets = (put_together(t, counts) for t in (made, wanted))
             weight, self._waiting = sum(counts), []

@@ -1,7 +1,7 @@
-"""Rows of all ranks, in the order of the ranks, on every rank."""
+"""Rows of all ranks, in the order of the ranks, on every rank; rows of several batches as one."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from samestep.base.errors import UserError
+from samestep.base.trees import describe, map_leaves, tree_leaves
 from samestep.launch.ranks.world import World
 
 
@@ -37,12 +38,12 @@ def gather_rows(own: Sequence[Tensor], rows: int, world: World, what: str) -> Ga
     header = torch.tensor([rows, sum(width), crc32(repr(forms).encode()) if own else 0])
     headers = header.new_empty(world.world_size * 3)
     world.all_gather_into(headers, header)
-    told = headers.view(-1, 3).tolist()
-    if len({code for _, _, code in told if code}) > 1:
+    of_ranks = headers.view(-1, 3).tolist()
+    if len({code for _, _, code in of_ranks if code}) > 1:
         _refuse(world.gather(forms or None), what)
-    counts = [count for count, _, _ in told]
+    counts = [count for count, _, _ in of_ranks]
     # One behind the other, as bytes: one collective for all tensors, whatever their types.
-    most = max(counts) * max(size for _, size, _ in told)
+    most = max(counts) * max(size for _, size, _ in of_ranks)
     device = own[0].device if own else world.device
     sent = torch.empty(most, dtype=torch.uint8, device=device)
     start = 0
@@ -52,13 +53,13 @@ def gather_rows(own: Sequence[Tensor], rows: int, world: World, what: str) -> Ga
         start += max(counts) * size
     received = torch.empty(world.world_size * most, dtype=torch.uint8, device=device)
     world.all_gather_into(received, sent)
-    of_rank, found, start = received.view(world.world_size, most), [], 0
+    of_rank, whole, start = received.view(world.world_size, most), [], 0
     for tensor, size in zip(own, width, strict=True):
         cuts = [of_rank[r, start : start + n * size] for r, n in enumerate(counts)]
         shape = (sum(counts), *tensor.shape[1:])
-        found.append(torch.cat(cuts).view(tensor.dtype).view(shape))
+        whole.append(torch.cat(cuts).view(tensor.dtype).view(shape))
         start += max(counts) * size
-    return Gathered(found, sum(counts[: world.rank]))
+    return Gathered(whole, sum(counts[: world.rank]))
 
 
 def _refuse(forms: Sequence[Any], what: str) -> None:
@@ -77,3 +78,60 @@ def _refuse(forms: Sequence[Any], what: str) -> None:
 
 def _form(form: Any) -> str:
     return f"{form[1]} {form[0]}" if isinstance(form, tuple) else f"{len(form)} tensors"
+
+
+_FIELD = 'Recipe(loss_over="batch")'
+
+
+def rows_of(tree: Any, rows: int, what: str, field: str = _FIELD) -> list[Tensor]:
+    """Return the tensors of a tree, each with a row for each sample; a single number repeats.
+
+    `what` it is, and the `field` that asks for it, are for messages.
+    """
+    columns = []
+    for leaf in tree_leaves(tree):
+        if not isinstance(leaf, Tensor):
+            if leaf is None or (what == "outputs" and isinstance(leaf, int | float)):
+                continue
+            raise UserError(
+                f"{field}: the {what} hold {describe(leaf)}, and only tensors are "
+                "put together from all ranks. Turn names into numbers, or leave them out of "
+                "the batch."
+            )
+        if leaf.dim() and len(leaf) != rows:
+            raise UserError(
+                f"{field}: the {what} of {rows} samples hold {describe(leaf)}, which has "
+                "no row for each sample, so the batch of all ranks cannot be put "
+                "together. Give each sample a row (pad to a fixed length), or one number for all."
+            )
+        columns.append(leaf.detach() if leaf.dim() else leaf.detach().repeat(rows))
+    return columns
+
+
+def joined(column: Sequence[Tensor], field: str = _FIELD) -> Tensor:
+    """Return the rows of several micro-steps in new memory."""
+    shapes = {tuple(t.shape[1:]) for t in column}
+    if len(shapes) > 1:
+        one, other = sorted(shapes)[:2]
+        raise UserError(
+            f"{field}: the batch cannot be put together: rows are {one} in one micro-step and "
+            f"{other} in another. Give rows of one shape: pad to a fixed length."
+        )
+    return torch.cat(list(column)) if len(column) > 1 else column[0].clone()
+
+
+def put_together(trees: Sequence[Any], counts: Sequence[int]) -> Any:
+    """Return the rows of several batches, of `counts` samples, as one batch of the same form."""
+    rows = [rows_of(tree, count, "outputs") for tree, count in zip(trees, counts, strict=True)]
+    return rebuilt(trees[0], iter([joined(column) for column in zip(*rows, strict=True)]))
+
+
+def rebuilt(tree: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return a tree of the same form with the rows of the whole batch."""
+
+    def of(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return next(tensors) if leaf.dim() else next(tensors)[0]
+
+    return map_leaves(of, tree)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from samestep.base.run.records import Record
 from samestep.core.recipe import Reduction
 from samestep.core.training.apply import Moment, Terms
-from samestep.core.training.carried import Carried
 from samestep.core.training.metrics import StepOutputs
 from samestep.core.training.optimizer import Average, OwnAverage
-from samestep.core.training.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from samestep.core.training.carried import Carried
+    from samestep.core.training.scheduler import Scheduler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class Learner:
     """Counts what the loss of a batch is a mean over, where that is not samples."""
     counter: nn.Parameter | None = None
     """Among several ranks: the weight, always 0, whose gradient is the number of terms."""
-    scheduler: Scheduler | None = None
+    scheduler: "Scheduler | None" = None
     """What sets the learning rates, if the recipe's schedule makes a scheduler of PyTorch."""
     optimizer_maker: object = None
     """The recipe's function that returned the optimizer, if that is its own."""
@@ -47,7 +49,7 @@ class Learner:
     """What makes the weights that are evaluated, if they are others than those trained."""
     own: tuple[str, ...] = ()
     """What else the recipe defines itself, such as its batches or the optimizer."""
-    carried: Carried | None = None
+    carried: "Carried | None" = None
     """The state of each slot of the global batch, if the recipe carries any."""
     over_batch: bool = False
     """Whether the loss is made over the outputs of the whole global batch."""

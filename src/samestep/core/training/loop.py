@@ -19,7 +19,6 @@ from samestep.base.errors import UserError, made_by
 from samestep.base.run.records import Record
 from samestep.core.data.blocks import Block
 from samestep.core.data.source import Source
-from samestep.core.training.after_epoch import EpochEnd
 from samestep.core.training.alike import is_checked
 from samestep.core.training.evaluation import (
     Evaluable,
@@ -204,14 +203,13 @@ def _told(work: Work, state: State, epoch: Record) -> Record:
     position = state.position
     if work.after_epoch is None or not epoch_is_full(work, state):
         return epoch
-    number, step = position.epoch + 1, position.step
+    number = position.epoch + 1
     if position.told_epoch < number:
-        end = EpochEnd(epoch=number, step=step, metrics=dict(state.validated))
 
         def called(values: dict[str, float]) -> None:
             position.told, position.told_epoch = values, number
 
-        work.after_epoch(end, called)
+        work.after_epoch(number, position.step, state.validated, called)
     metrics = {**epoch.get("metrics", {}), **position.told}
     return {**epoch, "metrics": metrics} if metrics else epoch
 

@@ -8,6 +8,7 @@ and computes several values by name.
 import copy
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.trees import describe, tree_leaves
 from samestep.core.recipe import is_cross_entropy
-from samestep.core.training import logits
 from samestep.core.training.tree import sum_over_parts
 from samestep.launch.ranks.world import World
 
@@ -114,7 +114,10 @@ class Objects:
                     "names its states, or a function (outputs, targets) → one value a sample."
                 )
             metric.to(device)
-        self._places = logits.places() if self._metrics else []
+        if self._metrics:
+            from samestep.core.training import logits  # noqa: PLC0415
+
+            self._taken = partial(logits.taken, logits.places())
         self.reset()
 
     def __bool__(self) -> bool:
@@ -128,20 +131,21 @@ class Objects:
         self._clear()
 
     def _clear(self) -> None:
-        self._twins: dict[str, tuple[Any, Tensor]] = {}
-        """Name → the twin, and whether it is what counts."""
+        self._twins: dict[str, tuple[Any, Tensor]] = {}  # and whether it is what counts
         for metric in self._metrics.values():
             metric.reset()
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Take in a batch."""
-        with logits.taken(self._places) as how:
+        if not self._metrics:
+            return
+        with self._taken() as how:
             for name, metric in self._metrics.items():
                 how.as_logits, how.outside = False, []
                 told(f"metric {name!r}", metric.update, outputs, targets)
                 self._update_twin(name, how, outputs, targets)
 
-    def _update_twin(self, name: str, how: logits.HowTaken, outputs: Any, targets: Any) -> None:
+    def _update_twin(self, name: str, how: Any, outputs: Any, targets: Any) -> None:
         """Give a metric's twin what the metric was just given, if that may be taken for logits."""
         found = how.checked(name)
         if found is None:

@@ -3,7 +3,7 @@
 import ast
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import Parameter, getsource, signature
 from textwrap import dedent
 from typing import Any, Literal
@@ -21,8 +21,8 @@ from samestep.core.recipe import Recipe
 from samestep.core.training.joint import Joint, joined, kind_of, members_of
 from samestep.core.training.optimizer_state import RATIO, Trial
 from samestep.core.training.plan import GroupRates
-from samestep.core.training.sharded_update import sharded_update
-from samestep.launch.ranks.mesh import is_sharded, parts_of_rank, sharded_as
+from samestep.launch.ranks.mesh import is_sharded, parts_of_rank, sharded_as, total_norm
+from samestep.launch.ranks.world import World
 
 _FUSED = ("cpu", "cuda", "mps")
 
@@ -228,6 +228,32 @@ def check_groups(optimizer: torch.optim.Optimizer, lr: float) -> None:
         )
 
 
+def clip_gradients(
+    parameters: Sequence[nn.Parameter], most: float | None, sharded_over: World | None
+) -> Tensor:
+    """Scale all gradients down to a norm of at most `most`, if given; return the norm before.
+
+    `sharded_over` is the ranks that hold the gradients in parts, if they do.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if sharded_over is not None:
+        norm = total_norm(gradients, sharded_over)
+        if most is not None:
+            factor = (most / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
+            torch._foreach_mul_(parts_of_rank(gradients), factor)
+        return norm
+    try:
+        if most is None:
+            return nn.utils.get_total_norm(gradients)
+        return nn.utils.clip_grad_norm_(parameters, most, foreach=len(parameters) > 1)
+    except NotImplementedError:  # sparse gradients have no norm, but their values have
+        dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        norm = nn.utils.get_total_norm(dense)
+        if most is not None:
+            nn.utils.clip_grads_with_norm_(parameters, most, norm, foreach=False)
+        return norm
+
+
 class Update:
     """Take an optimizer's step by torch's functional form, with the same numbers and state.
 
@@ -289,8 +315,13 @@ class Update:
     def _own_step(self) -> None:
         """Take a step of the recipe's own optimizer, and see once that a checkpoint can hold it."""
         told = f"The recipe's optimizer, {kind_of(self._optimizer)}"
+        update: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._sharded:
+            from samestep.core.training.sharded_update import sharded_update  # noqa: PLC0415
+
+            update = sharded_update(told, looks=self._trial is not None)
         try:
-            with sharded_update(told, looks=self._trial is not None) if self._sharded else _ALONE:
+            with update:
                 self._ordinary_step()
         except Exception as error:
             parts = (

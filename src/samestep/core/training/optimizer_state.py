@@ -20,8 +20,8 @@ from samestep.base.patches import patched
 from samestep.base.run.loading import own_memory
 from samestep.base.trees import map_tensors
 from samestep.base.words import count
-from samestep.core.training.hollow import Hollowing, difference, hollow
 from samestep.core.training.joint import Joint, members_of
+from samestep.core.training.model_state import Hollowing, difference, hollow
 from samestep.launch.ranks.mesh import sharded_as
 
 RATIO = "lr_ratio"

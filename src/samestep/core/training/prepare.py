@@ -17,9 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings
-from samestep.core.training.sharding import is_fsdp
 from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World
+
+
+def is_fsdp(settings: Settings, world: World) -> bool:
+    """Whether the model is shared out: a single rank holds all of it anyway."""
+    return settings.strategy == "fsdp" and world.connected
 
 
 def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dtype) -> nn.Module:

@@ -25,11 +25,6 @@ _LEAST_SHARE = 16
 """A layer of its own class counts as a block with 1 / this many of the parameters."""
 
 
-def is_fsdp(settings: Settings, world: World) -> bool:
-    """Whether the model is shared out: a single rank holds all of it anyway."""
-    return settings.strategy == "fsdp" and world.connected
-
-
 def shard(
     model: nn.Module, takes: nn.Module, recipe: Recipe, settings: Settings, world: World
 ) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
 from types import FrameType, FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -446,3 +446,43 @@ def _forward_of(again: Callable[[], Any]) -> list[Frame]:
                     return []
     text = "".join(str(one.message) for one in told if "Error detected in" in str(one.message))
     return [(file, int(line)) for file, line in _FRAME.findall(text)]
+
+
+class BufferPlace(NamedTuple):
+    """Where a buffer is: a module may put another tensor there."""
+
+    module: nn.Module
+    key: str
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The buffer as it is now."""
+        found = self.module._buffers[self.key]  # noqa: SLF001 - what `self.key = …` writes to
+        assert found is not None
+        return found
+
+
+def buffer_places(model: nn.Module) -> list[BufferPlace]:
+    """Return where a model has buffers."""
+    return [
+        BufferPlace(module, key, f"{prefix}.{key}" if prefix else key)
+        for prefix, module in model.named_modules()
+        for key, buffer in module._buffers.items()  # noqa: SLF001
+        if buffer is not None
+    ]
+
+
+@torch.no_grad()
+def keep_buffers(model: nn.Module) -> Callable[[], None]:
+    """Return a function that restores a model's buffers to their current values."""
+    places = buffer_places(model)
+    kept = [place.tensor.clone() for place in places]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for place, before in zip(places, kept, strict=True):
+            if place.tensor.shape == before.shape and not torch.equal(place.tensor, before):
+                place.tensor.copy_(before)
+
+    return put_back

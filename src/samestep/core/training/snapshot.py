@@ -12,7 +12,6 @@ from samestep.base.errors import UserError, defined_at
 from samestep.base.run.checkpoints import FORMAT
 from samestep.core.data.blocks import held_parts
 from samestep.core.data.keyed_random import mix
-from samestep.core.data.stream_source import StreamSource
 from samestep.core.training.alike import (
     check_weights,
     may_draw,
@@ -51,11 +50,9 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
             name: part * counts for name, part in zip(learner.parts, state.sums.parts, strict=False)
         },
         "measured": state.measured.state(),
-        "stream": {},
+        # Where this rank's part of a stream continues.
+        "stream": work.train.marks_at(state.position.epoch, state.position.step_in_epoch),
     }
-    if isinstance(work.train, StreamSource):  # where this rank's part continues
-        position = state.position
-        mine["stream"] = work.train.marks_at(position.epoch, position.step_in_epoch)
     ranks = work.world.gather(mine)
     carried = {} if learner.carried is None else {"carried": learner.carried.state()}
     groups = {}
@@ -126,8 +123,6 @@ def _order(work: Work) -> dict[str, Any]:
     settings, plan = work.settings, work.plan
     order = {"num_samples": plan.num_samples, "global_batch_size": plan.global_batch_size}
     order |= {"seed": settings.seed, "drop_last": settings.drop_last}
-    if isinstance(work.train, StreamSource):
-        order |= {"shuffle_buffer": settings.shuffle_buffer, "num_shards": work.train.num_shards}
     return order | work.train.order_record()
 
 
@@ -158,7 +153,7 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     state.validated = saved.get("validated", {})
     state.position = Position(**saved["position"])
     work.learner.moment.after(saved["position"])
-    if isinstance(work.train, StreamSource):
+    if work.train.is_stream:
         marks = {lane: mark for rank in saved["stream"] for lane, mark in rank.items()}
         work.train.start_from(state.position.epoch, state.position.step_in_epoch, marks)
     watch = Watch(**saved["watch"])

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.trees import map_tensors, num_rows, tree_leaves
 from samestep.core.training.alike import random_numbers
-from samestep.core.training.buffers import keep_buffers
 from samestep.core.training.side_effects import (
     batch_norms,
     closure_prints,
     differing,
     forward_prints,
+    keep_buffers,
     kept_by,
 )
 from samestep.launch.ranks.mesh import any_sharded

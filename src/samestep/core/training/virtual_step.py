@@ -20,13 +20,11 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, defined_at, is_not_deterministic, listed
 from samestep.base.settings import Settings
 from samestep.core.data.blocks import Block
-from samestep.core.data.keyed_random import mix
-from samestep.core.data.loader_source import seed_reading
-from samestep.core.training.alike import bits_of, seed_torch
-from samestep.core.training.apply import as_scalar
+from samestep.core.data.keyed_random import mix, seed_reading
+from samestep.core.training.alike import RankSeeds, bits_of, seed_torch
 from samestep.core.training.buffers import StepBuffers, WriteCheck
 from samestep.core.training.learner import Learner, StepResult
-from samestep.core.training.loss_checks import check_used
+from samestep.core.training.objective import check_used
 from samestep.core.training.side_effects import (
     Prints,
     closure_prints,
@@ -35,7 +33,7 @@ from samestep.core.training.side_effects import (
     optimizer_prints,
     refused_operation,
 )
-from samestep.core.training.step import EagerStep, Weights
+from samestep.core.training.step import EagerStep
 from samestep.core.training.tree import Tensors, TreeReduce, TreeSum, add_tensors
 from samestep.launch.ranks.world import as_if_alone
 
@@ -124,6 +122,29 @@ class SelfCheck:
         return model_prints(self._learner.model, loss), closure_prints(loss)
 
 
+class PartSeeds(RankSeeds):
+    """Seed what each virtual rank draws in a step, whatever rank computes it."""
+
+    def begin(self, step: int) -> None:
+        """Seed nothing: each virtual rank is seeded by itself."""
+        self.step = step
+
+    def begin_part(self, part: int) -> None:
+        """Seed every generator for the forwards of a virtual rank."""
+        drawn = mix(self._seed, self.step, part)
+        seed_reading(drawn)  # also Python's generator and NumPy's, for models that ask them
+        if self._world.device.type != "cpu":
+            seed_torch(drawn, self._world.device)
+
+    def begin_loss(self) -> None:
+        """Seed what a loss over the whole batch draws."""
+        self.begin_part(self._world.num_parts + 1)
+
+    def begin_update(self) -> None:
+        """Seed what the update draws."""
+        self.begin_part(self._world.num_parts)
+
+
 class VirtualStep(EagerStep):
     """Take steps one by one, each virtual rank with PyTorch's own autograd."""
 
@@ -138,28 +159,21 @@ class VirtualStep(EagerStep):
         self._dtype = torch.float64 if wide else torch.float32
         self._buffers = StepBuffers(learner.model, self._dtype)
         self._still = WriteCheck(learner.model, learner.loss)
-        self._check = SelfCheck(learner, own=self._draws) if settings.self_check else None
+        self._check = SelfCheck(learner, own=self._update_draws) if settings.self_check else None
         """Until it has seen enough."""
         self._repeats = self._check is not None
         self._reduce: TreeReduce | None = None
         self._numbers = -1
         """How many numbers travel with the gradients."""
 
-    def _seed(self, step: int) -> None:
-        self._step = step  # each virtual rank seeds by itself
-
     def _backward(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Add up all virtual ranks; return the mean loss on rank 0, 0 elsewhere, and its terms."""
         present = min(self._world.num_parts, block.global_size)
-        if self._learner.over_batch:
-            self._look_at_whole(block.parts, block.global_size)
+        self._objective.begin(block.parts, block.global_size)
         self._buffers.begin()
         self._still.begin()
-        if not block.parts and not self._agreed:
-            # Join what ranks agree on in their first step, without samples of it.
-            for _ in range(1 if self._learner.terms is None else 2):
-                self._world.on_every(lambda: None)
-            self._agreed = True
+        if not block.parts and not self._objective.agreed:
+            self._objective.agree_without_samples()
         tree = TreeSum(add_tensors)
         checks = self._check if self._repeats else None
         for part, parts in groupby(block.parts, key=lambda micro_step: micro_step.place):
@@ -195,20 +209,20 @@ class VirtualStep(EagerStep):
         for parameter, gradient in zip(self._parameters, left, strict=False):
             parameter.grad = gradient
         before = [(id(gradient), gradient._version) for gradient in left]  # noqa: SLF001
-        found = self._share(part, micro_steps)
-        for gradient, (known, version) in zip(found[:-1], before, strict=False):
+        total = self._share(part, micro_steps)
+        for gradient, (known, version) in zip(total[:-1], before, strict=False):
             additions = gradient._version - version if id(gradient) == known else 1  # noqa: SLF001
             if additions == 0:
                 gradient.add_(0.0)  # not used by this virtual rank: -0.0 + 0.0 is 0.0
             elif additions > 1:
                 raise UserError(
-                    f"--virtual-ranks: a backward of step {self._step + 1} adds to one gradient "
-                    f"{additions} times, where the first one added once, so its bits would depend "
-                    "on the number of ranks. A segment under torch.utils.checkpoint needs "
-                    "use_reentrant=False; else leave --virtual-ranks out."
+                    f"--virtual-ranks: a backward of step {self._objective.seeds.step + 1} adds to "
+                    f"one gradient {additions} times, where the first one added once, so its bits "
+                    "would depend on the number of ranks. A segment under torch.utils.checkpoint "
+                    "needs use_reentrant=False; else leave --virtual-ranks out."
                 )
-        found[-1].add_(left[-1])
-        return found
+        total[-1].add_(left[-1])
+        return total
 
     def _may_add_in_place(self) -> bool:
         """Whether autograd may add up two virtual ranks.
@@ -222,14 +236,15 @@ class VirtualStep(EagerStep):
 
     def _share(self, part: int, micro_steps: Sequence[Block]) -> Tensors:
         """Return a virtual rank's gradients, and the numbers that travel with them."""
-        self._begin_part(part)
+        objective = self._objective
+        objective.seeds.begin_part(part)
         losses = []
-        for micro_step, weight in zip(micro_steps, self._weigh(micro_steps), strict=True):
+        for micro_step, weight in zip(micro_steps, objective.weigh(micro_steps), strict=True):
             try:
-                losses.append(self._micro_step(micro_step, *weight))
+                losses.append(self._micro_step(micro_step, weight))
             except Exception as error:
                 if is_not_deterministic(error):
-                    again = partial(self._micro_step, micro_step, *weight)
+                    again = partial(self._micro_step, micro_step, weight)
                     place = refused_operation(self._learner.model, error, again)
                     operation = str(error).split(" does not have")[0]
                     raise UserError(
@@ -237,11 +252,11 @@ class VirtualStep(EagerStep):
                         f"is called{place}. Use another operation there, or leave --virtual-ranks "
                         "out."
                     ) from error
-                self._tell(error, micro_step.inputs, micro_step.targets)
+                objective.explain(error, micro_step.inputs, micro_step.targets)
         loss = sum(losses[1:], start=losses[0])
         numbers = [loss if loss.dtype == self._dtype else loss.to(self._dtype)]
-        if self._learner.terms is not None:
-            numbers.append(self._terms.to(self._dtype))
+        if objective.terms is not None:
+            numbers.append(objective.terms.to(self._dtype))
         more = [*self._used(), *(self._buffers.moved(part) if self._buffers.size else ())]
         self._still.check()
         if self._adds_once is None and len(micro_steps) == 1:
@@ -262,26 +277,6 @@ class VirtualStep(EagerStep):
         if self._check is not None and self._check.after_update():
             self._check = None
         return result
-
-    def _keeps_graph(self, _global_size: int) -> bool:
-        return False  # a share is computed alike whatever else its rank has
-
-    def _begin_part(self, part: int) -> None:
-        super()._begin_part(part)
-        self._draw_as(part)
-
-    def _seed_loss(self) -> None:
-        self._draw_as(self._world.num_parts + 1)
-
-    def _seed_update(self) -> None:
-        self._draw_as(self._world.num_parts)
-
-    def _draw_as(self, part: int) -> None:
-        """Seed every generator for a virtual rank of this step, or for the update after them."""
-        drawn = mix(self._settings.seed, self._step, part)
-        seed_reading(drawn)  # also Python's generator and NumPy's, for models that ask them
-        if self._world.device.type != "cpu":
-            seed_torch(drawn, self._world.device)
 
     def _used(self) -> list[Tensor]:
         """Return which parameters have a gradient, where some may have none."""
@@ -305,18 +300,6 @@ class VirtualStep(EagerStep):
             )
         return gradient
 
-    def _weights_of(self, parts: Sequence[Block]) -> Weights:
-        """Return each micro-step's weight: its part of the global batch."""
-        size, count = parts[0].global_size, self._learner.terms
-        if self._learner.reduction == "sum":
-            return [(1.0, None) for _ in parts]
-        if count is None:
-            return [(p.rows / size, None) for p in parts]
-        # As among ranks: a term weighs 1 / global batch, until `_settle` knows how many there are.
-        found = [as_scalar(count(p.inputs, p.targets), self._parameters[0]) for p in parts]
-        self._terms = torch.stack(found).sum() if len(found) > 1 else found[0]
-        return [(terms / size, None) for terms in found]
-
     def _reducer(self) -> TreeReduce:
         """Return what adds up over the ranks: the first step has more numbers than the others."""
         terms = self._learner.terms is not None
@@ -325,9 +308,11 @@ class VirtualStep(EagerStep):
         if self._reduce is None or numbers != self._numbers:
             self._numbers = numbers
             shape = () if numbers == 1 else (numbers,)
-            told = torch.empty(shape, dtype=self._dtype, device="meta")
+            numbers_like = torch.empty(shape, dtype=self._dtype, device="meta")
             like = [torch.empty_like(p, device="meta") for p in self._parameters]
-            self._reduce = TreeReduce(self._world, [*like, told], self._settings.bucket_cap_mb)
+            self._reduce = TreeReduce(
+                self._world, [*like, numbers_like], self._settings.bucket_cap_mb
+            )
         return self._reduce
 
     def _settle(

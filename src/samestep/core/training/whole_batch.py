@@ -6,18 +6,23 @@ and each micro-step continues from there into the model: the gradient caching of
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from samestep.base.errors import UserError, listed
-from samestep.base.trees import describe, map_leaves, tree_leaves
+from samestep.base.trees import tree_leaves
 from samestep.core.data.blocks import Block
+from samestep.core.training.alike import rng_state, set_rng_state
 from samestep.core.training.apply import parts_of, with_parts
-from samestep.core.training.gathered import gather_rows
-from samestep.launch.ranks.world import World
+from samestep.core.training.device import autocast
+from samestep.core.training.gathered import gather_rows, joined, rebuilt, rows_of
+from samestep.core.training.objective import Objective, check_trainable
+from samestep.core.training.prepare import share_buffers
+from samestep.core.training.side_effects import keep_buffers
 
 
 @dataclass(frozen=True)
@@ -40,57 +45,134 @@ class OutputGradient:
         return total
 
 
-class WholeBatch:
-    """The outputs and targets of all micro-steps on all ranks; every rank makes it at once."""
+class WholeBatchLoss(Objective):
+    """A loss over the outputs of the whole global batch.
 
-    def __init__(
-        self, parts: Sequence[Block], outputs: Sequence[Any], world: World, named: int = 0
-    ) -> None:
-        """Gather them; the loss will be the sum of `named` ones, if of any."""
-        self._parts, self._outputs, self._world = parts, outputs, world
-        self._no_loss = torch.zeros((1 + named,) if named else (), device=world.device)
-        # A part without a weight only stands in, so that its rank takes part in collectives.
-        real = [(part, made) for part, made in zip(parts, outputs, strict=True) if part.weight]
-        rows = sum(part.rows for part, _ in real)
-        own_outputs = [rows_of(made, part.rows, "outputs") for part, made in real]
-        own_targets = [rows_of(part.targets, part.rows, "targets") for part, _ in real]
-        both = [[*o, *t] for o, t in zip(own_outputs, own_targets, strict=True)]
-        own = [joined(column) for column in zip(*both, strict=True)]
-        tensors, self._first = gather_rows(own, rows, world, "Outputs and targets of the batch")
-        self._real = real
-        number = len(own_outputs[0]) if real else 0
-        self._made = [t.requires_grad_() if t.is_floating_point() else t for t in tensors[:number]]
-        self._targets = tensors[number:]
+    Before the first micro-step, the loss goes back to the outputs of each of them.
+    """
 
-    def backward(
-        self,
-        loss_of: Callable[[Any, Any], Tensor],
-        scale: Callable[[Tensor], Tensor],
-        named: Mapping[str, Tensor],
+    def __init__(self, *others: Any, batch_size: int) -> None:
+        """Take what `Objective` takes, and the most samples of a micro-step."""
+        super().__init__(*others)
+        self._batch_size = batch_size
+        self._due: Sequence[tuple[int, OutputGradient]] = ()
+        """Virtual rank of each micro-step, and the gradient of its outputs."""
+
+    def begin(self, parts: Sequence[Block], global_size: int) -> None:
+        """Compute the loss, back to the outputs of each micro-step."""
+        world, before = self._world, rng_state()
+        agreed = _called if self.agreed else world.on_every
+        # Where each rank has one micro-step, its first forward is the only one. A share of virtual
+        # ranks is computed alike whatever else its rank has.
+        most = -(-global_size // world.world_size)
+        once = most <= self._batch_size and not world.virtual_ranks
+        outputs = agreed(lambda: self._forward_all(parts, keeps_graph=once))
+        gathered = self._gathered(parts, outputs)
+        self.seeds.begin_loss()
+        gradients = agreed(lambda: self._gradients(parts, outputs, *gathered))
+        graphs = outputs if once else [None] * len(parts)
+        self._due = [
+            (part.place, replace(gradient, outputs=graph))
+            for part, gradient, graph in zip(parts, gradients, graphs, strict=True)
+        ]
+        self.agreed = True
+        set_rng_state(before)
+        self.seeds.begin(self.seeds.step)  # the second forward draws what the first one drew
+
+    def weigh(self, parts: Sequence[Block]) -> Sequence[OutputGradient]:
+        """Return the gradient of each micro-step's outputs."""
+        return [gradient for place, gradient in self._due if place == parts[0].place]
+
+    def loss(self, part: Block, weight: OutputGradient) -> tuple[Tensor, Tensor]:
+        """Return what takes that gradient into the model, and the loss to add to the step's."""
+        self.outputs = self._forward(part) if weight.outputs is None else weight.outputs
+        loss = weight.of(self.outputs)
+        check_trainable(loss, self._learner.loss)
+        return loss, weight.loss
+
+    def of_rank(self, total: Tensor) -> Tensor:
+        """Return this rank's part of the step's loss: rank 0 has it as a whole."""
+        return total
+
+    def _forward_all(self, parts: Sequence[Block], *, keeps_graph: bool) -> list[Any]:
+        """Return the outputs of all micro-steps."""
+        model, outputs = self._learner.model, []
+        if not keeps_graph and self._averaged:
+            share_buffers(model, self._world)  # DDP leaves it out without gradients
+        put_back: Callable[[], None] = _called if keeps_graph else keep_buffers(model)
+        for place, micro_steps in groupby(parts, key=lambda part: part.place):
+            self.seeds.begin_part(place)
+            for part in micro_steps:
+                try:
+                    with torch.set_grad_enabled(keeps_graph):
+                        outputs.append(self._forward(part))
+                except Exception as error:
+                    self.explain(error, part.inputs, part.targets)
+            put_back()
+        return outputs
+
+    def _forward(self, part: Block) -> Any:
+        with autocast(self._precision, self._world.device):
+            self.outputs = self._call_model(part)
+        torch.clear_autocast_cache()
+        return self.outputs
+
+    def _loss_of_all(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the loss over the outputs and targets of all ranks."""
+        self.outputs = outputs
+        try:
+            with autocast(self._precision, self._world.device):
+                loss = self._learner.loss(outputs, targets)
+        except Exception as error:
+            self.explain(error, outputs, targets)
+        check_trainable(loss, self._learner.loss)
+        return loss
+
+    def _gathered(self, parts: Sequence[Block], outputs: Sequence[Any]) -> tuple[list[Tensor], int]:
+        """Return outputs and targets of all ranks, and the place of this rank's first row in them.
+
+        All ranks call it. A part without a weight only stands in, so that its rank takes part in
+        collectives.
+        """
+        pairs = [(part, output) for part, output in zip(parts, outputs, strict=True) if part.weight]
+        columns = [
+            [*rows_of(output, part.rows, "outputs"), *rows_of(part.targets, part.rows, "targets")]
+            for part, output in pairs
+        ]
+        own = [joined(column) for column in zip(*columns, strict=True)]
+        rows = sum(part.rows for part, _ in pairs)
+        return gather_rows(own, rows, self._world, "Outputs and targets of the batch")
+
+    def _gradients(
+        self, parts: Sequence[Block], outputs: Sequence[Any], gathered: list[Tensor], row: int
     ) -> list[OutputGradient]:
         """Compute the loss and go back to the outputs; return what is due to each micro-step.
 
-        `scale` is what a gradient scaler makes of the loss. It is checked that the loss does not
-        read the `named` weights.
+        `row` is this rank's first one of what all ranks have `gathered`. The first time it is
+        checked that the loss does not read weights.
         """
-        if not self._real:
-            return [self._nothing(made) for made in self._outputs]
-        part, made = self._real[0]
-        outputs = rebuilt(made, iter(self._made))
-        loss = loss_of(outputs, rebuilt(part.targets, iter(self._targets)))
-        leaves = [leaf for leaf in self._made if leaf.requires_grad]
-        if named:
-            _refuse_weights(loss, named)
-        found = iter(torch.autograd.grad(scale(loss), leaves, allow_unused=True))
-        gradients = [next(found) if leaf.requires_grad else None for leaf in self._made]
-        due, row, told = [], self._first, with_parts(loss) if parts_of(loss) else loss.detach()
-        for part, made in zip(self._parts, self._outputs, strict=True):
+        pairs = list(zip(parts, outputs, strict=True))
+        real = next(((part, output) for part, output in pairs if part.weight), None)
+        if real is None:
+            return [self._nothing(output) for output in outputs]
+        tensors = iter(gathered)
+        leaves = [leaf for leaf in tree_leaves(real[1]) if isinstance(leaf, Tensor)]
+        whole = [next(tensors) for _ in leaves]
+        whole = [t.requires_grad_() if t.is_floating_point() else t for t in whole]
+        loss = self._loss_of_all(rebuilt(real[1], iter(whole)), rebuilt(real[0].targets, tensors))
+        if not self.agreed:
+            _refuse_weights(loss, dict(self._learner.model.named_parameters()))
+        needed = [leaf for leaf in whole if leaf.requires_grad]
+        computed = iter(torch.autograd.grad(self._scaled(loss), needed, allow_unused=True))
+        gradients = [next(computed) if leaf.requires_grad else None for leaf in whole]
+        due, reported = [], with_parts(loss) if parts_of(loss) else loss.detach()
+        for part, output in pairs:
             if not part.weight:
-                due.append(self._nothing(made))
+                due.append(self._nothing(output))
                 continue
             own = iter(gradients)
-            cut = [self._cut(leaf, own, row, part.rows) for leaf in tree_leaves(made)]
-            due.append(OutputGradient(cut, told if row == 0 else torch.zeros_like(told)))
+            cut = [self._cut(leaf, own, row, part.rows) for leaf in tree_leaves(output)]
+            due.append(OutputGradient(cut, reported if row == 0 else torch.zeros_like(reported)))
             row += part.rows
         return due
 
@@ -105,78 +187,37 @@ class WholeBatch:
         # In memory of its own: a kernel may round otherwise where rows begin elsewhere.
         return gradient[row : row + rows].clone()
 
-    def _nothing(self, made: Any) -> OutputGradient:
-        floats = [isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(made)]
-        zeros = zip(tree_leaves(made), floats, strict=True)
+    def _nothing(self, output: Any) -> OutputGradient:
+        floats = [isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(output)]
+        zeros = zip(tree_leaves(output), floats, strict=True)
         leaves = [torch.zeros_like(leaf) if is_float else None for leaf, is_float in zeros]
-        return OutputGradient(leaves, self._no_loss)
+        named = len(self._learner.parts)
+        no_loss = torch.zeros((1 + named,) if named else (), device=self._world.device)
+        return OutputGradient(leaves, no_loss)
+
+    @property
+    def _averaged(self) -> bool:
+        """Whether DDP makes the mean of the ranks' gradients."""
+        return self._world.connected and not self._world.virtual_ranks
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        loss = loss * (self._divisor if self._averaged else 1)
+        scaler = self._learner.scaler
+        return loss if scaler is None else scaler.scale(loss)
+
+
+def _called(function: Callable[[], Any] = lambda: None) -> Any:
+    return function()
 
 
 def _refuse_weights(loss: Tensor, named: Mapping[str, Tensor]) -> None:
     """Refuse a loss that reads weights of the model itself: their gradient would be lost."""
     trained = {name: p for name, p in named.items() if p.requires_grad}
-    found = torch.autograd.grad(loss, [*trained.values()], retain_graph=True, allow_unused=True)
-    read = [name for name, g in zip(trained, found, strict=True) if g is not None]
+    gradients = torch.autograd.grad(loss, [*trained.values()], retain_graph=True, allow_unused=True)
+    read = [name for name, g in zip(trained, gradients, strict=True) if g is not None]
     if read:
         raise UserError(
             f'Recipe(loss_over="batch"): the loss reads {listed(read)} of the model by itself, and '
             "its gradient goes back only through the outputs. Let the model return what the loss "
             "needs of it, with its outputs: one number for the batch, or a row for each sample."
         )
-
-
-_FIELD = 'Recipe(loss_over="batch")'
-
-
-def rows_of(tree: Any, rows: int, what: str, field: str = _FIELD) -> list[Tensor]:
-    """Return the tensors of a tree, each with a row for each sample; a single number repeats.
-
-    `what` it is, and the `field` that asks for it, are for messages.
-    """
-    found = []
-    for leaf in tree_leaves(tree):
-        if not isinstance(leaf, Tensor):
-            if leaf is None or (what == "outputs" and isinstance(leaf, int | float)):
-                continue
-            raise UserError(
-                f"{field}: the {what} hold {describe(leaf)}, and only tensors are "
-                "put together from all ranks. Turn names into numbers, or leave them out of "
-                "the batch."
-            )
-        if leaf.dim() and len(leaf) != rows:
-            raise UserError(
-                f"{field}: the {what} of {rows} samples hold {describe(leaf)}, which has "
-                "no row for each sample, so the batch of all ranks cannot be put "
-                "together. Give each sample a row (pad to a fixed length), or one number for all."
-            )
-        found.append(leaf.detach() if leaf.dim() else leaf.detach().repeat(rows))
-    return found
-
-
-def joined(column: Sequence[Tensor], field: str = _FIELD) -> Tensor:
-    """Return the rows of several micro-steps in new memory."""
-    shapes = {tuple(t.shape[1:]) for t in column}
-    if len(shapes) > 1:
-        one, other = sorted(shapes)[:2]
-        raise UserError(
-            f"{field}: the batch cannot be put together: rows are {one} in one micro-step and "
-            f"{other} in another. Give rows of one shape: pad to a fixed length."
-        )
-    return torch.cat(list(column)) if len(column) > 1 else column[0].clone()
-
-
-def put_together(trees: Sequence[Any], counts: Sequence[int]) -> Any:
-    """Return the rows of several batches, of `counts` samples, as one batch of the same form."""
-    rows = [rows_of(tree, count, "outputs") for tree, count in zip(trees, counts, strict=True)]
-    return rebuilt(trees[0], iter([joined(column) for column in zip(*rows, strict=True)]))
-
-
-def rebuilt(tree: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return a tree of the same form with the rows of the whole batch."""
-
-    def of(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return next(tensors) if leaf.dim() else next(tensors)[0]
-
-    return map_leaves(of, tree)

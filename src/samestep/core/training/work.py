@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,9 +11,7 @@ from samestep.base.phases import Phases
 from samestep.base.settings import Settings
 from samestep.core.data.blocks import Block
 from samestep.core.data.source import Source
-from samestep.core.training.after_epoch import AfterEpoch
 from samestep.core.training.apply import Measure
-from samestep.core.training.batch_transform import BatchTransform
 from samestep.core.training.flops import ModelCost
 from samestep.core.training.learner import Learner, StepResult
 from samestep.core.training.metrics import EpochMetrics
@@ -21,6 +19,10 @@ from samestep.core.training.model_state import ModelTrial
 from samestep.core.training.plan import ENDLESS, Plan, learning_rate
 from samestep.core.training.stopping import Watch
 from samestep.launch.ranks.world import World
+
+if TYPE_CHECKING:
+    from samestep.core.training.after_epoch import AfterEpoch
+    from samestep.core.training.batch_transform import BatchTransform
 
 
 @dataclass(kw_only=True)
@@ -98,9 +100,9 @@ class Work:
     """Names of the classes, if the data has them."""
     measure: Measure | None = None
     """The recipe's `evaluate_batch`."""
-    batch_transform: BatchTransform | None = None
+    batch_transform: "BatchTransform | None" = None
     """The recipe's `batch_transform`."""
-    after_epoch: AfterEpoch | None = None
+    after_epoch: "AfterEpoch | None" = None
     """The recipe's `after_epoch`."""
     cost: ModelCost = field(default_factory=ModelCost)
     """What a sample costs to train."""

@@ -22,13 +22,13 @@ from samestep.core.session.free_space import state_bytes
 from samestep.core.session.request import Request, to_toml
 from samestep.core.training.batch_transform import BatchTransform
 from samestep.core.training.device import data_dtype
-from samestep.core.training.loss_checks import check_used
+from samestep.core.training.objective import check_used
 from samestep.core.training.optimizer import Average
 from samestep.core.training.plan import Plan, learning_rate
 from samestep.core.training.sharding import find_blocks
 from samestep.core.training.side_effects import RandomDraws, batch_norms, watched
 from samestep.core.training.snapshot import capture
-from samestep.core.training.step import EagerStep
+from samestep.core.training.steps import eager_step
 from samestep.core.training.tree import TreeSum
 from samestep.launch.ranks.nproc import RANK_BYTES
 from samestep.launch.ranks.world import World
@@ -146,7 +146,7 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
     batch = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
     known = {_address(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch)}
     model.train()
-    step = EagerStep(learner, work.settings, World(), rows)
+    step = eager_step(learner, work.settings, World(), rows)
     with saved_tensors_hooks(pack, unpack):
         step(block, 0, [learning_rate(plan, work.settings, 0)], want_norm=False)
     if plan.world_size > 1 and not work.settings.allows_unused:

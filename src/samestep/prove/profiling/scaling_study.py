@@ -18,7 +18,7 @@ from samestep.base.words import count
 from samestep.core.recipe import Splits
 from samestep.core.recipe_source import with_options
 from samestep.core.session.request import Request
-from samestep.core.session.training_run import NATIVE, Engine, Task, run_session
+from samestep.core.session.training_run import NATIVE, Engine, Shown, Task, run_session
 from samestep.core.training.loop import rehearse
 from samestep.core.training.meter import Meter, epoch_record
 from samestep.core.training.plan import ENDLESS, make_plan
@@ -225,9 +225,7 @@ def measure(
         replace(request, recipe=recipe, settings=settings),
         world,
         received=received,
-        show=lambda _record: None,  # rank 0 writes a file instead
-        begin=lambda _path: None,
-        started_at=started_at,
+        shown=Shown(started_at=started_at),  # rank 0 writes a file instead
         engine=Engine(wrap=NATIVE.wrap, drive=stopwatch.drive),
     )
     if outcome.signum == 0:

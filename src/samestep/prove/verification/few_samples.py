@@ -11,9 +11,10 @@ from torch.utils.data import Subset, TensorDataset
 
 from samestep.base.errors import UserError
 from samestep.base.words import count, ranks
+from samestep.core.data.batches import is_stream
 from samestep.core.data.order import per_sample
 from samestep.core.data.recipe_splits import SPLITS, PreparedOnRanks
-from samestep.core.data.stream_lanes import Lane, Route, is_stream
+from samestep.core.data.stream_lanes import Lane, Route
 from samestep.core.recipe import Recipe, Splits
 
 _SMALLEST_BATCH = 8

@@ -1,7 +1,6 @@
 """What each rank of a start does: the short trainings one by one, each handed back when done."""
 
 import contextlib
-import time
 import traceback
 from dataclasses import replace
 from functools import partial
@@ -13,8 +12,8 @@ from torch import nn
 
 from samestep.base.errors import LOST_PEER, UserError, caused, is_users
 from samestep.base.settings import Precision, Settings, in_precision
+from samestep.core.data.batches import is_stream
 from samestep.core.data.recipe_splits import load_splits
-from samestep.core.data.stream_lanes import is_stream
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.recipe_source import with_options
 from samestep.core.session.request import Request
@@ -230,9 +229,9 @@ class _Start:
             ReceivedSignal(),
             recording(training, self._facts.size.stop, trace, prepare),
         )
-        shown = Shown(trace.keep, lambda _path: None, time.time())
+        shown = Shown((trace.keep,))
         if self._membership is None:
-            run_session(request, self._world, received=received, engine=engine, **vars(shown))
+            run_session(request, self._world, received=received, shown=shown, engine=engine)
         else:
             run_elastic(
                 request,

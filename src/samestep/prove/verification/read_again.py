@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from samestep.base.errors import listed
-from samestep.core.data.loader_source import seed_reading
+from samestep.core.data.keyed_random import seed_reading
 from samestep.core.training.side_effects import RandomDraws, watched
 from samestep.prove.verification import causes
 from samestep.prove.verification.causes import Cause

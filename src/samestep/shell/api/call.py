@@ -1,32 +1,19 @@
 """Turn the arguments of a call in Python into a request, as the command line does."""
 
-import inspect
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
+from typing import Any
 
 import torch
 
 from samestep.base.errors import UserError
 from samestep.base.run.directory import is_run
-from samestep.base.settings import (
-    Backend,
-    Device,
-    MatmulPrecision,
-    OrderName,
-    ParamDtype,
-    Precision,
-    Schedule,
-    Settings,
-    ShardWithin,
-    Strategy,
-    merge_layers,
-)
+from samestep.base.settings import Settings, merge_layers
 from samestep.base.startup import PARENT
 from samestep.core.recipe import Recipe, being_read, find_recipe
 from samestep.core.session.declared import plain_value, typed
@@ -35,99 +22,9 @@ from samestep.core.training.alike import random_numbers
 from samestep.core.training.device import outside_autocast
 from samestep.launch.ranks.process import TASK
 from samestep.launch.ranks.world import in_process_group
-from samestep.shell.api.arguments import AnyPath
+from samestep.shell.api.arguments import AnyPath, AnyRecipe
 
-P = ParamSpec("P")
-T = TypeVar("T")
-AnyRecipe = Recipe | str | os.PathLike[str] | None
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-
-
-class SettingsArguments(TypedDict, total=False):
-    """All settings as arguments, for completion in editors; a test compares them to `Settings`."""
-
-    epochs: int | None
-    max_steps: int | None
-    batch_size: int | None
-    batch_size_per_rank: int | None
-    batch_tokens: int | None
-    micro_batch_size: int | None
-    accumulate: int | None
-    eval_batch_size: int | None
-    virtual_ranks: int | None
-    self_check: bool
-    drop_last: bool
-    order: OrderName
-    group_by_length: bool
-    shuffle_buffer: int
-    optimizer: Literal["adam", "adamw", "sgd"]
-    lr: float
-    momentum: float
-    weight_decay: float
-    clip_norm: float | None
-    ema: float | None
-    lr_scaling: Literal["none", "linear", "sqrt"]
-    base_batch_size: int | None
-    warmup_steps: int | float
-    warmup_from: float | None
-    schedule: Schedule
-    lr_end: float
-    lr_power: float
-    engine: Literal["native", "lightning"]
-    precision: Precision
-    param_dtype: ParamDtype | None
-    matmul_precision: MatmulPrecision | None
-    seed: int
-    init_from: str | os.PathLike[str] | None
-    init_strict: bool
-    device: Device
-    backend: Backend
-    timeout_s: float
-    stall_s: float | None
-    compile: Literal["off", "on"]
-    channels_last: bool
-    cudnn_benchmark: bool
-    deterministic: bool
-    checkpoint_activations: bool
-    threads: int | None
-    num_workers: int
-    oversubscribe: bool
-    strategy: Strategy
-    shard_within: ShardWithin
-    reshard_after_forward: bool
-    gather_dtype: ParamDtype | None
-    cpu_offload: bool
-    bucket_cap_mb: int | None
-    find_unused: bool
-    static_graph: bool
-    sync_batchnorm: bool
-    run_dir: str | None
-    log_every: int | None
-    eval_every: str
-    checkpoint_every: str
-    eval_every_epochs: int
-    eval_every_steps: int | None
-    checkpoint_every_epochs: int
-    checkpoint_every_steps: int | None
-    checkpoint_every_minutes: float | None
-    checkpoint_sync: bool
-    keep_top_k: int | None
-    keep_newest: int | None
-    keep_hours: float | None
-    monitor: str | None
-    mode: Literal["auto", "min", "max"]
-    patience: int | None
-    min_delta: float
-    halving: int | None
-    pictures: bool
-    track: str | None
-    track_project: str | None
-    track_name: str | None
-    track_workspace: str | None
-    track_tags: str | None
-    track_offline: bool
-    track_checkpoints: bool
-    track_timeout: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,19 +159,3 @@ def as_in_fresh_process() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
-
-
-def with_settings(function: Callable[P, T]) -> Callable[P, T]:
-    """List all settings in a function's signature, for `help()` and a notebook's completion."""
-    signature = inspect.signature(function)
-    *own, rest = signature.parameters.values()
-    more = [
-        inspect.Parameter(
-            one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type
-        )
-        for one in fields(Settings)
-        if one.name not in signature.parameters
-    ]
-    named = [*own, *more, rest.replace(name="options", annotation=Any)]
-    vars(function)["__signature__"] = signature.replace(parameters=named)
-    return function

@@ -141,12 +141,12 @@ def submit(
         send(sent, run / _CALL)
         task = (f"{TASK}={run / _CALL}",)
         options = dataclasses.replace(options, env=(*options.env, *task))
-        found = Workload(name=name, kind="recipe", run=run, command=("-m", "samestep", "train"))
+        workload = Workload(name=name, kind="recipe", run=run, command=("-m", "samestep", "train"))
         recipe = sent.recipe
     else:
         words = [*map(str, arguments), *flag_words(settings)]
-        found, recipe = find_workload(os.fspath(what), words, [*RECIPES]), None
-        if found.kind == "recipe":
+        workload, recipe = find_workload(os.fspath(what), words, [*RECIPES]), None
+        if workload.kind == "recipe":
             if arguments:
                 raise UserError("arguments= is for a script; a recipe takes settings.")
             checked = call_of(what, keywords=settings, resume=is_run(Path(what)))
@@ -156,16 +156,16 @@ def submit(
                 f"submit(): {next(iter(settings))} is not an option of a job. Give what the script "
                 "itself takes as arguments=[…]."
             )
-    job = make_script(found, with_home_expanded(options), Path.cwd())
+    job = make_script(workload, with_home_expanded(options), Path.cwd())
     try:
         number, _ = hand_in(job)
     except UserError:
-        if not is_run(found.run):
+        if not is_run(workload.run):
             with contextlib.suppress(OSError):
-                (found.run / _CALL).unlink()
-                found.run.rmdir()
+                (workload.run / _CALL).unlink()
+                workload.run.rmdir()
         raise
-    return SubmittedJob(number, found.run, recipe)
+    return SubmittedJob(number, workload.run, recipe)
 
 
 def _job_options(defaults: UncheckedOptions, given: Mapping[str, Any]) -> UncheckedOptions:

@@ -87,7 +87,7 @@ class ScreenFile(Nothing):
         if self._file is not None:
             self._file.close()
 
-    def show(self, record: Record) -> None:
+    def tell(self, record: Record) -> None:
         """Append one record."""
         self._file = self._file or self._path.open("a", buffering=1, encoding="utf-8")
         self._file.write(json.dumps(record) + "\n")
@@ -98,10 +98,10 @@ def _why_not(call: Call, error: Exception) -> str:
     parts = [(f"{name}=", value) for name, value in call.keywords.items()]
     if call.recipe is not None:
         parts += [(f"Recipe({name}=…)", value) for name, value in vars(call.recipe).items()]
-    found = next((part for part in parts if not _can_be_sent(part[1])), None)
-    if found is None:
+    unsendable = next((part for part in parts if not _can_be_sent(part[1])), None)
+    if unsendable is None:
         return f"The recipe cannot be sent to the processes of the ranks: {error}."
-    what, value = found
+    what, value = unsendable
     place = defined_at(value) if callable(value) else ""
     name = ""  # that the user gave to the innermost object that cannot be sent
     for _ in range(_DEEPEST):

@@ -16,10 +16,10 @@ from typing import Any
 from samestep.base.errors import UserError
 from samestep.base.run.records import Record, metric_values
 from samestep.base.words import count
+from samestep.core.data.batches import is_stream
 from samestep.core.data.recipe_splits import SPLITS, load_splits
-from samestep.core.data.stream_lanes import is_stream
 from samestep.core.session.request import Request
-from samestep.core.session.training_run import engine_named, run_session
+from samestep.core.session.training_run import Shown, engine_named, run_session
 from samestep.core.training.alike import seed_alike
 from samestep.core.training.evaluation import evaluation_batch
 from samestep.core.training.stopping import catch_signals
@@ -61,9 +61,7 @@ def smoke(request: Request) -> int:
                     replace(few, resume=resume),
                     world,
                     received=received,
-                    show=_show,
-                    begin=lambda _path: None,
-                    started_at=time.time(),
+                    shown=Shown((_show,)),
                     engine=engine,
                 )
                 if outcome.signum not in (0, signal.SIGTERM):
@@ -92,12 +90,12 @@ def _few(request: Request, world: World, run: Path) -> Request:
     wanted = {"train": _STEPS * (size or _SAMPLES), "validation": evaluated, "test": evaluated}
     nothing: Any = ()
     parts = without_streams(replace(whole, train=nothing), settings.seed)
-    found: dict[str, Any] = {name: getattr(parts, name) for name in SPLITS}
-    found["train"] = whole.train
-    for name, data in found.items():
+    splits: dict[str, Any] = {name: getattr(parts, name) for name in SPLITS}
+    splits["train"] = whole.train
+    for name, data in splits.items():
         if data is not None and not is_stream(data):  # two steps read little of a stream
-            found[name] = some_of(data, wanted[name])
-    few = replace(whole, **found, notes=(), left_out=())
+            splits[name] = some_of(data, wanted[name])
+    few = replace(whole, **splits, notes=(), left_out=())
     if not is_stream(whole.train):
         recipe = cut_numbers(recipe, whole, few)
     recipe = replace(recipe, data=lambda *_: few, baselines=None, pictures={})
@@ -129,8 +127,8 @@ def _show(record: Record) -> None:
         case "resume":
             _line("resume", f"from the checkpoint of step {record['step']}")
         case "evaluation":
-            found = metric_values(record).items()
-            values = [f"{n} {v:.4g}" for n, v in found if isinstance(v, float)]
+            metrics = metric_values(record).items()
+            values = [f"{n} {v:.4g}" for n, v in metrics if isinstance(v, float)]
             _line(record["split"], f"{count(record['samples'], 'sample')}: {'  '.join(values)}")
 
 

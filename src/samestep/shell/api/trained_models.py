@@ -1,24 +1,37 @@
-"""`samestep.load`, `evaluate`, `predict` and `export`: use a checkpoint of a run."""
+"""`samestep.load`, `evaluate`, `predict` and `export`: use a checkpoint of a run.
+
+The verbs are made of these signatures and docstrings, so PyTorch is imported in the functions.
+"""
 
 import os
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from samestep.base.errors import UserError
 from samestep.base.settings import Device
-from samestep.core.session.prediction import as_table, check_files, open_predictor, predict_files
-from samestep.core.session.trained_model import evaluate_run, open_checkpoint
-from samestep.core.session.weights_file import write_weights
-from samestep.shell.api.arguments import AnyPath, one_line_errors, path_of
-from samestep.shell.api.call import AnyRecipe, as_in_fresh_process, given_recipe
+from samestep.shell.api.arguments import (
+    AnyPath,
+    AnyRecipe,
+    CheckpointName,
+    FilePaths,
+    Folder,
+    RunPath,
+    one_line_errors,
+    path_of,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @one_line_errors
 def load(
-    run: AnyPath, checkpoint: str = "best", *, recipe: AnyRecipe = None, device: Device = "cpu"
-) -> nn.Module:
+    run: RunPath,
+    checkpoint: CheckpointName = "best",
+    *,
+    recipe: AnyRecipe = None,
+    device: Device = "cpu",
+) -> "nn.Module":
     """Return the model of a run with the weights of a checkpoint, in eval mode.
 
         model = samestep.load("runs/ID")
@@ -29,15 +42,18 @@ def load(
     recipe's `transform` to stored inputs yourself. With `--ema` the weights are the average.
 
     Args:
-        run: the run, or its directory.
-        checkpoint: "best", "last", or a file name in its checkpoints/.
-        recipe: the recipe or its file, if the run names no file or the file has changed.
-        device: the device of the model.
+        run: Directory of the run.
+        checkpoint: `best`, `last`, or the name of a file in its checkpoints/.
+        recipe: The recipe or its file, if the run names no file or the file has changed.
+        device: The device of the model.
 
     Raises:
         UserError: there is no such run or checkpoint, it does not fit the recipe, or the file of
             the recipe has changed since.
     """
+    from samestep.core.session.trained_model import open_checkpoint  # noqa: PLC0415 - it imports torch
+    from samestep.shell.api.call import as_in_fresh_process, given_recipe  # noqa: PLC0415
+
     path = path_of(run, "run")
     _check_device(device)
     with as_in_fresh_process():
@@ -47,29 +63,33 @@ def load(
 
 @one_line_errors
 def evaluate(
-    run: AnyPath,
-    checkpoint: str = "best",
+    run: RunPath,
+    checkpoint: CheckpointName = "best",
     *,
     split: Literal["train", "validation", "test"] = "test",
     recipe: AnyRecipe = None,
     device: Device = "auto",
-    data_dir: AnyPath | None = None,
+    data_dir: Folder = None,
     skip_bad: int | None = None,
 ) -> dict[str, Any]:
     """Return loss and metrics of a checkpoint over a split, as `samestep evaluate --json` has them.
 
     Args:
-        run: the run, or its directory.
-        checkpoint: "best", "last", or a file name in its checkpoints/.
-        split: the part of the data.
-        recipe: the recipe or its file, if the run names no file or the file has changed.
-        device: where to evaluate; "auto" takes the best device here.
-        data_dir: the folder of the data, if it has moved since the training.
-        skip_bad: how many of its files may be unreadable, for a recipe that has this option.
+        run: Directory of the run.
+        checkpoint: `best`, `last`, or the name of a file in its checkpoints/.
+        split: Part of the data to evaluate.
+        recipe: Recipe, or its file, to use if the run names no file or the file has changed; the
+            run's own copy is recipe.py in its directory.
+        device: Device to use; auto takes the best one of this machine.
+        data_dir: Folder of the data, if it has moved since the training.
+        skip_bad: How many files of the data may be unreadable, if the recipe has this option.
 
     Raises:
         UserError: there is no such run, checkpoint or split, or the checkpoint does not fit.
     """
+    from samestep.core.session.trained_model import evaluate_run  # noqa: PLC0415 - it imports torch
+    from samestep.shell.api.call import as_in_fresh_process, given_recipe  # noqa: PLC0415
+
     if split not in ("train", "validation", "test"):
         raise UserError(f"split={split!r}: it must be 'train', 'validation' or 'test'.")
     _check_device(device)
@@ -87,9 +107,9 @@ def evaluate(
 
 @one_line_errors
 def predict(
-    run: AnyPath,
-    files: AnyPath | Iterable[AnyPath],
-    checkpoint: str = "best",
+    run: RunPath,
+    files: FilePaths,
+    checkpoint: CheckpointName = "best",
     *,
     top: int = 5,
     recipe: AnyRecipe = None,
@@ -102,37 +122,41 @@ def predict(
     that cannot be read.
 
     Args:
-        run: the run, or its directory.
-        files: one file or several.
-        checkpoint: "best", "last", or a file name in its checkpoints/.
-        top: how many classes to name.
-        recipe: the recipe or its file, if the run names no file or the file has changed.
-        device: where to compute; "auto" takes the best device here.
+        run: Directory of the run.
+        files: Files to predict.
+        checkpoint: `best`, `last`, or the name of a file in its checkpoints/.
+        top: Number of classes to show for each file, or for each row of a file.
+        recipe: Recipe, or its file, to use if the run names no file or the file has changed; the
+            run's own copy is recipe.py in its directory.
+        device: Device to use; auto takes the best one of this machine.
 
     Raises:
         UserError: there is no such run, checkpoint or file, or the recipe does not say how to read
             a file.
     """
+    from samestep.core.session import prediction  # noqa: PLC0415 - it imports torch
+    from samestep.shell.api.call import as_in_fresh_process, given_recipe  # noqa: PLC0415
+
     if not isinstance(files, Iterable | os.PathLike):
         raise UserError(f"files is of type {type(files).__name__}; name one file or several.")
     named = [files] if isinstance(files, str | os.PathLike) else files
-    paths = [path_of(one, "a file") for one in named]
+    paths = [path_of(file, "a file") for file in named]
     _check_device(device)
     if not paths:
         raise UserError("files is empty; name one or more.")
     if not isinstance(top, int) or top < 1:
         raise UserError(f"top={top!r}: it must be 1 or more.")
-    check_files(paths)
+    prediction.check_files(paths)
     with as_in_fresh_process():
         path = path_of(run, "run")
         given = given_recipe(recipe, run)
-        found = open_predictor(path, _name(checkpoint), device=device, given=given)
-        return [as_table(one) for one in predict_files(found, paths, top=top)]
+        model = prediction.open_predictor(path, _name(checkpoint), device=device, given=given)
+        return [prediction.as_table(row) for row in prediction.predict_files(model, paths, top=top)]
 
 
 @one_line_errors
 def export(
-    run: AnyPath, file: AnyPath, checkpoint: str = "best", *, force: bool = False
+    run: RunPath, file: AnyPath, checkpoint: CheckpointName = "best", *, force: bool = False
 ) -> dict[str, Any]:
     """Write the weights that an evaluation uses into a file that other programs read.
 
@@ -140,10 +164,11 @@ def export(
     modules of its state; if there are several, a weight's name begins with that of its module.
 
     Args:
-        run: the run, or its directory.
-        file: its name ends in .safetensors, or in .pt or .pth for a `state_dict` by torch.save.
-        checkpoint: "best", "last", or a file name in its checkpoints/.
-        force: whether a file that is there is overwritten.
+        run: Directory of the run.
+        file: File to write. Its name ends in .safetensors (needs samestep[safetensors]), or in .pt
+            or .pth for a `state_dict` by torch.save.
+        checkpoint: `best`, `last`, or the name of a file in its checkpoints/.
+        force: Overwrite the file if it exists.
 
     Returns:
         A dict: `file`, `checkpoint`, `step`, the number of `tensors`, `bytes`, and `left_out`: the
@@ -153,6 +178,8 @@ def export(
         UserError: there is no such run or checkpoint, the file is there already or has another
             ending, or safetensors is not installed.
     """
+    from samestep.core.session.weights_file import write_weights  # noqa: PLC0415 - it imports torch
+
     path = path_of(run, "run")
     return write_weights(path, path_of(file, "file"), _name(checkpoint), force=force)
 

@@ -68,7 +68,7 @@ class TrainedRun:
             UserError: it has not ended yet, or was killed.
         """
         try:
-            found: dict[str, Any] = json.loads((self.path / "result.json").read_bytes())
+            result: dict[str, Any] = json.loads((self.path / "result.json").read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             if not self.path.is_dir():
                 raise UserError(f"The directory {self.path} no longer exists.") from error
@@ -76,7 +76,7 @@ class TrainedRun:
                 f"{self.path} has no result.json that can be read: it is still training, or was "
                 "killed. Resume it: samestep.train(run, resume=True)."
             ) from error
-        return found
+        return result
 
     @property
     def history(self) -> list[Record]:

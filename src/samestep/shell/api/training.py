@@ -10,154 +10,46 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import TYPE_CHECKING
 
 from samestep.base.errors import UserError
-from samestep.base.run.records import Record, RecordFile, first_start
+from samestep.base.run.records import RecordFile, first_start
 from samestep.base.settings import Settings
 from samestep.base.startup import forget_signals
 from samestep.base.tracker_choice import check_installed, chosen
-from samestep.core.recipe import Recipe
 from samestep.core.session.outcome import Outcome
-from samestep.core.session.picture_making import end_while_drawing
 from samestep.core.session.request import Request
+from samestep.core.session.session import Sink
 from samestep.core.session.training_run import Shown, engine_named, run_elastic, run_session
 from samestep.core.training.stopping import Again, ReceivedSignal, catch_signals, end_process
-from samestep.launch.ranks import process_group, watched
-from samestep.launch.ranks.keeper import Elastic, elastic_of
+from samestep.launch.ranks import watched
 from samestep.launch.ranks.launch import detect_launch
 from samestep.launch.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_launcher
-from samestep.launch.ranks.process import STARTED_AT, RankLog, rank_of
+from samestep.launch.ranks.process import STARTED_AT, RankLog
 from samestep.launch.ranks.regroup import membership
-from samestep.launch.ranks.start import run_ranks
-from samestep.launch.ranks.world import World, find_world, in_process_group, join, leave
-from samestep.shell.api.arguments import AnyPath, one_line_errors
-from samestep.shell.api.call import (
-    AnyRecipe,
-    Call,
-    SettingsArguments,
-    as_in_fresh_process,
-    call_of,
-    check_may_start,
-    request_of,
-    with_settings,
-)
+from samestep.launch.ranks.world import World, find_world, join, leave
+from samestep.shell.api.call import Call, as_in_fresh_process, request_of
 from samestep.shell.api.sending import RECORDS, ScreenFile, receive, send
 from samestep.shell.api.trained_run import TrainedRun
 from samestep.show.reporting.progress import Nothing, Screen
-from samestep.show.tracking.processes import TrackerProcesses
+
+if TYPE_CHECKING:
+    from samestep.launch.ranks.keeper import Elastic
 
 _busy = threading.Lock()
 _LOOK_EVERY_S = 0.1
 AnyScreen = Nothing | Screen
 
 
-@overload
-def train(
-    what: AnyPath | Recipe,
-    *,
-    nproc: NumRanks = 1,
-    resume: bool = False,
-    recipe: AnyRecipe = None,
-    config: AnyPath | None = None,
-    allow_change: str | tuple[str, ...] | list[str] = (),
-    recipe_of_run: bool = False,
-    quiet: bool = False,
-    elastic: bool | str = False,
-    elastic_replace: bool = True,
-    elastic_limit: int = 10,
-    **settings: Unpack[SettingsArguments],
-) -> TrainedRun: ...
-@overload
-def train(what: AnyPath | Recipe, **settings_and_options: Any) -> TrainedRun: ...
-
-
-@with_settings
-@one_line_errors
-def train(
-    what: AnyPath | Recipe,
-    *,
-    nproc: NumRanks = 1,
-    resume: bool = False,
-    recipe: AnyRecipe = None,
-    config: AnyPath | None = None,
-    allow_change: str | tuple[str, ...] | list[str] = (),
-    recipe_of_run: bool = False,
-    quiet: bool = False,
-    elastic: bool | str = False,
-    elastic_replace: bool = True,
-    elastic_limit: int = 10,
-    **settings: Any,
-) -> TrainedRun:
-    """Train a recipe, or continue a run; return the run.
-
-        run = samestep.train("spiral", epochs=3)
-        run = samestep.train("my_recipe.py", nproc=2, lr=0.01, run_dir="runs/mine")
-        run = samestep.train(run, resume=True, epochs=8)
-
-    With one rank it trains in this process and leaves its random numbers and threads as they were.
-    Ctrl-C, or a notebook's interrupt, stops after the current step, saves and returns the run:
-    `result["status"]` is "stopped", and `resume=True` continues from there. In a script started by
-    a launcher (torchrun, srun, mpirun) each process is a rank, as with `samestep train`.
-
-    Args:
-        what: a recipe: its name ("spiral"), its file ("my_recipe.py"), or a `samestep.Recipe`,
-            which may be made in a notebook; or the directory of a run, whose settings are taken.
-        nproc: ranks to start on this machine; "auto": one per GPU, else one per core.
-        resume: whether to continue the run, from its newest intact checkpoint.
-        recipe: the recipe of that run, if the run names no file.
-        config: a TOML file of settings and options; the other arguments win over it.
-        allow_change: with `resume`, names of settings that may differ from the checkpoint's;
-            "recipe" for an edited recipe.
-        recipe_of_run: with `resume`, whether to take the recipe from the run's own copy.
-        quiet: whether to show nothing.
-        elastic: with `nproc`, whether the other ranks continue if one dies, with the same next
-            step; "2:4": while there are 2 to 4.
-        elastic_replace: whether a new rank is started for one that died.
-        elastic_limit: deaths within an hour after which the run ends.
-        settings: any setting of `samestep train`, and any option of the recipe.
-            `help(samestep.Settings)` explains them; the recipe's defaults win over those there.
-
-    Raises:
-        UserError: a mistake that the user can correct, or a failed rank.
-    """
-    log = RankLog(rank_of())
-    try:
-        check_may_start("train")
-        names = allow_change.split(",") if isinstance(allow_change, str) else allow_change
-        call = call_of(
-            what,
-            recipe,
-            keywords=settings,
-            config=config,
-            resume=resume,
-            allow_change=tuple(names),
-            recipe_of_run=recipe_of_run,
-        )
-        given = "" if call.recipe is None else "recipe=…, "
-        again = f'samestep.train("{{}}", {given}resume=True)'
-        if not elastic and (elastic_limit != 10 or not elastic_replace):
-            raise UserError("elastic_limit and elastic_replace say how elastic=True acts: give it.")
-        how = partial(elastic_of, elastic, replaces=elastic_replace, limit=elastic_limit)
-        screen = Nothing() if quiet else Screen(go_on=again)
-        return _train(call, nproc, screen, log, how if elastic else None)
-    except Exception as error:
-        if detect_launch(os.environ).world_size > 1:  # one rank reports the failure, and all end
-            process_group.end_failed(error, log, connected=in_process_group())
-        raise
-    finally:
-        log.give_back()
-
-
-def _train(
+def train_call(
     call: Call,
     nproc: NumRanks,
     screen: AnyScreen,
     log: RankLog,
-    elastic: Callable[[int, Settings], Elastic] | None,
+    elastic: "Callable[[int, Settings], Elastic] | None",
 ) -> TrainedRun:
+    """Train as a call of `samestep.train` asks, here or on new ranks; return the run."""
     if not _busy.acquire(blocking=False):
         raise UserError(
             "samestep.train() was called while this process trains. Wait until that training has "
@@ -214,8 +106,10 @@ def _here(request: Request, screen: AnyScreen, log: RankLog) -> TrainedRun:
     return _stopped(outcome.path, outcome.signum)
 
 
-def _on_ranks(number: int, call: Call, screen: AnyScreen, elastic: Elastic | None) -> TrainedRun:
+def _on_ranks(number: int, call: Call, screen: AnyScreen, elastic: "Elastic | None") -> TrainedRun:
     """Train on new ranks; a thread shows the records of rank 0 meanwhile."""
+    from samestep.launch.ranks.start import run_ranks  # noqa: PLC0415 - a rank starts none
+
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder, screen:
         file, path, over = Path(folder, "call"), None, threading.Event()
         records = RecordFile(file.with_name(RECORDS))
@@ -278,33 +172,35 @@ class _Reporter:
     speak: Callable[[], None]
     received: ReceivedSignal
     open_trackers: contextlib.ExitStack
-    trackers: TrackerProcesses | None = None
+    sinks: tuple[Sink, ...] = ()
+    """Screen and trackers, on rank 0."""
 
     def shown(self, world: World, going_on: Path | None = None) -> Shown:
         """Return what shows the run in this world; it is `going_on` if it was begun before."""
-        if world.is_main and self.trackers is None:
+        if world.is_main and not self.sinks:
             self._start(going_on)
         started_at = float(os.environ.get(STARTED_AT, time.time()))
-        return Shown(self._show, self.begin, started_at)
+        return Shown(self.sinks, self.begin, started_at)
 
     def _start(self, going_on: Path | None) -> None:
-        self.trackers = TrackerProcesses(
-            self.request.settings,
-            self.request.recipe.name,
-            self.screen.show,
-            is_main=True,
-            stopped=lambda: bool(self.received.signum),
-        )
-        self.open_trackers.enter_context(self.trackers)
+        self.sinks = (self.screen.show,)
+        if chosen(self.request.settings.track):
+            from samestep.show.tracking.processes import TrackerProcesses  # noqa: PLC0415
+
+            trackers = TrackerProcesses(
+                self.request.settings,
+                self.request.recipe.name,
+                self.screen.tell,
+                is_main=True,
+                stopped=lambda: bool(self.received.signum),
+            )
+            self.open_trackers.enter_context(trackers)
+            self.sinks += (trackers.take,)
         if going_on is not None:
             self.speak()
             going = {"event": "going_on", "run_dir": str(going_on), "plan": first_start(going_on)}
-            self.trackers.show(going)
-
-    def _show(self, record: Record) -> str:
-        assert self.trackers is not None
-        self.trackers.show(record)
-        return self.screen.why_lost()
+            for sink in self.sinks:
+                sink(going)
 
 
 def train_as_rank(
@@ -334,9 +230,7 @@ def train_as_rank(
         with screen:
             if member is None:
                 shown = reporter.shown(world)
-                outcome = run_session(
-                    request, world, received=received, engine=engine, **vars(shown)
-                )
+                outcome = run_session(request, world, received=received, shown=shown, engine=engine)
             else:
                 outcome, world = run_elastic(
                     request, world, member, received=received, shown=reporter.shown
@@ -371,6 +265,8 @@ def train_received(file: Path, log: RankLog) -> int:
     """Train as a rank that `samestep.train` has started; return the exit code."""
     screen = ScreenFile(file.with_name(RECORDS))
     outcome = train_as_rank(request_of(receive(file)), screen, log.move_to, speak=log.give_back)
+    from samestep.core.session.picture_making import end_while_drawing  # noqa: PLC0415
+
     code = 128 + outcome.signum if outcome.signum else 0
     end_while_drawing(code)
     return code

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +21,8 @@ from samestep.base.run.records import Record, RecordFile
 from samestep.base.settings import flag_name
 from samestep.base.words import BOTH, FIRST, LABEL, SECOND, curve_lines, duration, wrapped
 from samestep.launch.ranks.nproc import refuse_inside_launcher
-from samestep.shell.commands.help import parse_flags
+from samestep.shell.commands.forms import verb
+from samestep.shell.commands.help import rich_console
 from samestep.show.reporting.comparison import SameTraining, compare_runs
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ STEPS = 370
 KILL_AT = STEPS // 2 + 8
 """A step between two checkpoints: the steps after the last checkpoint must be trained again."""
 _LOOK_EVERY_S, _PATIENCE_S = 0.02, 300.0
-_EXAMPLES = ("demo", "demo --runs /tmp/runs")
 _RANKS, _OTHER_RANKS = 2, 3
 _WIDTH, _HEIGHT = 72, 8
 _BECAUSE = (
@@ -57,24 +56,19 @@ class Killed(NamedTuple):
     processes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoFlags:
+@verb("demo", "demo", "demo --runs /tmp/runs")
+def main(*, runs: Path = Path("runs")) -> int:
     """Show in a minute that neither a kill nor the number of ranks changes a training.
 
     It trains a small network on one rank. Then it trains it again on two ranks, kills all their
     processes in the middle, resumes on three, and compares both trainings.
+
+    Args:
+        runs: Folder for the two runs, which are kept.
     """
-
-    runs: Path = Path("runs")
-    """Folder for the two runs, which are kept."""
-
-
-def main(arguments: list[str]) -> int:
-    """Run the verb; the exit code is 1 if the two trainings differ."""
-    command = parse_flags(DemoFlags, "demo", arguments, *_EXAMPLES)
     refuse_inside_launcher("samestep demo", "Start it as one process.")
-    console, began = Console(highlight=False), time.monotonic()
-    one, two = (new_run_path(f"demo-{name}", command.runs) for name in ("whole", "killed"))
+    console, began = rich_console(), time.monotonic()
+    one, two = (new_run_path(f"demo-{name}", runs) for name in ("whole", "killed"))
     with _step(console, "1 rank", "trains the spiral: two arms of points to tell apart") as done:
         whole = _completed(train_whole(one))
         test = whole.result["test"]
@@ -88,7 +82,7 @@ def main(arguments: list[str]) -> int:
         done.append(
             f"{resumed.result['steps']} steps, accuracy {resumed.result['test']['accuracy']:.4f}"
         )
-    alike = proof(whole, resumed)
+    comparison = proof(whole, resumed)
     ours, theirs = (
         [r["loss"] for r in run.history if r["event"] == "step"] for run in (whole, resumed)
     )
@@ -102,14 +96,14 @@ def main(arguments: list[str]) -> int:
     out(f"{' ' * LABEL}{left}✗{right}\n")
     out(f"{' ' * LABEL}{BOTH} both   {FIRST} only the first   {SECOND} only the second\n\n")
     digests = [run.result["weights_sha256"] for run in (whole, resumed)]
-    out(f"losses   {alike.steps} steps in both, largest difference {alike.largest:g}\n")
+    out(f"losses   {comparison.steps} steps in both, largest difference {comparison.largest:g}\n")
     out(f"weights  {digests[0][:16]}… and {digests[1][:16]}… (SHA-256)\n\n")
-    same = alike.verdict == "equal" and len({*digests}) == 1
-    told = "The two trainings differ. This is a bug: please report it, with both runs."
+    same = comparison.verdict == "equal" and len({*digests}) == 1
+    verdict = "The two trainings differ. This is a bug: please report it, with both runs."
     if same:
         seconds = time.monotonic() - began
-        told = f"The same training to the last bit, in {duration(seconds)}: {_BECAUSE}"
-    out("\n".join(wrapped(told, "", _WIDTH + 8)) + "\n")
+        verdict = f"The same training to the last bit, in {duration(seconds)}: {_BECAUSE}"
+    out("\n".join(wrapped(verdict, "", _WIDTH + 8)) + "\n")
     out(
         f"\nruns     {one}\n         {two}\n"
         f"try      samestep compare {one} \\\n"
@@ -183,8 +177,8 @@ def resume(run: Path, nproc: int) -> "TrainedRun":
 
 def proof(one: "TrainedRun", other: "TrainedRun") -> SameTraining:
     """Compare each loss, and the weights at the end."""
-    (alike,) = compare_runs([one.path, other.path]).alike
-    return alike
+    (comparison,) = compare_runs([one.path, other.path]).alike
+    return comparison
 
 
 def _kill(process: "subprocess.Popen[str]") -> int:

@@ -4,28 +4,36 @@ import os
 import sys
 from dataclasses import dataclass
 
-from rich.console import Console
-
 from samestep.base.errors import UserError
 from samestep.cluster.doctor.findings import worst
 from samestep.cluster.doctor.rank_facts import DoctorOptions
 from samestep.cluster.doctor.timeouts import still_waiting
 from samestep.launch.ranks.process import RankLog, print_error, run_as_rank
-from samestep.shell.commands.help import Switch, check_positive, parse_flags
-
-_EXAMPLES = ("doctor", "srun --nodes=2 --ntasks-per-node=4 samestep doctor --run-dir /shared/runs")
+from samestep.shell.api.arguments import check_positive
+from samestep.shell.commands.forms import Form, parse
+from samestep.shell.commands.help import Switch, rich_console
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Doctor(DoctorOptions):
+class DoctorFlags(DoctorOptions):
     """Check this machine; started on several ranks, check every node and their network."""
 
     json: Switch = False
     """Print one JSON object instead of the table."""
 
 
+FORM = Form(
+    verb="doctor",
+    kind=DoctorFlags,
+    examples=(
+        "doctor",
+        "srun --nodes=2 --ntasks-per-node=4 samestep doctor --run-dir /shared/runs",
+    ),
+)
+
+
 def main(arguments: list[str]) -> int:
-    """Run the verb: 0 if nothing is red, 1 if something is, 2 for a mistake in the command."""
+    """Return 0 if nothing is red, 1 if something is, 2 for a mistake in the command."""
     code = run_as_rank(lambda log: _doctor(arguments, log))
     if still_waiting():  # PyTorch may abort while one of its threads is still connecting
         sys.stdout.flush()
@@ -34,7 +42,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _doctor(arguments: list[str], log: RankLog) -> int:
-    command = parse_flags(_Doctor, "doctor", arguments, *_EXAMPLES)
+    command: DoctorFlags = parse(FORM, arguments)
     if command.recipe is not None and command.recipe.suffix != ".py":
         raise UserError(
             f"{command.recipe} is not a recipe file: its name must end in .py. Omit built-in "
@@ -57,5 +65,5 @@ def _doctor(arguments: list[str], log: RankLog) -> int:
     if command.json:
         print(diagnosis.as_json())  # noqa: T201
     else:
-        print_report(diagnosis, Console(highlight=False))
+        print_report(diagnosis, rich_console())
     return 1 if worst(diagnosis.findings) == "red" else 0

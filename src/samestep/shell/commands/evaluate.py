@@ -1,66 +1,32 @@
 """`samestep evaluate`: a checkpoint of a run, on one device, whatever it was trained on."""
 
-import json
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
+from types import SimpleNamespace
 
-import tyro
-from rich.console import Console
-
-import samestep
-from samestep.base.run.directory import plain
-from samestep.base.settings import Device
 from samestep.base.table import escape
 from samestep.base.words import class_table, measured
-from samestep.shell.commands.help import CheckpointName, RunPath, Switch, parse_flags
+from samestep.shell.api.trained_models import evaluate
+from samestep.shell.commands.forms import verb
+from samestep.shell.commands.help import print_json, rich_console
 
-_EXAMPLES = (
+
+@verb(
+    "evaluate",
     "evaluate runs/ID --checkpoint best",
     "evaluate runs/ID --checkpoint checkpoint_epoch_3.pt --split validation --json",
+    of=evaluate,
 )
+def main(given: SimpleNamespace, *, json: bool = False) -> int:
+    """Evaluate a checkpoint of a run on one device.
 
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateFlags:
-    """Evaluate a checkpoint of a run on one device."""
-
-    run: RunPath
-    """Directory of the run."""
-    checkpoint: CheckpointName = "best"
-    """`best`, `last`, or the name of a file in checkpoints/."""
-    split: Literal["train", "validation", "test"] = "test"
-    """Part of the data to evaluate."""
-    recipe: Annotated[Path | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """Recipe file to use, if the recipe has changed since the run began; the run's own copy is
-    recipe.py in its directory."""
-    device: Device = "auto"
-    """Device to use; auto takes the best one of this machine."""
-    data_dir: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Folder of the data, if it has moved since the training."""
-    skip_bad: int | None = None
-    """How many files of the data may be unreadable, if the recipe has this option."""
-    json: Switch = False
-    """Print one JSON object."""
-
-
-def main(arguments: list[str]) -> int:
-    """Run the verb."""
-    command = parse_flags(EvaluateFlags, "evaluate", arguments, *_EXAMPLES)
-    result = samestep.evaluate(
-        command.run,
-        command.checkpoint,
-        split=command.split,
-        recipe=command.recipe,
-        device=command.device,
-        data_dir=command.data_dir,
-        skip_bad=command.skip_bad,
-    )
-    if command.json:
-        sys.stdout.write(json.dumps(plain(result)) + "\n")
+    Args:
+        given: what `samestep.evaluate` takes.
+        json: Print one JSON object.
+    """
+    result = evaluate(**vars(given))
+    if json:
+        print_json(result)
         return 0
-    console = Console(highlight=False)
+    console = rich_console()
     for note in result.pop("notes", []):
         console.print(f"[yellow]{'note':<12}[/]{escape(note)}", soft_wrap=True)
     table = class_table(result.pop("per_class", {}), result.pop("confusion", []))

@@ -14,9 +14,11 @@ from samestep.base.run.directory import is_run
 from samestep.base.settings import Settings
 from samestep.base.tracker_choice import check_installed, chosen
 from samestep.core.recipes import RECIPES
-from samestep.launch.ranks.nproc import ranks_to_start, refuse_inside_launcher
+from samestep.launch.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_launcher
 from samestep.launch.ranks.process import run_as_rank
-from samestep.shell.commands.help import Nproc, Switch, check_positive
+from samestep.shell.api.arguments import check_positive
+from samestep.shell.commands.forms import Form
+from samestep.shell.commands.help import Switch
 from samestep.shell.commands.target import parse_target
 from samestep.shell.commands.train import check_resume
 
@@ -24,17 +26,16 @@ if TYPE_CHECKING:
     from samestep.core.session.request import Request
     from samestep.launch.ranks.world import ImaginedWorld
 
-_EXAMPLES = ("explain spiral --nproc 8 --epochs 5", "explain runs/ID --nproc 2 --nodes 2 --json")
 _MOST_RANKS = 4096
 
 
 @dataclass(frozen=True)
 class ExplainFlags:
-    """Flags of `explain`, in addition to the settings."""
+    """Explain what training {} will do: ranks, batches, memory, learning rate, checkpoints."""
 
     config: Path | None = None
-    """TOML file of settings and options; flags win over it."""
-    nproc: Nproc = 1
+    """TOML or YAML file of settings and options; flags win over it."""
+    nproc: NumRanks = 1
     """Ranks per node; this machine need not have room for them. auto: as many as `samestep train`
     would start here."""
     nodes: int = 1
@@ -51,8 +52,16 @@ class ExplainFlags:
     """Print one JSON object with all numbers."""
 
 
+FORM = Form(
+    verb="explain",
+    kind=ExplainFlags,
+    examples=("explain spiral --nproc 8 --epochs 5", "explain runs/ID --nproc 2 --nodes 2 --json"),
+    settings=Settings,
+)
+
+
 def main(arguments: list[str]) -> int:
-    """Run the verb."""
+    """Explain, with one message for a mistake."""
     return run_as_rank(lambda _log: _explain(arguments))
 
 
@@ -69,22 +78,23 @@ def _explain(arguments: list[str]) -> int:
     world, device = _imagined(command, settings)
     # A recipe must not print before the JSON object.
     with redirect_stdout(sys.stderr if command.json else sys.stdout):
-        found = explain(request, world, device)
-    as_json = json.dumps(found.as_json(), indent=2, default=list) if command.json else ""
-    sys.stdout.write(f"{as_json}\n" if as_json else text_of(found))
+        explanation = explain(request, world, device)
+    if command.json:
+        sys.stdout.write(json.dumps(explanation.as_json(), indent=2, default=list) + "\n")
+    else:
+        sys.stdout.write(text_of(explanation))
     return 0
 
 
 def _parse(arguments: list[str]) -> "tuple[ExplainFlags, Request]":
     """Return the command and the request; a run is resumed unless --new is given."""
-    about = "Explain what training {} will do: ranks, batches, memory, learning rate, checkpoints."
     given = set(arguments[1:])
     if {"--new", "--resume"} <= given:
         raise UserError("--new and --resume exclude each other: leave one of them out.")
     is_target = arguments and arguments[0] not in RECIPES and is_run(Path(arguments[0]))
     if is_target and not given & {"--new", "--resume"}:
         arguments = [*arguments, "--resume"]
-    command, request = parse_target("explain", about, ExplainFlags, arguments, *_EXAMPLES)
+    command, request = parse_target(FORM, arguments)
     check_resume(request)
     return command, request
 
@@ -104,9 +114,9 @@ def _imagined(command: ExplainFlags, settings: Settings) -> "tuple[ImaginedWorld
         raise UserError(f"{ranks} ranks are too many to explain; give at most {_MOST_RANKS}.")
     device = settings.device
     if device == "auto":
-        found = choose_device("auto", 0).type
+        kind = choose_device("auto", 0).type
         # Gloo cannot reduce tensors on Apple's GPU.
-        device = "cuda" if found == "cuda" else "mps" if found == "mps" and ranks == 1 else "cpu"
+        device = "cuda" if kind == "cuda" else "mps" if kind == "mps" and ranks == 1 else "cpu"
     backend = choose_backend(settings.backend, torch.device(device))
     world = ImaginedWorld(
         world_size=ranks,

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from samestep.base.errors import AlreadyTold, UserError, did_you_mean
-from samestep.shell.commands.help import example_text, show_general_help
+from samestep.shell.cli import example_text, show_general_help
 
 KINDS = {
     "regression": "a table: predict a number",
@@ -114,11 +114,11 @@ def _module_that_is_hidden(name: str, folder: Path) -> str:
     """Return the module of this name outside the folder, or an empty text."""
     if name in sys.stdlib_module_names or name == "__main__":
         return f"Python's own module {name}"
-    found = importlib.util.find_spec(name)
-    if found is None:
+    spec = importlib.util.find_spec(name)
+    if spec is None:
         return ""
     # A package without __init__.py has no origin, and may lie in several folders.
-    places = [found.origin] if found.has_location else found.submodule_search_locations
+    places = [spec.origin] if spec.has_location else spec.submodule_search_locations
     near = {folder.resolve(), Path.cwd()}
     if all(Path(str(place)).resolve().parent in near for place in places or ()):
         return ""

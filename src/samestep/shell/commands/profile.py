@@ -3,11 +3,9 @@
 import contextlib
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
 
 from samestep.base.errors import UserError
 from samestep.base.file_kinds import is_recipe_file
@@ -17,7 +15,7 @@ from samestep.base.startup import PARENT
 from samestep.core.recipes import RECIPES
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.launch import detect_launch
-from samestep.launch.ranks.nproc import check_workers, cores, start_nproc
+from samestep.launch.ranks.nproc import NumRanks, check_workers, cores, start_nproc
 from samestep.launch.ranks.process import (
     TASK,
     RankLog,
@@ -27,17 +25,11 @@ from samestep.launch.ranks.process import (
     run_as_rank,
 )
 from samestep.scripts.measuring.measured import Extent
-from samestep.shell.commands.help import (
-    MaybeNumbers,
-    Nproc,
-    Switch,
-    check_positive,
-    example_text,
-    numbers,
-    parse_flags,
-    show_general_help,
-)
-from samestep.shell.commands.script_target import ScriptTarget, script_target, target_first
+from samestep.shell.api.arguments import check_positive, numbers
+from samestep.shell.cli import example_text, show_general_help
+from samestep.shell.commands.forms import Form, parse
+from samestep.shell.commands.help import MaybeNumbers, Switch, rich_console
+from samestep.shell.commands.target import ScriptTarget, parse_target, script_target, target_first
 
 if TYPE_CHECKING:
     from samestep.scripts.measuring.profile_report import Profile
@@ -52,15 +44,6 @@ _EXAMPLES = (
     "profile my_recipe.py --workers 0,1,2,4 --batch-sizes 32,64,128",
     "profile train.py --nproc 2 -- --epochs 1",
 )
-
-_SWITCHES = {
-    "json",
-    "apply",
-    "record_shapes",
-    "with_stack",
-    *(f.name for f in fields(Settings) if f.type in (bool, "bool")),
-}
-"""Flags without a value."""
 
 _STOPPED = 143
 """The exit code after SIGTERM, as a shell has it."""
@@ -86,7 +69,7 @@ optimizer of torch.optim. It runs unchanged.
 class _Profile(Extent):
     """Flags of `profile` for a recipe and for a script."""
 
-    nproc: Nproc = 1
+    nproc: NumRanks = 1
     """Ranks to start on this machine; auto: one per GPU, else one per core."""
     json: Switch = False
     """Print one JSON object instead of the tables. What a script prints goes to standard error."""
@@ -99,10 +82,10 @@ class _Profile(Extent):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileFlags(_Profile):
-    """Flags of `profile` for a recipe, in addition to the settings."""
+    """Profile {}: where the time of its steps goes."""
 
     config: Path | None = None
-    """TOML file of settings and options; flags win over it."""
+    """TOML or YAML file of settings and options; flags win over it."""
     workers: MaybeNumbers = None
     """Try these numbers of loader workers, such as 0,1,2,4, and recommend one."""
     batch_sizes: MaybeNumbers = None
@@ -123,15 +106,18 @@ class ScriptCommand(_Profile):
     """Allow more than 4 ranks per core."""
 
 
+FORM = Form(verb="profile", kind=ProfileFlags, examples=_EXAMPLES, settings=Settings)
+
+
 def main(arguments: list[str]) -> int:
-    """Run the verb."""
+    """Profile, as the one that starts ranks or as a rank."""
     general = _HELP.format(recipes=", ".join(RECIPES))
     show_general_help(arguments, f"{general}\n{example_text(*_EXAMPLES)}")
     return run_as_rank(lambda log: _profile(arguments, log))
 
 
 def _profile(arguments: list[str], log: RankLog) -> int:
-    arguments = target_first(arguments, _SWITCHES)
+    arguments = target_first(arguments, ProfileFlags, Settings)
     target = script_target("profile", arguments, "a recipe, a recipe file, a script")
     is_script = target.module or target.name.endswith(".py")
     if is_script and (target.module or not is_recipe_file(Path(target.name))):
@@ -145,12 +131,9 @@ def _profile(arguments: list[str], log: RankLog) -> int:
 
 
 def _recipe(arguments: list[str], log: RankLog) -> int:
-    from samestep.shell.commands.target import parse_target  # noqa: PLC0415 - imports torch
-
-    about = "Profile {}: where the time of its steps goes."
-    command, request = parse_target("profile", about, ProfileFlags, arguments, *_EXAMPLES)
+    command, request = parse_target(FORM, arguments)
     workers = numbers("workers", command.workers, least=0)
-    batch_sizes = numbers("batch-sizes", command.batch_sizes)
+    batch_sizes = numbers("batch_sizes", command.batch_sizes)
     if command.apply and not (workers or batch_sizes):
         raise UserError(
             "--apply writes the results of --workers or --batch-sizes: give one of them."
@@ -186,17 +169,17 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     watched.start_watcher(world, settings.stall_s)
     join(world, settings.timeout_s)
     tried = {"num_workers": workers, "batch_size": batch_sizes}
-    found = profile_recipe(request, world, command, tried, log.move_to)
-    world.on_main(lambda: _save_and_show(found, as_json=command.json))
-    if found.measured.stopped:
+    profile = profile_recipe(request, world, command, tried, log.move_to)
+    world.on_main(lambda: _save_and_show(profile, as_json=command.json))
+    if profile.measured.stopped:
         code = _STOPPED
     if world.is_main and place is not None and code is None:
-        values = {one.setting: one.best for one in found.sweeps if one.sure}
+        values = {one.setting: one.best for one in profile.sweeps if one.sure}
         if values:
             apply_settings(place, values, request.source)
             shown = ", ".join(f"{key} = {n}" for key, n in values.items())
             sys.stderr.write(f"{place}: {shown}\n")
-        if unsure := ", ".join(one.setting for one in found.sweeps if not one.sure):
+        if unsure := ", ".join(one.setting for one in profile.sweeps if not one.sure):
             sys.stderr.write(f"{place}: {unsure} not written: the measurements differ too much.\n")
             code = 1
     leave(world)
@@ -211,7 +194,7 @@ def _script(target: ScriptTarget, arguments: list[str], log: RankLog) -> int:
                 f"{flag} changes a recipe's settings, and {script} is a script. Pass its own "
                 "arguments after `--`, and profile it once per value."
             )
-    command = parse_flags(ScriptCommand, f"profile {script}", target.flags, *_EXAMPLES)
+    command = parse(replace(FORM, kind=ScriptCommand), target.flags, str(script))
     if target.module:
         target.check_importable()
     place = os.environ.get(TASK)  # of the parent, for all ranks
@@ -239,7 +222,7 @@ def _script(target: ScriptTarget, arguments: list[str], log: RankLog) -> int:
     log.move_to(out)
     watched.watch_script(launch)
     try:
-        found = profile_script(
+        profile = profile_script(
             script,
             target.words,
             ScriptRanks(launch),
@@ -254,9 +237,9 @@ def _script(target: ScriptTarget, arguments: list[str], log: RankLog) -> int:
         if isinstance(error, UserError):
             raise
         return _failed(error, script, as_json=command.json)
-    if found is not None:
-        _save_and_show(found, as_json=command.json)
-    return _STOPPED if found is not None and found.measured.stopped else 0
+    if profile is not None:
+        _save_and_show(profile, as_json=command.json)
+    return _STOPPED if profile is not None and profile.measured.stopped else 0
 
 
 def _without_logs(out: Path, code: int) -> int:
@@ -284,12 +267,12 @@ def _failed(failure: "ScriptFailed", script: Path, *, as_json: bool) -> int:
     return failure.code
 
 
-def _save_and_show(found: "Profile", *, as_json: bool) -> None:
+def _save_and_show(profile: "Profile", *, as_json: bool) -> None:
     from samestep.scripts.measuring.profile_report import show  # noqa: PLC0415
 
-    found.save()
+    profile.save()
     if as_json:
-        sys.stdout.write(found.as_json())
+        sys.stdout.write(profile.as_json())
     else:
-        show(found, Console(highlight=False))
+        show(profile, rich_console())
     sys.stdout.flush()

@@ -17,26 +17,24 @@ from samestep.base.errors import AlreadyTold, UserError
 from samestep.base.settings import Settings
 from samestep.launch.ranks.nproc import check_ranks, refuse_inside_launcher
 from samestep.launch.ranks.process import STARTED_AT, TASK, run_as_rank
-from samestep.shell.commands.help import Numbers, Switch, check_positive, numbers
+from samestep.shell.api.arguments import check_positive, numbers
+from samestep.shell.commands.forms import Form
+from samestep.shell.commands.help import Numbers, Switch
 from samestep.shell.commands.target import parse_target
 
 if TYPE_CHECKING:
-    from samestep.core.session.request import Request
     from samestep.prove.profiling.scaling_study import Mode
 
-_EXAMPLES = ("scale spiral --nproc 1,2,4", "scale my_recipe.py --nproc 1,2 --mode strong --json")
 _MOST_RANKS = 64
 _LOOK_S = 0.5
-# A measurement ends after --seconds, and evaluates nothing.
-_DECIDED = ("epochs", "max_steps", "patience", "monitor")
 
 
 @dataclass(frozen=True)
 class ScaleFlags:
-    """Flags of `scale`, in addition to the settings."""
+    """Measure how training {} scales with the number of ranks."""
 
     config: Path | None = None
-    """TOML file of settings and options; flags win over it."""
+    """TOML or YAML file of settings and options; flags win over it."""
     nproc: Numbers = "1,2,4"
     """Numbers of ranks to start on this machine, one after the other."""
     mode: Literal["weak", "strong", "both"] = "both"
@@ -58,14 +56,24 @@ class _Settings(Settings):
     ] = field(default="auto")
 
 
+FORM = Form(
+    verb="scale",
+    kind=ScaleFlags,
+    examples=("scale spiral --nproc 1,2,4", "scale my_recipe.py --nproc 1,2 --mode strong --json"),
+    settings=_Settings,
+    # A measurement ends after --seconds, and evaluates nothing.
+    no_effect=("epochs", "max_steps", "patience", "monitor"),
+)
+
+
 def main(arguments: list[str]) -> int:
-    """Run the verb: on a rank, measure; else start ranks and report their measurements."""
+    """On a rank, measure; else start ranks and report their measurements."""
     run = _rank if TASK in os.environ else _scale
     return run_as_rank(lambda _log: run(arguments))
 
 
 def _scale(arguments: list[str]) -> int:
-    command, request = _parse(arguments)
+    command, request = parse_target(FORM, arguments)
     from samestep.launch.ranks.start import start_ranks  # noqa: PLC0415
     from samestep.prove.profiling.scaling_study import MeasurementTask, plan_study, run_study  # noqa: PLC0415 - the help needs no torch
     from samestep.prove.profiling.speed_up import analyse, report_lines  # noqa: PLC0415
@@ -95,7 +103,7 @@ def _scale(arguments: list[str]) -> int:
         study = plan_study(request.settings, sizes, modes)
         # Cores busy with other work: this process only waits.
         busy = psutil.cpu_percent(_LOOK_S) / 100 * (psutil.cpu_count() or 1)
-        study, found = run_study(
+        study, measurements = run_study(
             study,
             folder,
             rounds=command.rounds,
@@ -103,7 +111,7 @@ def _scale(arguments: list[str]) -> int:
             launch=launch,
             tell=lambda line: print(line, file=sys.stderr, flush=True),  # noqa: T201
         )
-    report = analyse(request.recipe.name, study, found, modes, command.seconds, busy)
+    report = analyse(request.recipe.name, study, measurements, modes, command.seconds, busy)
     text = report.as_json() if command.json else "\n".join(report_lines(report))
     sys.stdout.write(text + "\n")
     return 0
@@ -116,7 +124,7 @@ def _rank(arguments: list[str]) -> int:
     from samestep.prove.profiling.scaling_study import MeasurementTask, measure  # noqa: PLC0415
 
     os.dup2(2, 1)  # standard output is the report's
-    _, request = _parse(arguments)
+    _, request = parse_target(FORM, arguments)
     task = msgspec.json.decode(os.environ[TASK], type=MeasurementTask)
     settings = request.settings
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
@@ -130,13 +138,6 @@ def _rank(arguments: list[str]) -> int:
         signum = next(filter(None, setups), 0)
     leave(world)
     return 128 + signum if signum else 0
-
-
-def _parse(arguments: list[str]) -> "tuple[ScaleFlags, Request]":
-    about = "Measure how training {} scales with the number of ranks."
-    return parse_target(
-        "scale", about, ScaleFlags, arguments, *_EXAMPLES, settings=_Settings, no_effect=_DECIDED
-    )
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

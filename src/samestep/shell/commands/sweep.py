@@ -4,7 +4,7 @@ import signal
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from samestep.base.errors import UserError
 from samestep.base.run.directory import is_run
@@ -27,43 +27,28 @@ from samestep.cluster.sweeping.sweep_plan import (
     read_axes,
 )
 from samestep.core.recipes import RECIPES
-from samestep.shell.commands.help import (
-    HELP,
-    Switch,
-    check_positive,
-    examples,
-    parse_words,
-    show_notes,
-)
+from samestep.shell.api.arguments import check_positive
+from samestep.shell.api.sweeps import check_trainings, sweep
+from samestep.shell.cli import HELP
+from samestep.shell.commands.forms import Form, kind_of, parse, parse_words
+from samestep.shell.commands.help import Switch, show_notes
 from samestep.shell.commands.target import own_flags, parse_target
 
 if TYPE_CHECKING:
     from samestep.core.session.request import Request
 
-_ABOUT = (
-    "Train {} once for each combination of values. Any setting or option may have several values, "
-    "separated by commas. Each training has its own directory in the sweep's folder, --run-dir. "
-    "Repeat the command to continue an interrupted sweep."
-)
-_EXAMPLES = (
-    "sweep spiral --lr 1e-3,3e-3,1e-2 --epochs 3",
-    'sweep spiral --lr 1e-3,1e-2 --hidden-dims "64 32","128 64" --at-once 2',
-    "sweep spiral --lr 1e-3,3e-3,1e-2 --slurm --at-once 2 -- --gpus-per-node 8 --time 60",
-)
 _ALL_CHECKED = 200
 """Of more points, each value is checked, but not each combination."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepFlags:
-    """Flags of `sweep`, in addition to the settings."""
+    """Train {} once for each combination of values.
 
-    at_once: int | None = None
-    """Trainings that run at the same time; by default one per GPU, else one per core."""
-    sample: int | None = None
-    """Train only this many combinations, drawn at random with --seed."""
-    optuna: Switch = False
-    """Let Optuna choose the combinations of --sample from the results so far."""
+    Any setting or option may have several values, separated by commas. Each training has its own
+    directory in the sweep's folder, --run-dir. Repeat the command to continue an interrupted sweep.
+    """
+
     nproc: int = 1
     """Ranks of each training."""
     slurm: Switch = False
@@ -71,15 +56,24 @@ class SweepFlags:
     yes: Switch = False
     """Do not ask before more than 1,000 trainings."""
 
-    def __post_init__(self) -> None:
-        check_positive(at_once=self.at_once, sample=self.sample, nproc=self.nproc)
+
+FORM = Form(
+    verb="sweep",
+    kind=kind_of(sweep, SweepFlags, left_out=("what", "folder", "quiet")),
+    examples=(
+        "sweep spiral --lr 1e-3,3e-3,1e-2 --epochs 3",
+        'sweep spiral --lr 1e-3,1e-2 --hidden-dims "64 32","128 64" --at-once 2',
+        "sweep spiral --lr 1e-3,3e-3,1e-2 --slurm --at-once 2 -- --gpus-per-node 8 --time 60",
+    ),
+    settings=Settings,
+)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the verb."""
+    """Begin a sweep, or continue it; return the exit code."""
     of_sweep = arguments[: arguments.index("--")] if "--" in arguments else arguments
     if not of_sweep or HELP & {*of_sweep}:
-        parse_target("sweep", _ABOUT, SweepFlags, arguments, *_EXAMPLES)
+        parse_target(FORM, arguments)
     target, *words = own_flags(arguments)
     if target.startswith("-"):
         raise UserError(f"Name what to sweep before {target}: a recipe or a recipe file.")
@@ -91,8 +85,8 @@ def main(arguments: list[str]) -> int:
     cut = words.index("--") if "--" in words else len(words)
     mine, rest = _split(words[:cut])
     shared, axes = read_axes(rest)
-    with examples(*_EXAMPLES):
-        command = parse_words(SweepFlags, mine, prog=f"samestep sweep {target}")
+    command = parse(FORM, mine, target)
+    check_positive(at_once=command.at_once, sample=command.sample, nproc=command.nproc)
     if words[cut:] and not command.slurm:
         raise UserError("What follows after `--` are flags of a job: they need --slurm.")
     if command.slurm and command.nproc > 1:
@@ -100,25 +94,25 @@ def main(arguments: list[str]) -> int:
     if command.optuna and command.slurm:
         raise UserError("--optuna chooses by what has ended; --slurm submits all at once.")
     _ask(num_points(axes, command.sample), sure=command.yes)
-    sweep = _sweep(target, shared, axes, command)
-    chooser = OptunaChoice(sweep) if command.optuna else None
-    settings = _check(sweep, command.nproc)
+    plan = _plan(target, shared, axes, command)
+    chooser = OptunaChoice(plan) if command.optuna else None
+    settings = _check(plan, command.nproc)
     if command.slurm:
-        return _submit_all(sweep, words[cut + 1 :], command.at_once, settings)
+        return _submit_all(plan, words[cut + 1 :], command.at_once, settings)
     device, oversubscribe = settings.device, settings.oversubscribe
     at_once, gpus = num_at_once(command.at_once, command.nproc, device, oversubscribe=oversubscribe)
-    sweep.begin()
-    folder = shown_path(sweep.folder)
-    done = sum(sweep.status(name) == "completed" for name in sweep.points)
+    plan.begin()
+    folder = shown_path(plan.folder)
+    done = sum(plan.status(name) == "completed" for name in plan.points)
     before = f", {done:,} of them completed before" if done else ""
-    number = count(sweep.num_trainings, "training")
+    number = count(plan.num_trainings, "training")
     sys.stdout.write(f"sweep    {folder}: {number}, {at_once} at once{before}\n")
     sys.stdout.flush()
 
     def start(name: str) -> tuple[list[str], dict[str, str]]:
-        return _train(sweep, sweep.points[name], sweep.run_dir(name)), {}
+        return _train(plan, plan.points[name], plan.run_dir(name)), {}
 
-    code = run_here(sweep, start, at_once, _tell, gpus=gpus, chooser=chooser)
+    code = run_here(plan, start, at_once, _tell, gpus=gpus, chooser=chooser)
     _say_end(code, folder)
     return code
 
@@ -134,7 +128,7 @@ def _say_end(code: int, folder: str) -> None:
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
     """Split the verb's own flags from those of the trainings, to which --nproc belongs, too."""
-    own = {f"--{field.name.replace('_', '-')}" for field in fields(SweepFlags)}
+    own = {f"--{field.name.replace('_', '-')}" for field in fields(FORM.kind)}
     mine: list[str] = []
     rest: list[str] = []
     part = rest
@@ -146,8 +140,8 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     return mine, rest
 
 
-def _sweep(
-    target: str, shared: list[str], axes: dict[str, tuple[str, ...]], command: SweepFlags
+def _plan(
+    target: str, shared: list[str], axes: dict[str, tuple[str, ...]], command: Any
 ) -> SweepPlan:
     """Return the sweep that a command asks for."""
     for flag in ("resume", "allow-change", "recipe-of-run", "report"):
@@ -173,7 +167,8 @@ def _sweep(
         words += ["--nproc", str(command.nproc)]
     recipe = target if target in RECIPES else str(Path(target).absolute())
     asked = [*words, *(f"{k}={v}" for k, v in axes.items()), f"sample={command.sample}"]
-    asked += ["optuna"] * command.optuna
+    if command.optuna:
+        asked.append("optuna")
     folder = folder or default_folder(recipe, asked)
     return SweepPlan(
         folder=folder,
@@ -206,8 +201,7 @@ def _ask(number: int, *, sure: bool) -> None:
 
 def _check(sweep: SweepPlan, num_ranks: int) -> Settings:
     """Check every flag and value before the first training; return the settings of one."""
-    from samestep.shell.api.sweep_checks import check_trainings  # noqa: PLC0415 - it imports torch
-    from samestep.shell.commands.train import parse  # noqa: PLC0415
+    from samestep.shell.commands.train import parse  # noqa: PLC0415 - it imports torch
 
     points = [*sweep.points.values()]
     if len(points) > _ALL_CHECKED:
@@ -226,10 +220,7 @@ def _check(sweep: SweepPlan, num_ranks: int) -> Settings:
 def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, settings: Settings) -> int:
     """Submit a job array of the trainings that have neither completed nor a job already."""
     defaults, files = options_before(None)
-    with examples(*_EXAMPLES):
-        given = parse_words(
-            UncheckedOptions, words, prog="samestep slurm submit …", default=defaults
-        )
+    given = parse_words(UncheckedOptions, words, prog="samestep slurm submit …", default=defaults)
     options = with_home_expanded(apply_flags(defaults, given, files))
     check_ranks(options, settings)
     show_notes(advice(options, "recipe"))

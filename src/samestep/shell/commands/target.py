@@ -1,15 +1,17 @@
-"""Parsing for the verbs that train: a target, then flags of the verb, the settings and the recipe.
+"""Parsing for the verbs with a target: one that trains, or any script.
 
-The recipe, a run and a TOML file give the defaults; tyro puts the flags on top.
+What trains gives the defaults, with a TOML file: a recipe, or a run. tyro puts the flags on top:
+those of the verb, the settings and the recipe's options. A script has words of its own, after `--`.
 """
 
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import os
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
@@ -29,14 +31,9 @@ from samestep.base.settings import (
 )
 from samestep.core.recipes import RECIPES
 from samestep.launch.ranks.process import TASK
-from samestep.shell.commands.help import (
-    HELP,
-    HELP_ALL,
-    example_text,
-    examples,
-    help_text,
-    parse_words,
-)
+from samestep.shell.cli import HELP, HELP_ALL, example_text, show
+from samestep.shell.commands.forms import Form, parse_words
+from samestep.shell.commands.help import flags_of, help_text
 
 if TYPE_CHECKING:
     from samestep.core.session.request import Request
@@ -44,95 +41,69 @@ if TYPE_CHECKING:
 
 def with_value(arguments: list[str], flag: str, form: str, default: str) -> list[str]:
     """Return the arguments with a value for a flag that may stand without one."""
-    found = list[str]()
-    for word, after in zip(arguments, [*arguments, ""][1:], strict=True):
-        found.append(word)
+    words = list[str]()
+    for word, after in itertools.pairwise([*arguments, ""]):
+        words.append(word)
         if word == flag and not re.fullmatch(form, after):
-            found.append(default)
-    return found
+            words.append(default)
+    return words
 
 
-def parse_target(
-    verb: str,
-    about: str,
-    kind: type,
-    arguments: list[str],
-    *lines: str,
-    settings: type[Settings] = Settings,
-    no_effect: Collection[str] = (),
-) -> "tuple[Any, Request]":
-    """Parse a target and the flags after it into the verb's own flags (`kind`) and a request.
-
-    `about` is the help's first lines, with {} for the target; `lines` are its examples. `no_effect`
-    names the settings that the verb itself decides.
-    """
+def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
+    """Parse a target and the flags after it into the verb's own flags and a request."""
     if not arguments or arguments[0] in HELP:
-        text = (
-            f"{about.format('TARGET')}\n\nTARGET is a recipe ({', '.join(RECIPES)}), a recipe file "
-            "(my_recipe.py), or the directory of a run. "
-            f"`samestep {verb} TARGET --help` shows its own defaults and options."
+        about = (
+            f"\n\nTARGET is a recipe ({', '.join(RECIPES)}), a recipe file (my_recipe.py), or the "
+            f"directory of a run. `samestep {form.verb} TARGET --help` shows its own defaults and "
+            "options."
         )
-        whole, forms = HELP_ALL in arguments, {verb: kind(), "settings": settings()}
-        shown = help_text(f"{verb} TARGET", text, forms, no_effect, whole=whole)
-        sys.stdout.write(f"{shown}\n{example_text(*lines)}")
-        raise AlreadyTold(0 if arguments else 2)
-    from samestep.core.session.request import draft, finish, known_of_run, own_recipe  # noqa: PLC0415 - it imports torch
+        _show_help(form, "TARGET", about, {"settings": Settings()}, arguments)
+    from samestep.core.session.request import draft, finish, own_recipe  # noqa: PLC0415 - it imports torch
 
     target, *flags = own_flags(arguments)
     if target.startswith("-"):
         raise UserError(
-            f"Name what to {verb} before {target}: a recipe ({', '.join(RECIPES)}), a "
+            f"Name what to {form.verb} before {target}: a recipe ({', '.join(RECIPES)}), a "
             "recipe file, or the directory of a run."
         )
-    if target in RECIPES:
-        lines = tuple(line.replace("spiral", target) for line in lines)
     # What a recipe prints must not come before a verb's JSON object. Ranks print to a log.
-    asks_help, is_rank = HELP & set(flags), TASK in os.environ
-    quiet = hasattr(kind, "json") and not asks_help and not is_rank
-    with examples(*lines), redirect_stdout(sys.stderr if quiet else sys.stdout):
-        config = value_of("--config", flags)
-        recipe = None
+    asks_help, kind = HELP & {*flags}, form.kind
+    quiet = hasattr(kind, "json") and not asks_help and TASK not in os.environ
+    with redirect_stdout(sys.stderr if quiet else sys.stdout):
+        config, recipe = value_of("--config", flags), None
         if "--recipe-of-run" in flags and hasattr(kind, "recipe_of_run"):
             if "--resume" not in flags:
                 raise UserError(
                     "--recipe-of-run has no effect without --resume.", flags=["recipe_of_run"]
                 )
             recipe = own_recipe(target, value_of("--run-dir", flags))
-        # A run may be a stranger's: its help runs no code of it.
-        of_run = asks_help and target not in RECIPES and is_run(Path(target))
-        if of_run and (told := known_of_run(Path(target))):
-            below = settings(**vars(told[0]))
-            named = ", ".join(f"--{flag_name(name)}" for name in told[1])
-            about = about.format(target) + f" Its recipe's flags: {named}." * bool(named)
-            titles = {verb: kind(), "settings": below}
-            _show_help(verb, target, about, titles, no_effect, whole=HELP_ALL in flags)
+        if asks_help and target not in RECIPES and is_run(Path(target)):
+            _show_help_of_run(form, target, flags)
         start = draft(target, Path(config) if config else None, recipe)
-        below = settings(**vars(start.settings()))
         options = start.options()
-        parts = {"command": kind(), "settings": below, "recipe": _options_form(kind, options)}
-        given = names_given(flags)
-        about = about.format(start.recipe.name)
+        parts = {
+            "command": kind(),
+            "settings": (form.settings or Settings)(**vars(start.settings())),
+            "recipe": _options_form(kind, options),
+        }
         if asks_help:
-            titles = {verb: kind(), f"options of {target}": parts["recipe"], "settings": below}
-            groups = {title: part for title, part in titles.items() if part is not None}
-            _show_help(verb, target, about, groups, no_effect, whole=HELP_ALL in flags)
+            own = {f"options of {target}": parts["recipe"], "settings": parts["settings"]}
+            _show_help(form, target, "", own, flags)
+        given = names_given(flags)
         parts = {key: part for key, part in parts.items() if part is not None}
-        known = {field.name for part in parts.values() for field in dataclasses.fields(part)}
-        _check_names(verb, target, given, known, no_effect)
+        _check_names(form, target, given, parts.values())
         types = [(key, type(part)) for key, part in parts.items()]
-        form = dataclasses.make_dataclass("Form", types, frozen=True)
+        whole = dataclasses.make_dataclass("Whole", types, frozen=True)
         parsed: Any = parse_words(
-            form,
+            whole,
             flags,
-            prog=f"samestep {verb} {target}",
-            description=about,
-            default=form(**parts),
+            prog=f"samestep {form.verb} {target}",
+            default=whole(**parts),
             config=(tyro.conf.OmitArgPrefixes,),
         )
         if options is not None:
-            found = parsed.recipe
             names = [field.name for field in dataclasses.fields(options)]
-            options = type(options)(**{name: getattr(found, name) for name in names})
+            options = type(options)(**{name: getattr(parsed.recipe, name) for name in names})
         request = finish(
             start,
             parsed.settings,
@@ -144,34 +115,45 @@ def parse_target(
     return parsed.command, request
 
 
+def _show_help_of_run(form: Form, target: str, flags: list[str]) -> None:
+    """Show the help of a run; it may be a stranger's, so no code of it runs."""
+    from samestep.core.session.request import known_of_run  # noqa: PLC0415 - it imports torch
+
+    if known := known_of_run(Path(target)):
+        settings, options = known
+        more = f" Its recipe's flags: {', '.join(f'--{flag_name(name)}' for name in options)}."
+        _show_help(form, target, more if options else "", {"settings": settings}, flags)
+
+
 def _show_help(
-    verb: str,
-    target: str,
-    about: str,
-    groups: dict[str, Any],
-    no_effect: Collection[str],
-    *,
-    whole: bool,
+    form: Form, target: str, more: str, parts: dict[str, Any], words: list[str]
 ) -> NoReturn:
-    sys.stdout.write(help_text(f"{verb} {target}", about, groups, no_effect, whole=whole))
-    sys.stdout.flush()  # the reader may have left, as `head` does
-    raise SystemExit(0)
+    """Show the help of a verb and its target, with what is below the verb's own flags, and end."""
+    name = f"{form.verb} {target}"
+    shown = {form.verb: form.kind()} | {k: part for k, part in parts.items() if part is not None}
+    if form.settings is not None:
+        shown["settings"] = form.settings(**vars(shown["settings"]))
+    about = (form.kind.__doc__ or "").format(target) + more
+    text = help_text(name, about, shown, form.no_effect, whole=HELP_ALL in words)
+    of_target = target if target in RECIPES else "spiral"
+    examples = (line.replace("spiral", of_target) for line in form.examples)
+    show(f"{text}\n{example_text(*examples)}")
+    raise AlreadyTold(0 if words else 2)
 
 
-def _check_names(
-    verb: str, target: str, given: set[str], known: set[str], no_effect: Collection[str]
-) -> None:
+def _check_names(form: Form, target: str, given: set[str], parts: Iterable[Any]) -> None:
     """Refuse flags that other tools have for a known one, and settings that the verb decides."""
+    known = {field.name for part in parts for field in dataclasses.fields(part)}
     for name in sorted(given - known):
         if meant := known_elsewhere(name, known):
             raise UserError(
-                f"--{flag_name(name)} is not a flag of samestep {verb} {target}: it is called "
+                f"--{flag_name(name)} is not a flag of samestep {form.verb} {target}: it is called "
                 f"--{flag_name(meant)} here."
             )
-    for name in sorted(given & set(no_effect)):
+    for name in sorted(given & {*form.no_effect}):
         raise UserError(
-            f"--{flag_name(name)} has no effect on `samestep {verb}`, which chooses its own steps. "
-            "Leave it out.",
+            f"--{flag_name(name)} has no effect on `samestep {form.verb}`, which chooses its own "
+            "steps. Leave it out.",
             flags=[name],
         )
 
@@ -210,13 +192,13 @@ def _options_form(kind: type, options: Any) -> Any:
 
 def value_of(name: str, flags: list[str]) -> str | None:
     """Return the value of a flag; the last one counts, as with every flag."""
-    found = None
+    value = None
     for flag, following in itertools.pairwise([*flags, ""]):
         if flag == name and following:
-            found = following
+            value = following
         if flag.startswith(f"{name}="):
-            found = flag.removeprefix(f"{name}=")
-    return found
+            value = flag.removeprefix(f"{name}=")
+    return value
 
 
 def own_flags(arguments: list[str]) -> list[str]:
@@ -226,7 +208,7 @@ def own_flags(arguments: list[str]) -> list[str]:
     """
     of_units = (f.name for f in dataclasses.fields(Settings) if f.name.rpartition("_")[0] in MERGED)
     translated = {*ALSO_ACCEPTED, *OTHER_NAMES.values(), "monitor", "mode", *of_units}
-    found: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     places: dict[str, slice] = {}
     flags: list[str | None] = []
     waiting = [*arguments]
@@ -238,7 +220,7 @@ def own_flags(arguments: list[str]) -> list[str]:
             flags.append(flag)
             continue
         value = value if equals else waiting.pop(0)
-        found[name] = _number_or_text(value)
+        given[name] = _number_or_text(value)
         own = own_names({name: value}, "the command")
         before = places.get(name)
         if before and (before.stop - before.start > 2 or flags[before.start] != typed):
@@ -246,7 +228,7 @@ def own_flags(arguments: list[str]) -> list[str]:
         words = [word for key, one in own.items() for word in (f"--{flag_name(key)}", str(one))]
         places[name] = slice(len(flags), len(flags) + len(words))
         flags += words
-    own_names(found, "the command")
+    own_names(given, "the command")
     return [word for word in flags if word is not None]
 
 
@@ -261,3 +243,61 @@ def names_given(flags: list[str]) -> set[str]:
     """Return the names of the settings and options among the flags."""
     names = {f.removeprefix("--").split("=")[0].replace("-", "_") for f in flags if f[:2] == "--"}
     return names | {name.removeprefix("no_") for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptTarget:
+    """The words of a command line, by whose they are."""
+
+    name: str
+    """A file, or the name of a module."""
+    module: bool
+    flags: list[str]
+    """Those of the verb."""
+    words: list[str]
+    """Those of the script, which follow `--`."""
+
+    def check_importable(self) -> None:
+        """Check that a module is there, as `python -m` would find it here."""
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            exists = importlib.util.find_spec(self.name) is not None
+        except (ImportError, ValueError):
+            exists = False
+        finally:
+            del sys.path[0]
+        if not exists:
+            raise UserError(
+                f"There is no module {self.name}, seen from {Path.cwd()}. Name it as for "
+                "python -m, with dots and without .py.",
+                on_all_ranks=True,
+            )
+
+
+def script_target(verb: str, arguments: list[str], kinds: str) -> ScriptTarget:
+    """Return whose the words are; the first is the target, which is one of the kinds."""
+    target, *flags = arguments
+    module = target == "-m"
+    if module:
+        if not flags or flags[0].startswith("-"):
+            raise UserError("Name the module after -m, as for python -m.")
+        target, *flags = flags
+    elif target.startswith("-"):
+        raise UserError(f"Name what to {verb} before {target}: {kinds}.")
+    cut = flags.index("--") if "--" in flags else len(flags)
+    return ScriptTarget(target, module, flags[:cut], flags[cut + 1 :])
+
+
+def target_first(arguments: list[str], *kinds: type) -> list[str]:
+    """Move the target to the front if flags of these kinds precede it."""
+    switches = {flag.name for kind in kinds for flag in flags_of(kind) if not flag.takes}
+    place = 0
+    while place < len(arguments) and arguments[place].startswith("--") and arguments[place] != "--":
+        name = arguments[place].removeprefix("--").replace("-", "_")
+        alone = "=" in name or name in switches or name.startswith("no_")
+        place += 1 if alone else 2
+    if place >= len(arguments) or arguments[place] == "--":
+        return arguments
+    words = 2 if arguments[place] == "-m" else 1
+    target = arguments[place : place + words]
+    return [*target, *arguments[:place], *arguments[place + words :]]

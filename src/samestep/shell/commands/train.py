@@ -2,25 +2,23 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING, Any
 
 from samestep.base.errors import UserError
 from samestep.base.run.files import shown_path
 from samestep.base.settings import Settings
 from samestep.base.startup import JOB_RUN
-from samestep.cluster.slurm.restarts import BEGUN
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.nproc import start_nproc
 from samestep.launch.ranks.places import ELASTIC, places_of
 from samestep.launch.ranks.process import MEMBER, TASK, RankLog, run_as_rank
-from samestep.shell.commands.help import Nproc, Switch
+from samestep.shell.api.on_ranks import train
+from samestep.shell.commands.forms import Form, kind_of
+from samestep.shell.commands.help import Switch
 from samestep.shell.commands.target import parse_target, with_value
-from samestep.show.reporting.progress import Screen
 
 if TYPE_CHECKING:
     from samestep.core.session.request import Request
@@ -29,25 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainFlags:
-    """Flags of `train`, in addition to the settings."""
+    """Train {}. Every step is the same on one process and on many."""
 
-    config: Path | None = None
-    """TOML file of settings and options; flags win over it."""
-    nproc: Nproc = 1
-    """Ranks to start on this machine; auto: one per GPU, else one per core."""
-    elastic: Annotated[str | None, tyro.conf.arg(metavar="[MIN:MAX]")] = None
-    """With --nproc, continue without ranks that die."""
-    elastic_replace: bool = True
-    """With --elastic, start a new rank for one that died."""
-    elastic_limit: int = 10
-    """With --elastic, the most deaths an hour."""
-    resume: Switch = False
-    """Continue the run from its newest intact checkpoint; without --resume a new run begins."""
-    allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
-    """With --resume, settings that may change: lr,weight_decay;
-    `recipe` allows an edited recipe. The run then becomes another training."""
-    recipe_of_run: Switch = False
-    """With --resume, use the run's own copy of the recipe."""
     smoke: Switch = False
     """Only try it: two steps, a checkpoint, a resume, validation and test on a few samples, in a
     scratch directory."""
@@ -55,20 +36,26 @@ class TrainFlags:
     """Write report.html into the run's directory at the end: curves and pictures."""
 
 
+FORM = Form(
+    verb="train",
+    kind=kind_of(train, TrainFlags, left_out=("what", "recipe", "quiet")),
+    examples=("train spiral --epochs 10 --lr 0.01", "train runs/ID --resume --nproc 2"),
+    settings=Settings,
+)
+
+
 def main(arguments: list[str]) -> int:
-    """Run the verb; ranks that `samestep.train` starts find their task."""
+    """Train, as the one that starts ranks or as a rank; those of `samestep.train` have a task."""
     return run_as_rank(lambda log: _train(arguments, log))
 
 
-def parse(arguments: list[str], verb: str = "train") -> "tuple[TrainFlags, Request]":
+def parse(arguments: list[str], verb: str = "train") -> "tuple[Any, Request]":
     """Return the command and the request that a target and the flags after it make.
 
     The `verb` is the one that the user typed: a mistake is answered with its help.
     """
-    lines = "train spiral --epochs 10 --lr 0.01", "train runs/ID --resume --nproc 2"
-    about = "Train {}. Every step is the same on one process and on many."
     arguments = with_value(arguments, "--elastic", "[0-9].*", "auto")
-    command, request = parse_target(verb, about, TrainFlags, arguments, *lines)
+    command, request = parse_target(replace(FORM, verb=verb), arguments)
     check_resume(request)
     if command.elastic is None and (not command.elastic_replace or command.elastic_limit != 10):
         raise UserError(
@@ -96,14 +83,18 @@ def check_resume(request: "Request") -> None:
 def _check_run_is_seen() -> None:
     """Check that this node sees the directory in which the job's script ran."""
     run = os.environ.get(JOB_RUN)
-    if run and "SLURM_PROCID" in os.environ and not Path(run, BEGUN).exists():
+    if not run or "SLURM_PROCID" not in os.environ:
+        return
+    from samestep.cluster.slurm.restarts import BEGUN  # noqa: PLC0415 - of jobs only
+
+    if not Path(run, BEGUN).exists():
         raise UserError(
             f"{os.environ.get('SLURMD_NODENAME', 'This node')} does not see the run directory "
             f"{run}: give a --run-dir on a file system that all nodes share."
         )
 
 
-def _elastic(command: TrainFlags, settings: Settings, num_ranks: int) -> "Elastic":
+def _elastic(command: Any, settings: Settings, num_ranks: int) -> "Elastic":
     """Return how the ranks outlive each other."""
     from samestep.launch.ranks.keeper import elastic_of  # noqa: PLC0415 - it imports torch
 
@@ -131,6 +122,7 @@ def _train(arguments: list[str], log: RankLog) -> int:
     watched.begin()  # a recipe may hang already where it is imported
     command, request = parse(arguments)
     from samestep.shell.api.training import train_as_rank  # noqa: PLC0415 - the help needs no torch
+    from samestep.show.reporting.progress import Screen  # noqa: PLC0415
 
     settings = request.settings
     code = start_nproc(

@@ -1,6 +1,5 @@
 """`samestep verify`: is it the same training on one process and on many?"""
 
-import json
 import os
 import pickle
 import re
@@ -11,39 +10,22 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Any
 
-import tyro
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from samestep.base.errors import UserError
 from samestep.base.file_kinds import loop_of
-from samestep.base.settings import flag_name
+from samestep.base.settings import Settings, flag_name
 from samestep.base.words import duration
 from samestep.launch.ranks.nproc import refuse_inside_launcher
 from samestep.launch.ranks.process import TASK, rank_of, run_as_rank
 from samestep.prove.verification import NO_EFFECT
-from samestep.shell.commands.help import Numbers, Switch, check_positive, numbers, parse_flags
+from samestep.shell.api.on_ranks import run_verify, verify
+from samestep.shell.commands.forms import Form, kind_of, parse
+from samestep.shell.commands.help import Switch, print_json, rich_console
 from samestep.shell.commands.target import names_given, own_flags, parse_target
 
-if TYPE_CHECKING:
-    from samestep.core.session.request import Request
-    from samestep.launch.ranks.start import Ended
-
-_EXAMPLES = (
-    "verify spiral",
-    "verify my_recipe.py --nproc 1,2,4 --accept batchnorm --json",
-    "verify my_loop.py -- --epochs 3",
-)
-_ABOUT = (
-    "Train {} for a few steps on one process and on several ranks, and compare losses, gradients, "
-    "weights, samples and metrics. Each difference is shown with its likely cause. With "
-    "--virtual-ranks everything must be equal to the last bit, including random numbers.\n\n"
-    "Exit codes: 0 the same training; 1 different, or every rank writes the same file; 2 a mistake "
-    "in the command or the recipe.\n\n"
-    "A script with its own loop (samestep.open_run) takes its arguments after `--`."
-)
 _OLD_NAME = re.compile(r"^--world[-_]sizes(?==|$)")
 """Of --nproc: it is taken for one more release."""
 # Ranks that wait for each other are a finding: verify reports them after this time.
@@ -52,27 +34,37 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class VerifyFlags:
-    """Flags of `verify`, in addition to the settings."""
+    """Train {} for a few steps on one process and on several ranks, and compare.
 
-    config: Path | None = None
-    """TOML file of settings and options; flags win over it."""
-    nproc: Numbers = "1,2,3"
-    """Numbers of ranks to compare; 1 is always one of them."""
-    quick: Switch = False
-    """Skip the slowest checks: a third number of ranks (unless --nproc names it), the
-    recipe's own precision, accumulation, resuming, Lightning, a checkpoint on one device."""
-    accept: Annotated[str, tyro.conf.arg(metavar="NAMES")] = ""
-    """What may differ by design: batchnorm, dropout, or batchnorm,dropout. A recipe can also accept
-    them."""
-    tolerance: float | None = None
-    """Compare only the losses, and allow this relative difference: for training that is random by
-    design."""
+    It compares losses, gradients, weights, samples and metrics. Each difference is shown with its
+    likely cause. With --virtual-ranks everything must be equal to the last bit, including random
+    numbers.
+
+    Exit codes: 0 the same training; 1 different, or every rank writes the same file; 2 a mistake in
+    the command or the recipe.
+
+    A script with its own loop (samestep.open_run) takes its arguments after `--`.
+    """
+
     json: Switch = False
     """Print one JSON object instead of the table."""
 
 
+FORM = Form(
+    verb="verify",
+    kind=kind_of(verify, VerifyFlags, left_out=("what", "recipe", "arguments")),
+    examples=(
+        "verify spiral",
+        "verify my_recipe.py --nproc 1,2,4 --accept batchnorm --json",
+        "verify my_loop.py -- --epochs 3",
+    ),
+    settings=Settings,
+    no_effect=NO_EFFECT,
+)
+
+
 def main(arguments: list[str]) -> int:
-    """Run the verb: 0 the same, 1 different, 2 a mistake in the command or the recipe."""
+    """Return 0 for the same training, 1 for another, 2 for a mistake in command or recipe."""
     flags, words = _cut(arguments)
     if len(flags) < len(arguments):
         words = ["--", *words]
@@ -80,11 +72,6 @@ def main(arguments: list[str]) -> int:
     instructions = os.environ.get(TASK)
     run = _verify if instructions is None else partial(_rank, Path(instructions))
     return run_as_rank(lambda _log: run(arguments))
-
-
-def parse(arguments: list[str]) -> "tuple[VerifyFlags, Request]":
-    """Return the command and the request that a target and the flags after it make."""
-    return parse_target("verify", _ABOUT, VerifyFlags, arguments, *_EXAMPLES, no_effect=NO_EFFECT)
 
 
 def _cut(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -98,7 +85,7 @@ def _verify(arguments: list[str]) -> int:
         "samestep verify", "Start it as one process, in a shell or a job of one task."
     )
     script, (flags, words) = loop_of([*arguments, ""][0]), _cut(arguments)
-    request = None
+    request: Any = None
     if script is not None:
         known = {"nproc", "quick", "accept", "tolerance", "json", "help", "help_all"}
         if others := sorted(names_given(flags) - known):
@@ -106,48 +93,34 @@ def _verify(arguments: list[str]) -> int:
                 f"--{flag_name(others[0])} is not a flag of samestep verify for {script}, which "
                 f"has a loop of its own. Its arguments follow `--`: samestep verify {script} -- …"
             )
-        command = parse_flags(VerifyFlags, f"verify {script}", flags[1:], *_EXAMPLES)
+        command = parse(FORM, flags[1:], str(script))
     else:
-        command, request = parse(arguments)
-    from samestep.launch.ranks.keeper import Elastic  # noqa: PLC0415 - the help needs no torch
-    from samestep.launch.ranks.start import run_ranks  # noqa: PLC0415
-    from samestep.prove.verification.result_table import as_table, show  # noqa: PLC0415
-    from samestep.prove.verification.verify_loop import verify_loop  # noqa: PLC0415
-    from samestep.prove.verification.verify_recipe import MOST_RANKS, VerifyOptions, verify_recipe  # noqa: PLC0415
-
-    given = names_given(own_flags(flags))
-    check_positive(tolerance=command.tolerance)
-    named = "nproc" in given
-    options = VerifyOptions(
-        sizes=numbers("nproc", command.nproc, most=MOST_RANKS) if named else None,
-        quick=command.quick,
-        accept=tuple(word.strip() for word in command.accept.split(",") if word.strip()),
-        tolerance=command.tolerance,
-    )
-
-    def launch(num_ranks: int, path: Path, device: str, elastic: Elastic | None = None) -> "Ended":
-        words = ["verify", *arguments, "--device", device]
-        return run_ranks(num_ranks, words, str(path), elastic)
-
-    def keep(num_ranks: int, path: Path, device: str) -> "Ended":
-        return launch(num_ranks, path, device, Elastic(most=num_ranks, replaces=False))
+        command, request = parse_target(FORM, arguments)
+    from samestep.prove.verification.result_table import as_table, show  # noqa: PLC0415 - it needs torch
 
     with _progress() as tell:
-        if script is not None:
-            found = verify_loop(script, words, options, launch, tell=tell)
-        elif request is not None:
-            found = verify_recipe(request, options, launch, given=given, keep=keep, tell=tell)
+        verification = run_verify(
+            script or request,
+            lambda device: [*arguments, "--device", device],
+            command.nproc,
+            quick=command.quick,
+            accept=command.accept,
+            tolerance=command.tolerance,
+            given=names_given(own_flags(flags)),
+            arguments=words,
+            tell=tell,
+        )
     if command.json:
-        print(json.dumps(as_table(found), indent=2))  # noqa: T201
+        print_json(as_table(verification), indent=2)
     else:
-        show(found, Console(highlight=False))
-    return 0 if found.same else 1
+        show(verification, rich_console())
+    return 0 if verification.same else 1
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """Show one line of progress on a terminal, elsewhere a line after each start of ranks."""
-    console, began, last = Console(stderr=True, highlight=False), time.monotonic(), ""
+    console, began, last = rich_console(stderr=True), time.monotonic(), ""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20))
     bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
 
@@ -192,7 +165,7 @@ def _rank(path: Path, arguments: list[str]) -> int:
     if arguments[0] == CALL_FILE:  # by a caller in Python
         request = request_of(receive(Path(arguments[1])))
     else:
-        _, request = parse(arguments)
+        _, request = parse_target(FORM, arguments)
     settings = request.settings
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     member = membership(_TIMEOUT_S)

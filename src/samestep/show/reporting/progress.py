@@ -43,6 +43,8 @@ class BarState:
 
     plan: Record
     """The `start` record."""
+    step_samples: float
+    """Samples of most steps."""
     step: int = 0
     now: int = 1
     """The epoch of the latest record that names one."""
@@ -82,7 +84,7 @@ class BarState:
         total, monitor = self.plan["total_steps"], str(self.plan.get("monitor", "loss"))
         eta = ""
         if self.rate is not None and total is not None:
-            left = max(0, total - self.step) * samples_per_step(self.plan)
+            left = max(0, total - self.step) * self.step_samples
             eta = f"ETA {duration(round(left / self.rate))}"
         loss = "" if self.loss is None else f"loss {measured(self.loss)}"
         rate = "" if self.rate is None else f"{short(self.rate):>5} samples/s"
@@ -225,11 +227,6 @@ class Screen:
             if self._bar is not None:
                 self._bar.stop()
 
-    def why_lost(self) -> str:
-        """Return why nothing can be shown any more; the next time, and otherwise, nothing."""
-        told, self._told = self._told, bool(self._lost)
-        return "" if told else self._lost
-
     @contextmanager
     def _trying(self) -> Iterator[None]:
         """Show something, unless the output takes nothing: a training continues without it."""
@@ -239,8 +236,14 @@ class Screen:
             self._lost = f"Standard output takes nothing more: {error.strerror or error}."
             drop_output()
 
-    def show(self, record: Record) -> None:
-        """Show one record."""
+    def show(self, record: Record) -> str:
+        """Show one record; return, once, why nothing can be shown any more."""
+        self.tell(record)
+        told, self._told = self._told, bool(self._lost)
+        return "" if told else self._lost
+
+    def tell(self, record: Record) -> None:
+        """Show a message that is not one of the run's records."""
         with self._trying():
             self._show(record)
 
@@ -301,7 +304,7 @@ class Screen:
             self._row("note", note, 8, "yellow")
         for name, value in rows.items():
             self._row(name, value, 8)
-        self._draw(BarState(plan=plan), refresh=True)
+        self._begin_bar(plan)
 
     def _show_resume(self, record: Record) -> None:
         for problem in record["problems"]:
@@ -312,8 +315,11 @@ class Screen:
 
     def _show_going_on(self, record: Record) -> None:
         """Take over the screen of a run that another rank has shown so far."""
-        self._plan = record["plan"]
-        self._draw(BarState(plan=self._plan), refresh=True)
+        self._begin_bar(record["plan"])
+
+    def _begin_bar(self, plan: Record) -> None:
+        self._plan = plan
+        self._draw(BarState(plan=plan, step_samples=samples_per_step(plan)), refresh=True)
 
     def _show_regroup(self, record: Record) -> None:
         what, ranks = [*record["gone"]], record["world_size"]
@@ -465,17 +471,18 @@ def _baseline_rows(baselines: dict[str, dict[str, float | None]]) -> list[tuple[
 class Nothing:
     """Take records, and show none."""
 
-    def why_lost(self) -> str:
-        """Return nothing: there is nothing to lose."""
-        return ""
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
-    def show(self, record: Record) -> None:
+    def show(self, record: Record) -> str:
+        """Show a record as `tell` does; there is nothing to lose."""
+        self.tell(record)
+        return ""
+
+    def tell(self, record: Record) -> None:
         """Show nothing of a record."""
 
     def result(self, path: Path, result: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import time
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from samestep.base.run.directory import how_it_ended, no_run
+from samestep.base.run.directory import no_run, read_summary, seconds_since_sign
 from samestep.base.run.files import read_object
 from samestep.base.run.records import SYSTEM, Record, RecordFile, as_uninterrupted, metric_values
 from samestep.base.words import duration
@@ -121,6 +120,8 @@ def read_run(path: Path) -> RunData:
     plan = starts[-1] if starts else {}
     result, environment = (read_object(path / name) for name in ("result.json", "environment.json"))
     table = _settings(path / "settings.toml", problems)
+    if records and records[-1]["event"] == "stop" and not result:
+        problems.append("result.json is missing or damaged: the test set's figures not known")
     if not starts:
         problems.append("no start record: what follows from its settings is not known")
     sizes = dict.fromkeys(start["world_size"] for start in starts)
@@ -135,7 +136,7 @@ def read_run(path: Path) -> RunData:
     return RunData(
         path=path,
         recipe=Path(str(name)).stem,
-        status=_status(path, records, result, problems),
+        status=_status(path),
         records=tuple(records),
         plan=plan,
         settings=settings,
@@ -208,17 +209,14 @@ def _facts(
     return facts
 
 
-def _status(path: Path, records: list[Record], result: dict[str, Any], problems: list[str]) -> str:
-    """Say how the latest attempt ended. An earlier one's result does not speak for it."""
-    last = records[-1] if records else {}
-    state, reason = how_it_ended(path, last, result)
-    if last.get("event") == "stop" and not result and state != "running":
-        problems.append("result.json is missing or damaged: the test set's figures not known")
-    if state != "killed":
-        return state if state == "running" else f"{state} ({reason or 'no reason given'})"
-    try:
-        age = time.time() - (path / "events.jsonl").stat().st_mtime
-    except OSError:
+def _status(path: Path) -> str:
+    """Say how the latest attempt ended."""
+    known, _ = read_summary(path)
+    if known.state != "killed":
+        how = f"{known.state} ({known.reason or 'no reason given'})"
+        return known.state if known.state == "running" else how
+    if (age := seconds_since_sign(path)) is None:
         return "not begun"
-    since = f"last written {duration(age)} ago"
-    return f"no end recorded, {since}: killed, or running on another machine"
+    return (
+        f"no end recorded, last written {duration(age)} ago: killed, or running on another machine"
+    )

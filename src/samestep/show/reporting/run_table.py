@@ -1,15 +1,130 @@
-"""Runs as a table, a line each, which fits the terminal; and as JSON."""
+"""The runs of a folder: found, sorted, and shown as a table or JSON."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-from samestep.base.errors import printable
-from samestep.base.run.summary import RunSummary
+import msgspec
+
+from samestep.base.errors import UserError, printable
+from samestep.base.nearby import nearby
+from samestep.base.run.directory import is_run, read_summary
+from samestep.base.run.files import open_regular
+from samestep.base.run.summary import State, Summary
 from samestep.base.table import Table, text_lines
 from samestep.base.words import count, duration, measured, sparkline, wrapped
+
+Sort = Literal["name", "recipe", "state", "metric", "duration", "date"]
+
+_MOST_INSIDE = 1000
+"""Search at most this many entries of a folder for runs."""
+_FILES = ("events.jsonl", "settings.toml", "result.json")
+"""A folder without any of them holds no run."""
+
+
+class ListedRun(Summary, kw_only=True):
+    """A run in short, and where it is."""
+
+    name: str
+    """The directory, relative to the folder that was listed."""
+    run_dir: Path
+
+
+def read_runs(folder: Path | str = "runs") -> list[ListedRun]:
+    """Return what is known of each run in a folder, the newest first.
+
+    Runs are also found in folders of it that are not runs themselves. Hidden entries are left out,
+    and so are files like notes.txt and folders without a run.
+    """
+    folder = Path(folder)
+    try:
+        itself = is_run(folder) or (folder / "events.jsonl").is_file()
+        entries = _entries(folder)
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be read: {error.strerror}. Name a folder with runs, such as runs/."
+            f"{nearby(folder, 'runs')}"
+        ) from error
+    if itself:
+        above = folder.absolute().parent if folder.name in ("", "..") else folder.parent
+        raise UserError(
+            f"{folder} is itself a run. Name the folder that it is in: samestep runs {above}"
+        )
+    return sorted_runs((run for name in entries for run in _runs_at(folder, name)), "date")
+
+
+def sorted_runs(runs: Iterable[ListedRun], by: Sort) -> list[ListedRun]:
+    """Return runs in an order: `metric` has the best first, `duration` the longest."""
+    newest = sorted(runs, key=lambda run: -math.inf if run.started is None else run.started)
+    newest.reverse()
+    keys: dict[Sort, Callable[[ListedRun], Any]] = {
+        "date": lambda _: 0,
+        "duration": lambda run: -(run.seconds or 0.0),
+        "metric": _rank,
+        "state": lambda run: get_args(State).index(run.state),
+        "name": lambda run: run.name,
+        "recipe": lambda run: run.recipe,
+    }
+    return sorted(newest, key=keys[by])
+
+
+def _rank(run: ListedRun) -> tuple[bool, str, float]:
+    """Return a key for the best first; metrics of different names do not compare."""
+    if run.value is None:
+        return True, "", 0.0
+    return False, run.metric or "", run.value if run.mode == "min" else -run.value
+
+
+def _entries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _runs_at(folder: Path, name: str) -> Iterator[ListedRun]:
+    """Yield the run of this name, or the runs in a folder of this name."""
+    path = folder / name
+    try:
+        if not path.is_dir():
+            path.stat()  # a link that leads nowhere, or to itself, raises here
+            if not path.suffix:
+                yield _damaged(name, path, "it is a file, not a directory")
+        elif any((path / file).exists() for file in _FILES):
+            yield from _listed(name, path)
+        else:
+            inside = _entries(path)
+            if not inside:
+                yield _damaged(name, path, "it is empty")
+            for other in inside[:_MOST_INSIDE]:
+                if is_run(path / other):
+                    yield from _listed(f"{name}/{other}", path / other)
+    except OSError as error:
+        yield _damaged(name, path, f"it cannot be read: {error.strerror}")
+
+
+def _damaged(name: str, path: Path, reason: str) -> ListedRun:
+    return ListedRun(name=name, run_dir=path, state="damaged", reason=reason)
+
+
+def _listed(name: str, path: Path) -> Iterator[ListedRun]:
+    """Yield a run in short; but not what `samestep profile` wrote."""
+    known, damage = read_summary(path)
+    if not known.starts and (path / "profile.json").exists():
+        return
+    if not known.recipe and (path / "settings.toml").is_file():  # it has not begun
+        try:
+            with open_regular(path / "settings.toml") as file:
+                known.recipe = str(tomllib.load(file).get("recipe") or "")
+        except (OSError, ValueError, RecursionError):
+            damage.append("settings.toml is damaged")
+    known.recipe = Path(known.recipe).stem
+    if known.started is None:
+        known.started = path.stat().st_mtime
+    if damage:
+        known.state, known.reason = "damaged", damage[0]
+    yield ListedRun(name=name, run_dir=path, **msgspec.structs.asdict(known))
+
 
 _ORDER = ("run", "recipe", "state", "best", "time", "began", "train loss", "last")
 _DROPPED = ("recipe", "began", "last", "time", "train loss", "best")
@@ -19,7 +134,7 @@ _DROPPED_BEFORE_NAMES = 3
 _MOST_DAMAGED = 5
 
 
-def run_lines(runs: Sequence[RunSummary], width: int | None = None) -> Iterator[str]:
+def run_lines(runs: Sequence[ListedRun], width: int | None = None) -> Iterator[str]:
     """Yield the table of some runs; without a width, as for a file, nothing is left out."""
     damaged = sum(run.state == "damaged" for run in runs)
     hidden = width is not None and damaged > _MOST_DAMAGED
@@ -43,8 +158,9 @@ def run_lines(runs: Sequence[RunSummary], width: int | None = None) -> Iterator[
                 yield from wrapped(f"! {printable(run.name)}: {run.reason}", "  ", width)
 
 
-def _cells(run: RunSummary) -> tuple[str, ...]:
+def _cells(run: ListedRun) -> tuple[str, ...]:
     best = "" if run.metric is None else f"{run.metric} {measured(run.value)}"
+    losses = [math.nan if loss is None else loss for loss in run.losses]
     return (
         printable(run.name),
         printable(run.recipe) or "–",
@@ -52,12 +168,12 @@ def _cells(run: RunSummary) -> tuple[str, ...]:
         printable(best) or "–",
         "–" if run.seconds is None else duration(run.seconds),
         (began(run) or "–")[:16].replace("T", " "),
-        sparkline(run.losses) or "–",
-        measured(run.losses[-1]) if run.losses else "–",
+        sparkline(losses) or "–",
+        measured(losses[-1]) if losses else "–",
     )
 
 
-def began(run: RunSummary) -> str | None:
+def began(run: ListedRun) -> str | None:
     """Return when a run began, in the local time zone, as ISO 8601; None if it is not known."""
     try:
         started = math.nan if run.started is None else run.started
@@ -66,7 +182,13 @@ def began(run: RunSummary) -> str | None:
         return None
 
 
-def as_json(run: RunSummary) -> dict[str, Any]:
-    """Return a run as JSON has it: NaN and infinity, which it has not, are null."""
-    losses = [loss if math.isfinite(loss) else None for loss in run.losses]
-    return asdict(run) | {"run_dir": str(run.run_dir), "started": began(run), "losses": losses}
+_SHOWN = (
+    *("name", "run_dir", "recipe", "state", "reason", "metric", "mode", "value", "seconds"),
+    *("epochs", "steps", "world_size", "started", "losses"),
+)
+
+
+def as_json(run: ListedRun) -> dict[str, Any]:
+    """Return a run as JSON has it."""
+    shown = {name: getattr(run, name) for name in _SHOWN}
+    return shown | {"run_dir": str(run.run_dir), "started": began(run), "losses": [*run.losses]}

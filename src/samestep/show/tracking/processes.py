@@ -273,12 +273,12 @@ class TrackerProcesses:
         self,
         settings: Settings,
         recipe: str,
-        show: Callable[[Record], None],
+        tell: Callable[[Record], None],
         *,
         is_main: bool,
         stopped: Callable[[], bool],
     ) -> None:
-        self._settings, self._recipe, self._show, self._stopped = settings, recipe, show, stopped
+        self._settings, self._recipe, self._tell, self._stopped = settings, recipe, tell, stopped
         self._names = chosen(settings.track) if is_main else []
         self._trackers: list[TrackerProcess] = []
         self._run: str | None = None
@@ -303,9 +303,11 @@ class TrackerProcesses:
                 self._say(name, "warning", f"{name} could not be started: {error}")
         return self
 
-    def show(self, record: Record) -> None:
-        """Show a record, and the trackers' new messages."""
-        self._show(record)
+    def take(self, record: Record) -> None:
+        """Say where the run is, once it begins; pass on the trackers' new messages.
+
+        The records themselves they read from the run directory.
+        """
         begins = record["event"] in ("start", "going_on")
         if begins:
             self._run = record["run_dir"]
@@ -385,7 +387,7 @@ class TrackerProcesses:
         return f"samestep track {self._run or 'RUN'} --to {','.join(t.source for t in trackers)}"
 
     def _say(self, tracker: str, kind: str, text: str) -> None:
-        self._show({"event": "tracker", "tracker": tracker, "kind": kind, "text": text})
+        self._tell({"event": "tracker", "tracker": tracker, "kind": kind, "text": text})
 
 
 def send_run(

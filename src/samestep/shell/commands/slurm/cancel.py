@@ -2,46 +2,39 @@
 
 import contextlib
 import sys
-from dataclasses import dataclass
 from typing import Annotated
-
-from tyro.conf import Positional, arg
 
 from samestep.base.errors import UserError
 from samestep.cluster.slurm.options import UncheckedOptions, kept_options
-from samestep.cluster.slurm.queue import ProgramError, ask_to_stop, call, find_job_or_run
+from samestep.cluster.slurm.queue import ProgramError, QueuedJob, ask_to_stop, call, find_job_or_run
 from samestep.cluster.slurm.restarts import go_on_command
-from samestep.shell.commands.help import Switch, parse_flags
+from samestep.shell.api.arguments import InShell
+from samestep.shell.commands.forms import verb
 
-_EXAMPLES = ("slurm cancel 1234", "slurm cancel runs/ID --now")
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Cancel:
+@verb("slurm cancel", "slurm cancel 1234", "slurm cancel runs/ID --now")
+def main(job: Annotated[str, InShell("JOB|RUN")], *, now: bool = False) -> int:
     """Stop a job: its ranks finish their step, save a checkpoint, and end.
 
     Ranks that hang are killed.
+
+    Args:
+        job: Number of the job, or directory of the run.
+        now: Stop at once; what was trained since the newest checkpoint is lost.
     """
-
-    job: Annotated[Positional[str], arg(metavar="JOB|RUN")]
-    """Number of the job, or directory of the run."""
-    now: Switch = False
-    """Stop at once; what was trained since the newest checkpoint is lost."""
-
-
-def main(arguments: list[str]) -> int:
-    """Run the verb."""
-    command = parse_flags(_Cancel, "slurm cancel", arguments, *_EXAMPLES)
-    found = find_job_or_run(command.job)
-    job = found.job
-    if found.queue_error is not None:
-        raise found.queue_error
-    if job is None:
-        raise UserError(f"Slurm has no job of yours for {command.job}: there is nothing to cancel.")
-    if job.ended:
+    queued = find_job_or_run(job)
+    if queued.queue_error is not None:
+        raise queued.queue_error
+    if queued.job is None:
+        raise UserError(f"Slurm has no job of yours for {job}: there is nothing to cancel.")
+    if queued.job.ended:
         raise UserError(
-            f"{command.job} has already ended ({job.state}): there is nothing to cancel."
+            f"{job} has already ended ({queued.job.state}): there is nothing to cancel."
         )
+    return _cancel(queued.job, now=now)
+
+
+def _cancel(job: QueuedJob, *, now: bool) -> int:
     if job.run is None or job.state != "RUNNING":
         call("scancel", job.target)
         sys.stdout.write(f"Job {job.target} is cancelled.\n")
@@ -50,7 +43,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(
             f"Job {job.target} had not reported its start yet; the signal was sent anyway.\n"
         )
-    if command.now:  # plain scancel gives the ranks half a minute
+    if now:  # plain scancel gives the ranks half a minute
         with contextlib.suppress(ProgramError):  # the ranks may have ended by themselves
             steps = range((kept_options(job.run) or UncheckedOptions()).num_steps)
             call("scancel", "--signal=KILL", *(f"{job.target}.{number}" for number in steps))

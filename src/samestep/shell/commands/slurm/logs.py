@@ -5,59 +5,56 @@ import shutil
 import sys
 import textwrap
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
-
-from tyro.conf import Positional, arg
 
 from samestep.base.errors import UserError
 from samestep.cluster.slurm.queue import JobAndRun, QueuedJob, find_job, find_job_or_run
 from samestep.cluster.slurm.rank_ends import lines_of
-from samestep.shell.commands.help import Switch, parse_flags
+from samestep.shell.api.arguments import InShell
+from samestep.shell.commands.forms import verb
 
-_EXAMPLES = ("slurm logs 1234 --follow", "slurm logs runs/ID --rank 3")
 _LOOK_EVERY_S = 0.5
 _ASK_EVERY_S = 5.0  # spares Slurm's controller
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Logs:
-    """Show what a job printed."""
+@verb("slurm logs", "slurm logs 1234 --follow", "slurm logs runs/ID --rank 3")
+def main(
+    job: Annotated[str, InShell("JOB|RUN")],
+    *,
+    rank: Annotated[str | None, InShell("N|all")] = None,
+    follow: bool = False,
+) -> int:
+    """Show what a job printed.
 
-    job: Annotated[Positional[str], arg(metavar="JOB|RUN")]
-    """Number of the job, or directory of the run."""
-    rank: Annotated[str | None, arg(metavar="N|all")] = None
-    """Rank whose output to show; all: every rank, with a label on each line. By default the job's
-    log: rank 0 of a training, all ranks of a script."""
-    follow: Switch = False
-    """Show new lines as they come, until the job has ended."""
-
-
-def main(arguments: list[str]) -> int:
-    """Run the verb."""
-    command = parse_flags(_Logs, "slurm logs", arguments, *_EXAMPLES)
-    found = find_job_or_run(command.job)
-    job = found.job
-    if found.note:
-        sys.stderr.write(f"{found.note}\n")
-    if not (command.rank or "all").isdecimal() and command.rank not in (None, "all"):
-        raise UserError(f"--rank {command.rank} should be a rank's number, or all.")
-    path, label = _file(command.rank, job, found.run)
-    waits = job is not None and not job.ended
-    if not path.is_file() and not (waits and command.follow):
-        if job is not None and job.state in ("PENDING", "CONFIGURING"):
-            sys.stdout.write(f"Job {job.target} is pending ({job.reason}): it has no log yet.\n")
+    Args:
+        job: Number of the job, or directory of the run.
+        rank: Rank whose output to show; all: every rank, with a label on each line. By default the
+            job's log: rank 0 of a training, all ranks of a script.
+        follow: Show new lines as they come, until the job has ended.
+    """
+    job_and_run = find_job_or_run(job)
+    in_queue = job_and_run.job
+    if job_and_run.note:
+        sys.stderr.write(f"{job_and_run.note}\n")
+    if not (rank or "all").isdecimal() and rank not in (None, "all"):
+        raise UserError(f"--rank {rank} should be a rank's number, or all.")
+    path, label = _file(rank, in_queue, job_and_run.run)
+    waits = in_queue is not None and not in_queue.ended
+    if not path.is_file() and not (waits and follow):
+        if in_queue is not None and in_queue.state in ("PENDING", "CONFIGURING"):
+            reason = f"is pending ({in_queue.reason}): it has no log yet."
+            sys.stdout.write(f"Job {in_queue.target} {reason}\n")
             return 0
-        logs = sorted(found.run.glob("rank-*.log")) if found.run else []
+        logs = sorted(job_and_run.run.glob("rank-*.log")) if job_and_run.run else []
         has = f" The run has {', '.join(log.name for log in logs)}." if logs else ""
-        if job is not None and job.ended and not job.elapsed_s:
-            has = f" Job {job.target} ended before it started ({job.state})."
+        if in_queue is not None and in_queue.ended and not in_queue.elapsed_s:
+            has = f" Job {in_queue.target} ended before it started ({in_queue.state})."
         raise UserError(f"There is no log {path}.{has}")
     shown = {path: label}
-    if command.rank == "all" and found.run is not None:  # a training's ranks have a file each
-        shown |= dict.fromkeys(sorted(found.run.glob("rank-*.log"), key=_rank_of))
-    _show(shown, job if command.follow else None)
+    if rank == "all" and job_and_run.run is not None:  # a training's ranks have a file each
+        shown |= dict.fromkeys(sorted(job_and_run.run.glob("rank-*.log"), key=_rank_of))
+    _show(shown, in_queue if follow else None)
     if not any(place.is_file() and place.stat().st_size for place in shown):
         sys.stderr.write(f"samestep: {path} is empty: nothing was printed.\n")
     return 0

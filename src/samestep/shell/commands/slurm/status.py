@@ -1,20 +1,18 @@
 """`samestep slurm status`: the state of the queue and of the training."""
 
-import json
+import contextlib
 import math
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
-from rich.console import Console
-from tyro.conf import Positional, arg
-
 from samestep.base.errors import UserError, printable
+from samestep.base.run.directory import seconds_since_sign
 from samestep.base.table import Table, escape, text_lines
-from samestep.base.words import duration, measured
+from samestep.base.words import count, duration, measured
 from samestep.cluster.slurm.pulses import LastSign, read_pulses
 from samestep.cluster.slurm.queue import (
     JobAndRun,
@@ -25,79 +23,77 @@ from samestep.cluster.slurm.queue import (
     has_begun,
     my_jobs,
     read_progress,
-    seconds_since_sign,
 )
 from samestep.cluster.slurm.restarts import BEGUN, go_on_command, last_start, read_restarts
 from samestep.cluster.slurm.submission import is_script
-from samestep.shell.commands.help import Switch, parse_flags
+from samestep.shell.api.arguments import InShell
+from samestep.shell.commands.forms import verb
+from samestep.shell.commands.help import print_json, rich_console
 
-_EXAMPLES = ("slurm status", "slurm status 1234 --json")
 _REDRAW_S = 5.0
 _SILENT_S = 5.0
 """A healthy rank's last sign may be a few seconds old."""
 _QUIET_S = 30.0  # an evaluation or a checkpoint may take as long
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Status:
-    """Show jobs: their state in the queue, and the progress of their training."""
+@verb("slurm status", "slurm status", "slurm status 1234 --json")
+def main(
+    job: Annotated[str | None, InShell("JOB|RUN")] = None,
+    *,
+    json: bool = False,
+    watch: bool = False,
+) -> int:
+    """Show jobs: their state in the queue, and the progress of their training.
 
-    job: Annotated[Positional[str | None], arg(metavar="JOB|RUN")] = None
-    """Number of a job, or directory of a run; by default all your jobs that samestep submitted."""
-    json: Switch = False
-    """Print one JSON object for a job, or a JSON array for all jobs."""
-    watch: Switch = False
-    """Refresh every few seconds, until the jobs have ended or you press Ctrl-C."""
-
-
-def main(arguments: list[str]) -> int:
-    """Run the verb."""
-    command = parse_flags(_Status, "slurm status", arguments, *_EXAMPLES)
-    if not command.watch:
-        _show(command)
+    Args:
+        job: Number of a job, or directory of a run; by default all your jobs that samestep
+            submitted.
+        json: Print one JSON object for a job, or a JSON array for all jobs.
+        watch: Refresh every few seconds, until the jobs have ended or you press Ctrl-C.
+    """
+    if not watch:
+        _show(job, as_json=json)
         return 0
-    if command.json:
+    if json:
         raise UserError("--watch is for a terminal and --json for a program: give one of them.")
-    try:
-        while _show(command, clear="\x1b[H\x1b[2J" if sys.stdout.isatty() else ""):
+    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
+    with contextlib.suppress(KeyboardInterrupt):
+        while _show(job, clear=clear):
             time.sleep(_REDRAW_S)
-    except KeyboardInterrupt:
-        return 0
     return 0
 
 
-def _show(command: _Status, clear: str = "") -> bool:
-    """Show the jobs once; return whether any may still change."""
-    if command.job:
-        founds = [find_job_or_run(command.job)]
+def _show(job: str | None, *, as_json: bool = False, clear: str | None = None) -> bool:
+    """Show the jobs once; return whether any may still change. To watch them, clear first."""
+    if job:
+        entries = [find_job_or_run(job)]
     else:
         try:
             jobs = sorted(my_jobs(), key=lambda job: [*map(int, job.target.split("_"))])
         except UserError as error:
-            if not command.watch:
+            if clear is None:
                 raise
             sys.stderr.write(f"{JobAndRun(queue_error=error).note}\n")  # it may be back soon
             return True
-        founds = [JobAndRun(job=job, run=job.run) for job in jobs]
+        entries = [JobAndRun(job=job, run=job.run) for job in jobs]
         known = [job.run for job in jobs]
-        founds = [*(JobAndRun(run=run) for run in ended_runs(Path("runs"), known)), *founds]
-    rows = [(found, _seen(found)) for found in founds]
-    sys.stdout.write(clear)
-    if command.json:
+        entries = [*(JobAndRun(run=run) for run in ended_runs(Path("runs"), known)), *entries]
+    rows = [(entry, _seen(entry)) for entry in entries]
+    sys.stdout.write(clear or "")
+    if as_json:
         objects = [
             {
-                "queue": asdict(found.job) if found.job else None,
-                "queue_error": found.note or None,
+                "queue": asdict(entry.job) if entry.job else None,
+                "queue_error": entry.note or None,
                 "training": asdict(progress) if progress else None,
-                "run": found.run,
+                "run": entry.run,
             }
-            for found, progress in rows
+            for entry, progress in rows
         ]
-        shown = objects[0] if command.job else objects
-        sys.stdout.write(json.dumps(shown, indent=2, default=str) + "\n")
-    elif command.job:
+        print_json(objects[0] if job else objects, indent=2)
+    elif job:
         for name, value in details(*rows[0]).items():
-            Console(highlight=False).print(f"[bold]{name:<8}[/] {escape(value)}", soft_wrap=True)
+            rich_console().print(f"[bold]{name:<8}[/] {escape(value)}", soft_wrap=True)
     elif not rows:
         sys.stdout.write("Slurm knows no job of yours that samestep submitted.\n")
     else:
@@ -105,50 +101,50 @@ def _show(command: _Status, clear: str = "") -> bool:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         sys.stdout.writelines(f"{line}\n" for line in text_lines(jobs_table(rows), width))
     sys.stdout.flush()
-    return any(f.queue_error or (f.job is not None and not f.job.ended) for f in founds)
+    return any(f.queue_error or (f.job is not None and not f.job.ended) for f in entries)
 
 
-def _seen(found: JobAndRun) -> Progress | None:
+def _seen(entry: JobAndRun) -> Progress | None:
     """Return a run's progress, corrected by its job's state; None if a later job continued it."""
-    if _continued_by(found) or _never_began(found):
+    if _continued_by(entry) or _never_began(entry):
         return None
-    progress = read_progress(found.run) if found.run else None
-    if progress is not None and found.run is not None:  # a rank's pulse is newer than the records
-        steps = [sign.step or 0 for sign in _signs(found)]
+    progress = read_progress(entry.run) if entry.run else None
+    if progress is not None and entry.run is not None:  # a rank's pulse is newer than the records
+        steps = [sign.step or 0 for sign in _signs(entry)]
         progress = replace(progress, step=max([progress.step, *steps]))
-    if progress is None or found.run is None or found.job is None:
+    if progress is None or entry.run is None or entry.job is None:
         return progress
-    job = found.job
+    job = entry.job
     if not job.ended:  # the status is of an earlier start
         progress = replace(progress, status="", why="")
     if job.state != "RUNNING":
         return replace(progress, eta_s=None)
-    quiet_s = seconds_since_sign(found.run)
+    quiet_s = seconds_since_sign(entry.run)
     return replace(progress, quiet_s=None if quiet_s is None else min(quiet_s, job.elapsed_s))
 
 
-def _continued_by(found: JobAndRun) -> int | None:
+def _continued_by(entry: JobAndRun) -> int | None:
     """Return the job that has continued the run since this one ended; None if none has."""
-    if found.run is None or found.job is None or not found.job.ended:
+    if entry.run is None or entry.job is None or not entry.job.ended:
         return None
-    newest = last_start(found.run)
-    return newest.job if newest and newest.job > found.job.job else None
+    newest = last_start(entry.run)
+    return newest.job if newest and newest.job > entry.job.job else None
 
 
-def _never_began(found: JobAndRun) -> bool:
+def _never_began(entry: JobAndRun) -> bool:
     """Whether a job ended before it began, so that the run's training is an earlier one's."""
-    if found.run is None or found.job is None or not found.job.ended:
+    if entry.run is None or entry.job is None or not entry.job.ended:
         return False
-    newest = last_start(found.run)
-    return newest.job < found.job.job if newest else not found.job.elapsed_s
+    newest = last_start(entry.run)
+    return newest.job < entry.job.job if newest else not entry.job.elapsed_s
 
 
-def _signs(found: JobAndRun) -> list[LastSign]:
+def _signs(entry: JobAndRun) -> list[LastSign]:
     """Return the pulses of a job that runs, of this start."""
-    if found.run is None or found.job is None or found.job.state != "RUNNING":
+    if entry.run is None or entry.job is None or entry.job.state != "RUNNING":
         return []
-    begun = has_begun(found.job, found.run)
-    return read_pulses(found.run, (found.run / BEGUN).stat().st_mtime) if begun else []
+    begun = has_begun(entry.job, entry.run)
+    return read_pulses(entry.run, (entry.run / BEGUN).stat().st_mtime) if begun else []
 
 
 def _is_quiet(progress: Progress) -> bool:
@@ -157,9 +153,9 @@ def _is_quiet(progress: Progress) -> bool:
     return progress.quiet_s is not None and progress.quiet_s > max(_QUIET_S, 5 * step_s)
 
 
-def details(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
+def details(entry: JobAndRun, progress: Progress | None) -> dict[str, str]:
     """Return what is shown of one job, by name."""
-    job = found.job
+    job = entry.job
     rows: dict[str, str] = {}
     if job is not None:
         waits = f" ({job.reason})" if job.state == "PENDING" else ""
@@ -171,43 +167,43 @@ def details(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
         rows["time"] = f"{duration(job.elapsed_s)} of {limit}, {job.restarts} restarts"
     else:
         forgot = "no longer known to Slurm, which forgets jobs some minutes after their end"
-        rows["job"] = found.note or forgot
+        rows["job"] = entry.note or forgot
     unseen = progress is None or not progress.total_steps
-    if unseen and found.run is not None and is_script(found.run):
+    if unseen and entry.run is not None and is_script(entry.run):
         rows["training"] = "your own script; samestep does not see its steps"
         if job is not None and job.ended:
             rows["ended"] = f"{job.state.lower()}, exit code {job.exit_code.partition(':')[0]}"
-    elif newest := _continued_by(found):
+    elif newest := _continued_by(entry):
         rows["training"] = f"continued by job {newest}: samestep slurm status {newest}"
     elif progress is None:
         rows["training"] = "has not begun"
     if progress is not None:
         rows |= _training(job, progress)
-    return rows | _run_rows(found, progress)
+    return rows | _run_rows(entry, progress)
 
 
-def _run_rows(found: JobAndRun, progress: Progress | None) -> dict[str, str]:
-    if found.run is None:
+def _run_rows(entry: JobAndRun, progress: Progress | None) -> dict[str, str]:
+    if entry.run is None:
         return {}
     rows = {}
-    if (signs := _signs(found)) and signs[0].age_s >= _SILENT_S:
+    if (signs := _signs(entry)) and signs[0].age_s >= _SILENT_S:
         rows["ranks"] = signs[0].sentence
         if len(signs) > 1:
             rows["ranks"] += f"; the others: at most {duration(signs[1].age_s)}"
-    if found.job and (excluded := read_restarts(found.run, found.job.job).excluded):
+    if entry.job and (excluded := read_restarts(entry.run, entry.job.job).excluded):
         rows["excluded"] = f"{', '.join(excluded)}, which failed this job"
-    rows["run"] = str(found.run)
+    rows["run"] = str(entry.run)
     done = progress is not None and progress.status == "completed"
-    failed = found.job is not None and found.job.ended and found.job.state != "COMPLETED"
-    if failed and not done and not _continued_by(found):
-        rows["go on"] = go_on_command(found.run)
+    failed = entry.job is not None and entry.job.ended and entry.job.state != "COMPLETED"
+    if failed and not done and not _continued_by(entry):
+        rows["go on"] = go_on_command(entry.run)
     return rows
 
 
 def _training(job: QueuedJob | None, progress: Progress) -> dict[str, str]:
     rows: dict[str, str] = {}
     if progress.damage:
-        rows["training"] = progress.damage
+        rows["damaged"] = progress.damage
     if progress.epoch:
         loss = f", loss {measured(progress.loss)}" if progress.loss is not None else ""
         of = (f"/{n:,}" if n else "" for n in (progress.epochs, progress.total_steps))
@@ -228,17 +224,17 @@ def _training(job: QueuedJob | None, progress: Progress) -> dict[str, str]:
                 rows["ETA"] += f", within the {duration(left)} left"
             else:
                 more = math.ceil((progress.eta_s - left) / job.limit_s)
-                rows["ETA"] += f"; {duration(left)} left, so {more} more start{'s' * (more > 1)}"
+                rows["ETA"] += f"; {duration(left)} left, so {count(more, 'more start')}"
     return rows
 
 
 def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
     """Return a table of jobs, one line each."""
     lines = []
-    for found, progress in rows:
-        job, p = found.job, progress or Progress()
+    for entry, progress in rows:
+        job, p = entry.job, progress or Progress()
         if job is None:  # Slurm forgot it; the run directory did not
-            run = found.run or Path()
+            run = entry.run or Path()
             number, _, name = last_start(run) or ("", 0, "")
             step, state = f"{p.step:,}", p.status or "ended"
             lines.append((str(number), printable(name or run.name), state, "", step, "", "", ""))

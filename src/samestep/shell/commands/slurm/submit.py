@@ -31,19 +31,11 @@ from samestep.cluster.slurm.submission import (
     with_home_expanded,
 )
 from samestep.core.recipes import RECIPES
-from samestep.shell.commands.help import (
-    Switch,
-    example_text,
-    parse_flags,
-    show_general_help,
-    show_notes,
-)
+from samestep.shell.cli import example_text, show_general_help
+from samestep.shell.commands.forms import Form, parse
+from samestep.shell.commands.help import Switch, show_notes
 from samestep.shell.commands.target import with_value
 
-_EXAMPLES = (
-    "slurm submit spiral --nodes 2 --gpus-per-node 8 --time 02:00:00 -- --epochs 50",
-    "slurm submit spiral --nodes 1-4 --gpus-per-node 8 --time 60 -- --virtual-ranks 32",
-)
 _GROUPS = {
     "job_name": "job",
     "nodes": "resources",
@@ -74,7 +66,7 @@ folder or one above it, or in ~/.config/samestep.
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Submit(UncheckedOptions):
+class SubmitFlags(UncheckedOptions):
     """Submit it as a job. Arguments of the training or of the script follow `--`."""
 
     array: Annotated[str | None, arg(metavar="TASKS")] = None
@@ -86,9 +78,19 @@ class _Submit(UncheckedOptions):
     """Write the job's script to a file instead of submitting it; edit it and use sbatch."""
 
 
+FORM = Form(
+    verb="slurm submit",
+    kind=SubmitFlags,
+    examples=(
+        "slurm submit spiral --nodes 2 --gpus-per-node 8 --time 02:00:00 -- --epochs 50",
+        "slurm submit spiral --nodes 1-4 --gpus-per-node 8 --time 60 -- --virtual-ranks 32",
+    ),
+)
+
+
 def main(arguments: list[str]) -> int:
-    """Run the verb."""
-    show_general_help(arguments, f"{_USAGE}\n{example_text(*_EXAMPLES)}")
+    """Submit a job, or write or print its script."""
+    show_general_help(arguments, f"{_USAGE}\n{example_text(*FORM.examples)}")
     target, *flags = arguments
     if target.startswith("-"):
         raise UserError(f"Name what to submit before {target}: a recipe, a run or a script.")
@@ -98,16 +100,16 @@ def main(arguments: list[str]) -> int:
     _check_flags(target, flags[:cut])
     # A recipe's name wins over a folder of this name.
     defaults, files = options_before(None if target in RECIPES else Path(target))
-    verb, default = f"slurm submit {target}", _Submit(**vars(defaults))
-    command = parse_flags(_Submit, verb, flags[:cut], *_EXAMPLES, default=default, groups=_GROUPS)
+    default = SubmitFlags(**vars(defaults))
+    command: SubmitFlags = parse(FORM, flags[:cut], target, default, _GROUPS)
     options = apply_flags(defaults, command, files)
     if command.array is not None:
         return _submit_array(target, flags[cut + 1 :], options, command)
-    found = find_workload(target, flags[cut + 1 :], list(RECIPES))
-    _check_training(found, options, target, dry_run=command.dry_run)
+    workload = find_workload(target, flags[cut + 1 :], list(RECIPES))
+    _check_training(workload, options, target, dry_run=command.dry_run)
     options = with_home_expanded(options)
-    job = make_script(found, options, Path.cwd())
-    show_notes(advice(options, found.kind))
+    job = make_script(workload, options, Path.cwd())
+    show_notes(advice(options, workload.kind))
     if command.dry_run or command.script is not None:
         return _keep(job, command)
     number, script = submit(job)
@@ -115,11 +117,11 @@ def main(arguments: list[str]) -> int:
     is_again = files == [Path(target, OPTIONS)] and vars(options) == vars(defaults)
     asks += ", as its job before" * is_again
     code = f"code    {job.code.text}\n" if job.code else ""
-    if not code and kept_code(found.run):  # the user's files may be others by now
-        code = f"code    the run's own copy: {shown_path(found.run / CODE)}\n"
+    if not code and kept_code(workload.run):  # the user's files may be others by now
+        code = f"code    the run's own copy: {shown_path(workload.run / CODE)}\n"
     sys.stdout.write(
         f"job     {number}\n"
-        f"run     {shown_path(found.run)}\n"
+        f"run     {shown_path(workload.run)}\n"
         f"script  {shown_path(script)}\n{code}"
         f"asks    {asks}\n\n"
         f"Watch it with: samestep slurm status {number}\n"
@@ -128,13 +130,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _check_training(
-    found: Workload, options: JobOptions, target: str, *, dry_run: bool = False
+    workload: Workload, options: JobOptions, target: str, *, dry_run: bool = False
 ) -> None:
     """Check a training's flags now, not after hours in the queue.
 
     A dry run of a run, which may be a stranger's, runs no code of it.
     """
-    if found.kind == "recipe":
+    if workload.kind == "recipe":
         from samestep.core.session.request import known_of_run  # noqa: PLC0415
         from samestep.shell.commands.train import parse  # noqa: PLC0415 - it imports torch
 
@@ -144,11 +146,11 @@ def _check_training(
             return
 
         # Relative paths in the flags hold for the job too: it runs in this folder.
-        _, request = parse(list(found.command[3:]))
+        _, request = parse(list(workload.command[3:]))
         check_ranks(options, request.settings)
 
 
-def _submit_array(target: str, words: list[str], options: JobOptions, command: _Submit) -> int:
+def _submit_array(target: str, words: list[str], options: JobOptions, command: SubmitFlags) -> int:
     tasks, at_once = read_array(command.array or "")
     if command.script is not None:
         raise UserError("--array has a script for each task: -o cannot write them into one file.")
@@ -157,22 +159,24 @@ def _submit_array(target: str, words: list[str], options: JobOptions, command: _
     options, folder = with_home_expanded(options), None
     jobs: dict[int, JobScript] = {}
     for task in tasks:
-        found = find_workload(target, [word.replace("%a", str(task)) for word in words], [*RECIPES])
-        if is_run(found.run):
-            raise UserError(f"--array begins new runs, and {shown_path(found.run)} is one.")
-        folder = folder or found.run
-        found = found.in_run(folder / f"task-{task}")
-        if found.kind == "recipe" and len(tasks) > 1 and not any("%a" in word for word in words):
+        workload = find_workload(
+            target, [word.replace("%a", str(task)) for word in words], [*RECIPES]
+        )
+        if is_run(workload.run):
+            raise UserError(f"--array begins new runs, and {shown_path(workload.run)} is one.")
+        folder = folder or workload.run
+        workload = workload.in_run(folder / f"task-{task}")
+        if workload.kind == "recipe" and len(tasks) > 1 and not any("%a" in word for word in words):
             raise UserError(
                 f"--array {command.array}: no argument has %a, so all tasks would be the same "
                 "training.",
                 remedy="Write %a where the task's number goes: -- --seed %a.",
             )
         if len(jobs) < _ALL_CHECKED:
-            _check_training(found, options, target)
-        jobs[task] = make_script(found, options, Path.cwd())
+            _check_training(workload, options, target)
+        jobs[task] = make_script(workload, options, Path.cwd())
     assert folder is not None
-    show_notes(advice(options, found.kind))
+    show_notes(advice(options, workload.kind))
     if command.dry_run:
         text = array_text(jobs, folder, at_once)
         first = jobs[tasks[0]]
@@ -193,7 +197,7 @@ def _check_flags(target: str, flags: list[str]) -> None:
         "no-preflight",
         "no-requeue",
         "no-snapshot",
-        *(field.name.replace("_", "-") for field in fields(_Submit)),
+        *(field.name.replace("_", "-") for field in fields(SubmitFlags)),
     }
     for word in flags:
         name = word.removeprefix("--").partition("=")[0].replace("_", "-")
@@ -205,7 +209,7 @@ def _check_flags(target: str, flags: list[str]) -> None:
             )
 
 
-def _keep(job: JobScript, command: _Submit) -> int:
+def _keep(job: JobScript, command: SubmitFlags) -> int:
     text = script_text(job)
     kept = command.script
     if kept is not None and kept.exists() and not (kept.is_file() and _MARK in kept.read_bytes()):

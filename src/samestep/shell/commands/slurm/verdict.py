@@ -2,10 +2,8 @@
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-
-import tyro
+from typing import Annotated
 
 from samestep.base.errors import UserError
 from samestep.cluster.slurm.preflight import NOT_PASSED
@@ -21,74 +19,74 @@ from samestep.cluster.slurm.restarts import (
     with_failures,
 )
 from samestep.launch.ranks.watched import STALLED
-from samestep.shell.commands.help import RunPath
+from samestep.shell.api.arguments import InShell
+from samestep.shell.commands.forms import verb
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Verdict:
-    """Say how a start of a job ended: one word on standard output, one line for the log."""
+@verb("slurm verdict")
+def main(
+    run: Annotated[Path, InShell("RUN")],
+    *,
+    code: int,
+    told: str = "",
+    kind: str = "recipe",
+    restarts: int = 2,
+    requeue: bool = True,
+    exclude: bool = False,
+) -> int:
+    """Say how a start of a job ended: one word on standard output, one line for the log.
 
-    run: RunPath
-    """The run directory."""
-    code: int
-    """Exit code of srun."""
-    told: str = ""
-    """The signal that the script received; LATE if it killed ranks that did not end."""
-    kind: str = "recipe"
-    """recipe or script."""
-    restarts: int = 2
-    """Restarts in a row without a newer checkpoint after which the job gives up."""
-    requeue: bool = True
-    """Whether the job may start again."""
-    exclude: bool = False
-    """Whether the script excludes the nodes that follow the word `again`."""
-
-
-def main(arguments: list[str]) -> int:
-    """Run the verb."""
-    command = tyro.cli(_Verdict, prog="samestep slurm verdict", args=arguments)
+    Args:
+        run: The run directory.
+        code: Exit code of srun.
+        told: The signal that the script received; LATE if it killed ranks that did not end.
+        kind: recipe or script.
+        restarts: Restarts in a row without a newer checkpoint after which the job gives up.
+        requeue: Whether the job may start again.
+        exclude: Whether the script excludes the nodes that follow the word `again`.
+    """
     number = int(os.environ.get("SLURM_JOB_ID", "0"))
     try:  # the job's log is this process's standard error: no controller is asked
         log = Path("/proc/self/fd/2").readlink()
     except OSError:
         log = None
     ending = read_ending(
-        command.run,
-        code=command.code,
-        told=command.told,
-        kind=command.kind,
+        run,
+        code=code,
+        told=told,
+        kind=kind,
         log=log,
         first_node=os.environ.get("SLURMD_NODENAME", ""),
         num_nodes=int(os.environ.get("SLURM_JOB_NUM_NODES", "1")),
     )
-    before = with_failures(read_restarts(command.run, number), ending)
-    without, exclude = failed_twice(before) if command.exclude else (), ""
+    before = with_failures(read_restarts(run, number), ending)
+    without, excluded = failed_twice(before) if exclude else (), ""
     if without:
         try:
-            exclude = exclusion(_job(), without)
+            excluded = exclusion(_job(), without)
         except UserError as error:  # Slurm would look for nodes for ever
             said = " ".join(getattr(error, "said", str(error)).split())
             nodes = ", ".join(without)
             sys.stderr.write(f"samestep: {nodes} failed this job and is not excluded: {said}\n")
-    if command.kind == "script" and command.told in ("USR1", "TERM") and _is_requeued():
+    if kind == "script" and told in ("USR1", "TERM") and _is_requeued():
         verdict = requeued(before)
     else:
         verdict = decide(
             ending,
             before,
-            command.restarts,
-            requeue=command.requeue,
-            go_on=go_on_command(command.run),
-            without=without if exclude else (),
+            restarts,
+            requeue=requeue,
+            go_on=go_on_command(run),
+            without=without if excluded else (),
         )
-    settle(command.run, verdict, ending)
+    settle(run, verdict, ending)
     if ending.frames and verdict.word in ("again", "failed"):
         head = ["The first failure:", ending.why] if ending.told != NOT_PASSED else ["What to do:"]
         sys.stderr.write("\n".join([*head, *ending.frames, ""]))
     sys.stderr.write(f"samestep: {verdict.text}\n")
     sys.stderr.flush()
     hung = verdict.word == "failed" and ending.code == STALLED
-    follows = f" {exclude}" if exclude and verdict.word == "again" else ""
+    follows = f" {excluded}" if excluded and verdict.word == "again" else ""
     sys.stdout.write(f"{'hung' if hung else verdict.word}{follows}\n")
     return 0
 

@@ -1,0 +1,84 @@
+"""Print the files of samestep that a step goes through: python tools/walk.py record|batch [FLAGS].
+
+`record`: from where the meter counts a step until its record is in events.jsonl, on the screen and
+passed on to trackers. `batch`: from the order of the second epoch to the loss of its first batch.
+FLAGS are those of `samestep train spiral`; a terminal shows the progress bar, too. Both say how
+many modules of samestep were executed before the first step.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import samestep
+from samestep.base.phases import Phases
+from samestep.base.run.records import Record
+from samestep.core.session.session import Session
+from samestep.core.training import loop
+from samestep.core.training.meter import Meter
+from samestep.core.training.work import State, StepsTaken, Work
+from samestep.shell.cli import main
+
+SOURCE = f"{Path(samestep.__file__).parent}/"
+TRACED = 20
+"""The record of so many that is followed; those before have done what is done once."""
+walk: list[str] = []
+recorded: list[int] = []
+modules: list[str] = []
+count_one, emit_one, take_steps = Meter.count, Session.emit, loop.epoch_steps
+lap_one = Phases.lap
+
+
+def note(frame: FrameType | None, event: str, _: Any) -> None:
+    """Note in which file of samestep a call or a return arrives."""
+    if event in ("call", "return"):
+        frame = frame if event == "call" or frame is None else frame.f_back
+        while frame is not None and not frame.f_code.co_filename.startswith(SOURCE):
+            frame = frame.f_back
+        if frame is not None:
+            walk.append(frame.f_code.co_filename.removeprefix(SOURCE))
+
+
+def count(self: Meter, taken: StepsTaken) -> list[Record]:
+    """Count a step; follow it if it is the one."""
+    recorded.extend(taken.logged)
+    sys.setprofile(note if taken.logged and len(recorded) == TRACED else None)
+    return count_one(self, taken)
+
+
+def emit(self: Session, record: Record) -> None:
+    """Emit a record, which ends the walk of a step."""
+    emit_one(self, record)
+    if record["event"] == "step":
+        sys.setprofile(None)
+
+
+def epoch_steps(work: Work, state: State) -> Iterator[StepsTaken]:
+    """Take the steps of an epoch; follow the first batch of the second."""
+    if not modules:
+        modules.extend(name for name in sys.modules if name.partition(".")[0] == "samestep")
+    if asked == "batch" and state.position.epoch == 1:
+        sys.setprofile(note)
+    yield from take_steps(work, state)
+
+
+def lap(self: Phases, phase: str) -> None:
+    """Count the time of a phase; that of the forward ends the walk of a batch."""
+    if phase == "forward" and asked == "batch":
+        sys.setprofile(None)
+    lap_one(self, phase)
+
+
+if __name__ == "__main__":
+    asked = sys.argv[1] if sys.argv[1:] and sys.argv[1] in ("record", "batch") else "record"
+    flags = [word for word in sys.argv[1:] if word != asked]
+    loop.epoch_steps, Phases.lap = epoch_steps, lap  # type: ignore[method-assign]
+    if asked == "record":
+        Meter.count, Session.emit = count, emit  # type: ignore[method-assign]
+    code = main(["train", "spiral", "--epochs", "2", "--log-every", "5", *flags])
+    steps = [here for before, here in zip(["", *walk], walk, strict=False) if here != before]
+    print(f"{len({*steps})} files, {len(steps) - 1} hops:", *steps, sep="\n  ")
+    print(f"{len(modules)} modules of samestep before the first step")
+    raise SystemExit(code)
