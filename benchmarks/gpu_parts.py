@@ -271,12 +271,7 @@ def _startup(*, dry: bool) -> Part:
         rounds_factor=1 if dry else 2,
         baseline=(script,),
         rows=(
-            Row(
-                name=script,
-                command=(PYTHON, str(PEERS / "startup.py")),
-                measure=seconds_to_line,
-                needs="tyro",
-            ),
+            Row(name=script, command=(PYTHON, str(PEERS / "startup.py")), measure=seconds_to_line),
             _samestep(mine, "train", short, samestep_seconds_to_step),
         ),
         targets=(Target(row=mine, limit=1.15, kind="at most"),),

@@ -329,7 +329,7 @@ def _startup() -> Table:
         targets=(Target(row="samestep train spiral", limit=1.15, kind="at most"),),
         notes=(
             (
-                "The script imports torch, tyro and rich, builds the same data, model and Adam, "
+                "The script imports torch and rich, builds the same data, model and Adam, "
                 "takes a step and prints; samestep's step is seen in its events.jsonl."
             ),
         ),

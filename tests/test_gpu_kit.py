@@ -80,7 +80,7 @@ def test_torch_is_never_carried(present, tmp_path):
 
 def test_what_samestep_and_the_gpu_tests_need_is_asked_for_beside_the_code_of_git(tmp_path):
     names = {r.name for r in gpu_kit.requirements(ROOT / "pyproject.toml")}
-    assert names >= {"torch", "tyro", "msgspec", "lightning", "accelerate", "pytest-timeout"}
+    assert names >= {"torch", "msgspec", "lightning", "accelerate", "pytest-timeout"}
     assert not names & {"mypy", "ruff", "mlflow"}
     gpu_kit.copy_code(tmp_path)
     assert (tmp_path / "tools" / "gpu.sh").read_bytes() == (ROOT / "tools/gpu.sh").read_bytes()

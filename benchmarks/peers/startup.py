@@ -1,27 +1,17 @@
 """Be the least script that does the first step of `samestep train spiral` with its imports."""
 
-from dataclasses import dataclass
+from argparse import ArgumentParser
 
 import torch
-import tyro
 from common import DEVICE, mlp, spiral
 from rich.console import Console
 from torch.nn.functional import cross_entropy
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What a hand-written script would let its user set."""
-
-    lr: float = 1e-3
-    batch_size: int = 32
-    dropout: float = 0.1
-    noise: float = 0.2
-    num_samples: int = 10_000
-    seed: int = 42
-
-
-settings = tyro.cli(Settings)
+parser = ArgumentParser()
+defaults = {"lr": 1e-3, "batch_size": 32, "dropout": 0.1, "noise": 0.2, "num_samples": 10_000}
+for name, value in {**defaults, "seed": 42}.items():
+    parser.add_argument(f"--{name}", type=type(value), default=value)
+settings = parser.parse_args()
 console = Console()
 torch.manual_seed(settings.seed)
 drawn = spiral(settings.num_samples, settings.noise, settings.seed)

@@ -44,7 +44,7 @@ REFUSED = [
     ("profile train.py --workers 0,1", "--workers"),
     ("profile train.py --epoch 0", "--epoch is 0"),
     ("profile train.py --steps 1", "--steps is 1"),
-    ("profile train.py --lr 1", "Unrecognized"),
+    ("profile train.py --lr 1", "--lr is not a flag"),
     ("profile train.py --out /dev/null/x", "/dev/null/x"),
     ("profile tiny.py --workers 0,x", "--workers 0,x"),
     ("profile tiny.py --batch-sizes 0", "--batch-sizes 0"),

@@ -51,7 +51,7 @@ WRONG_FLAGS = {
     "no target": ("--epochs 3", "--epochs spiral"),
     "unknown flag": ("spiral --epoch 3", "--epoch --epochs"),
     "word too many": ("spiral extra", "extra"),
-    "ill-typed flag": ("spiral --epochs three", "--epochs 'three'"),
+    "ill-typed flag": ("spiral --epochs three", "--epochs three"),
     "TOML file missing": ("spiral --config nope.toml", "nope.toml"),
     "TOML file is a directory": ("spiral --config .", "directory"),
     "resume without a run": ("spiral --resume", "--resume"),

@@ -55,7 +55,7 @@ def test_a_warning_before_any_rank_has_begun_starts_none_and_ends_another_verb(h
     done = run(here, "torch", "train", "small.py", "--run-dir", "run", "--nproc", "2")
     assert done.returncode == 128 + signal.SIGUSR1, done.stderr
     assert not (here / "run").exists()
-    done = run(here, "tyro", "data", "list")
+    done = run(here, "msgspec", "data", "list")
     assert done.returncode == -signal.SIGUSR1
 
 

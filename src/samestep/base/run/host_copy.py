@@ -8,10 +8,14 @@ import torch
 from torch import Tensor, nn
 
 _DEVICE = "cuda"
+_NUMBERS = {int, float}
 
 
 def map_state(function: Callable[[str, Any], Any], value: Any, path: str = "") -> Any:
-    """Return a state with `function(path, leaf)` in place of what its dicts and lists hold."""
+    """Return a state with `function(path, leaf)` in place of what its dicts and lists hold.
+
+    Lists of numbers are copied as they are.
+    """
     if isinstance(value, dict):
         changed = {k: map_state(function, v, f"{path}/{k}".lstrip("/")) for k, v in value.items()}
         if type(value) is dict:
@@ -21,6 +25,8 @@ def map_state(function: Callable[[str, Any], Any], value: Any, path: str = "") -
         dict.update(same, changed)  # a Counter's own update adds up
         return same
     if type(value) in (list, tuple):
+        if {*map(type, value)} <= _NUMBERS:  # the 625 of a generator's state, for instance
+            return value[:]
         return type(value)(map_state(function, v, f"{path}/{n}") for n, v in enumerate(value))
     return function(path, value)
 

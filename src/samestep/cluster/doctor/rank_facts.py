@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
-
+from samestep.base.flags import InShell
 from samestep.base.settings import Backend, Device
 from samestep.launch.ranks.launch import Launch
 
@@ -19,9 +18,9 @@ from samestep.launch.ranks.launch import Launch
 class DoctorOptions:
     """What to look at, and for how long."""
 
-    recipe: Annotated[Positional[Path | None], arg(metavar="[RECIPE.py]")] = None
+    recipe: Annotated[Path | None, InShell("[RECIPE.py]", positional=True)] = None
     """A recipe file, which must be the same for every rank."""
-    run_dir: Annotated[Path, arg(metavar="DIR")] = Path("runs")
+    run_dir: Annotated[Path, InShell("DIR")] = Path("runs")
     """Folder for the runs; name a run's directory to use its settings and checkpoint size, too."""
     num_workers: int | None = None
     """Loader workers per rank in training; by default those of the run, or 0."""

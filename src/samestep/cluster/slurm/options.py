@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from tyro.conf import UseAppendAction, arg
 
 from samestep.base.errors import UserError, did_you_mean, in_words
+from samestep.base.flags import InShell
 from samestep.base.run.directory import names_secret
 from samestep.base.run.files import read_object, toml_of, write_text
-
-Words = Annotated[tuple[str, ...], UseAppendAction]
 
 # The forms of sbatch's --time: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]].
 _TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
@@ -60,7 +58,7 @@ class JobOptions:
     """Account that pays for the job."""
     qos: str | None = None
     """Quality of service."""
-    nodes: Annotated[str, arg(metavar="N|FEWEST-MOST")] = "1"
+    nodes: Annotated[str, InShell("N|FEWEST-MOST")] = "1"
     """Number of nodes: 4; or 1-4 for one to four, as many as are free at each start of the job."""
     gpus_per_node: int = 0
     """GPUs on each node; 0 asks for none."""
@@ -81,9 +79,9 @@ class JobOptions:
     be up to 60 s early."""
     restarts: int = 2
     """Give up after this many restarts in a row without a new checkpoint."""
-    after: Annotated[Words, arg(metavar="JOB")] = ()
+    after: Annotated[tuple[str, ...], InShell("JOB", repeats=True)] = ()
     """Start only after this job has ended: JOB, JOB:ok, JOB:notok or JOB:any. Repeatable."""
-    module: Annotated[Words, arg(metavar="NAME")] = ()
+    module: Annotated[tuple[str, ...], InShell("NAME", repeats=True)] = ()
     """Environment module to load. Repeatable."""
     venv: str | None = None
     """Virtual environment to activate; by default the one that this command runs in."""
@@ -94,7 +92,7 @@ class JobOptions:
     container_image: str | None = None
     """With Pyxis, image in which the ranks run, such as /images/pytorch.sqsh; samestep must be
     installed in it."""
-    env: Annotated[Words, arg(metavar="NAME=VALUE")] = ()
+    env: Annotated[tuple[str, ...], InShell("NAME=VALUE", repeats=True)] = ()
     """Environment variable to set for the ranks. Repeatable."""
     interface: str | None = None
     """Network interface between the ranks: ib0, or ib0,ib1 for several, or ^docker,lo for all but
@@ -103,7 +101,7 @@ class JobOptions:
     """What starts the ranks: srun starts each rank; torchrun starts those of its node."""
     max_restarts: int = 1
     """With --launcher torchrun, how often it restarts all ranks within one start of the job."""
-    elastic: Annotated[str | None, arg(metavar="[MIN:MAX]")] = None
+    elastic: Annotated[str | None, InShell("[MIN:MAX]")] = None
     """Let a recipe's other ranks continue when one dies or a node is lost, from MIN to MAX ranks;
     by default from 1 to all."""
     preflight: bool = False
@@ -113,7 +111,7 @@ class JobOptions:
     """Copy the code into the run directory now, and run that copy."""
     allow_edit: bool = False
     """With --no-snapshot, start even if a file has changed since the job was submitted."""
-    sbatch: Annotated[Words, arg(metavar="OPTION")] = ()
+    sbatch: Annotated[tuple[str, ...], InShell("OPTION", repeats=True)] = ()
     """Further option to pass to sbatch, as in --sbatch=--constraint=a100. Repeatable."""
 
     def __post_init__(self) -> None:

@@ -9,13 +9,13 @@ import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import tomli_w
 
-from samestep.base.errors import UserError, defined_at, did_you_mean, in_words
+from samestep.base.errors import UserError, defined_at, did_you_mean
+from samestep.base.flags import of_type
 from samestep.base.settings import Settings, own_names
 from samestep.core.recipe import Recipe
 
@@ -35,7 +35,7 @@ def typed(
                 f"The settings: {', '.join(sorted(types))}.{options}"
             )
         home, kind = (ours, types[key]) if key in types else (theirs, own[key])
-        home[key] = _of_type(value, kind, f"{where}: {key} = {value!r}")
+        home[key] = of_type(value, kind, f"{where}: {key} = {value!r}")
     return ours, theirs
 
 
@@ -43,7 +43,7 @@ def typed_settings(table: Mapping[str, Any], where: Path | str) -> dict[str, obj
     """Return the settings of a table that has no others, each of its declared type."""
     types = _field_types(Settings)
     given = own_names(table, where).items()
-    return {key: _of_type(value, types[key], f"{where}: {key} = {value!r}") for key, value in given}
+    return {key: of_type(value, types[key], f"{where}: {key} = {value!r}") for key, value in given}
 
 
 def checked_settings(given: Mapping[str, Any], call: str) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def checked_settings(given: Mapping[str, Any], call: str) -> dict[str, Any]:
     """
     types = _field_types(Settings)
     found = {
-        name: _of_type(plain_value(value), types[name], f"{call}({name}={value!r})")
+        name: of_type(plain_value(value), types[name], f"{call}({name}={value!r})")
         for name, value in given.items()
     }
     try:
@@ -95,7 +95,7 @@ def kept_options(recipe: Recipe, options: Any, *, completed: bool = False) -> An
                 f"{what}, a {type(own[name]).__name__}, which settings.toml cannot hold.",
                 remedy="Make it a number, a text, or a list of them, such as str(path).",
             ) from error
-        own[name] = _of_type(kept, types[name], what)
+        own[name] = of_type(kept, types[name], what)
     return recipe.make_options(**own)
 
 
@@ -113,32 +113,6 @@ def plain_value(value: Any) -> Any:
     if is_array and getattr(value, "ndim", None) == 0:
         return value.item()
     return value
-
-
-def _of_type(value: Any, kind: Any, what: str) -> Any:
-    """Return a value as its declared type; `what` begins the message."""
-    if kind in (str, str | None) and isinstance(value, list | tuple):
-        value = ",".join(map(str, value))  # as the flag has several
-    try:
-        return msgspec.convert(value, kind, dec_hook=_path)
-    except msgspec.ValidationError as error:
-        choices = ", ".join(map(repr, _choices(kind)))
-        must = f"one of {choices}" if choices else in_words(kind)
-        why = f"it must be {must}" if must else f"{error}".rstrip(".")
-        raise UserError(f"{what}: {why}.") from error
-
-
-def _path(kind: type, value: Any) -> Any:
-    """Return a text as the path that an option declares; TOML has no paths."""
-    return kind(value) if issubclass(kind, PurePath) and isinstance(value, str) else value
-
-
-def _choices(kind: Any) -> tuple[Any, ...]:
-    """Return the values of a `Literal` type, or of `Literal | None`; of others nothing."""
-    if typing.get_origin(kind) is typing.Literal:
-        return typing.get_args(kind)
-    parts = [part for part in typing.get_args(kind) if part is not type(None)]
-    return _choices(parts[0]) if len(parts) == 1 and type(None) in typing.get_args(kind) else ()
 
 
 def _field_types(kind: type) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import (
 )
 
 from samestep.base.errors import UserError, no_exit, raised_at
+from samestep.base.flags import InShell
 from samestep.base.settings import MERGED, Settings, flag_name
 
 if TYPE_CHECKING:
@@ -44,20 +45,6 @@ S = ParamSpec("S")
 T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
 AnyPath = str | os.PathLike[str]
-
-
-@dataclass(frozen=True)
-class InShell:
-    """What an argument is in the shell, where the type in Python does not say it."""
-
-    takes: str = ""
-    """As `--help` shows it: FILE.py."""
-    kind: Any = None
-    """What a word is parsed as."""
-    is_flag: bool = False
-    """A flag, though Python takes it without its name, too."""
-    short: tuple[str, ...] = ()
-    """Other names: -o."""
 
 
 RunPath = Annotated[AnyPath, InShell("RUN")]

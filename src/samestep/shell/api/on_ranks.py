@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from samestep.base.errors import UserError
 from samestep.base.file_kinds import is_recipe_file, loop_of
+from samestep.base.flags import InShell
 from samestep.launch.ranks.launch import detect_launch
 from samestep.launch.ranks.nproc import NumRanks, check_ranks, refuse_inside_launcher
 from samestep.launch.ranks.process import RankLog, rank_of
@@ -20,7 +21,6 @@ from samestep.shell.api.arguments import (
     AnyPath,
     AnyRecipe,
     GivenSettings,
-    InShell,
     Names,
     Numbers,
     check_positive,

@@ -3,7 +3,8 @@
 from typing import Annotated, Any, get_args
 
 from samestep.base.errors import UserError
-from samestep.shell.api.arguments import AnyPath, InShell, SeveralRuns, one_line_errors, path_of
+from samestep.base.flags import InShell
+from samestep.shell.api.arguments import AnyPath, SeveralRuns, one_line_errors, path_of
 from samestep.show.reporting.run_table import Sort, as_json, read_runs, sorted_runs
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Annotated
 
 from samestep.base.errors import UserError
+from samestep.base.flags import InShell
 from samestep.base.words import count, size
-from samestep.shell.api.arguments import InShell
 from samestep.shell.api.trained_models import export
 from samestep.shell.commands.forms import verb
 from samestep.shell.commands.help import print_json

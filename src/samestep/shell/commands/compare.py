@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
-from samestep.shell.api.arguments import InShell
+from samestep.base.flags import InShell
 from samestep.shell.api.run_lists import compare
 from samestep.shell.commands.forms import verb
 from samestep.shell.commands.help import print_json

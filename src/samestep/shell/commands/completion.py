@@ -107,7 +107,7 @@ def _of_verb(form: Form) -> Iterator[Completed]:
 
 
 def _flags(kind: type) -> Iterator[Completed]:
-    """Yield the flags that tyro makes of a dataclass, and the merged settings."""
+    """Yield the flags of a dataclass, and the merged settings."""
     for flag in flags_of(kind):
         if flag.positional:
             continue

@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
-from tyro.conf import UseAppendAction
 
+from samestep.base.flags import InShell
 from samestep.base.words import count, size, wrapped
 from samestep.core.data.catalog import CATALOG
 from samestep.core.data.download import download
-from samestep.shell.api.arguments import InShell
 from samestep.shell.commands.forms import verb
 
 EXAMPLES = ("data list", "data get mnist --data-dir data/mnist")
@@ -20,7 +19,7 @@ def get(
     name: Annotated[str, InShell("NAME")],
     *,
     data_dir: Annotated[Path, InShell("DIR")],
-    mirror: Annotated[UseAppendAction[tuple[str, ...]], InShell("URL")] = (),
+    mirror: Annotated[tuple[str, ...], InShell("URL", repeats=True)] = (),
 ) -> int:
     """Download a data set into a folder; files that are already correct are kept.
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
 from samestep.base.errors import UserError
+from samestep.base.flags import InShell
 from samestep.base.run.directory import is_run
 from samestep.base.settings import Settings
 from samestep.base.tracker_choice import check_installed, chosen
@@ -44,7 +43,7 @@ class ExplainFlags:
     """With a RUN, explain a new run with its settings, as `samestep train RUN` starts it."""
     resume: Switch = False
     """With a RUN, explain how it is resumed; this is the default."""
-    allow_change: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
+    allow_change: Annotated[str | None, InShell("NAMES")] = None
     """Settings that may differ, as in `samestep train RUN --resume`."""
     recipe_of_run: Switch = False
     """Use the run's own copy of its recipe, as in `samestep train RUN --resume`."""
@@ -56,7 +55,7 @@ FORM = Form(
     verb="explain",
     kind=ExplainFlags,
     examples=("explain spiral --nproc 8 --epochs 5", "explain runs/ID --nproc 2 --nodes 2 --json"),
-    settings=Settings,
+    settings=True,
 )
 
 

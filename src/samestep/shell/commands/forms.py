@@ -6,22 +6,19 @@ only the shell takes. `Args:` says what each is; what stands in backticks there 
 
 import dataclasses
 import inspect
-import io
 import os
 import re
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import redirect_stderr
-from dataclasses import MISSING, dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-import tyro
-
-from samestep.base.errors import AlreadyTold, UserError
-from samestep.base.settings import Settings, field_docs, flag_name
-from samestep.shell.api.arguments import InShell
+from samestep.base import flags
+from samestep.base.errors import AlreadyTold
+from samestep.base.flags import InShell
+from samestep.base.settings import field_docs, flag_name
 from samestep.shell.cli import HELP, OWN, example_text, module_of, show
 from samestep.shell.commands.help import flags_text
 
@@ -40,7 +37,7 @@ class Form:
     """A dataclass whose fields are the arguments and flags. Its docstring is what help says first,
     with {} for the target if there is one."""
     examples: tuple[str, ...]
-    settings: type[Settings] | None = None
+    settings: bool = False
     """Of a verb that trains a target: these are flags, too."""
     no_effect: Collection[str] = ()
     """The settings that the verb itself decides."""
@@ -118,34 +115,31 @@ def kind_of(*sources: Source, left_out: Collection[str] = ()) -> type:
     for name, (kind, default, docs) in taken.items():
         text = re.sub(r"`(\w+)`", as_flag, docs)
         field = dataclasses.field(default=default, metadata={"text": text})
-        rows.append((name, Annotated[kind, tyro.conf.arg(help=text)], field))
+        rows.append((name, kind, field))
     return dataclasses.make_dataclass(
         "Command", rows, frozen=True, kw_only=True, namespace={"__doc__": about}
     )
 
 
 def _in_shell(parameter: inspect.Parameter) -> tuple[Any, Any]:
-    """Return what a parameter is for tyro: its type, with marks, and its default."""
-    kind, default = parameter.annotation, parameter.default
-    shell, marks = InShell(), list[Any]()
+    """Return what a parameter is in the shell: its type, with a mark, and its default."""
+    kind: Any = parameter.annotation
+    default, mark = parameter.default, InShell()
     if get_origin(kind) is Annotated:
         kind, *extras = get_args(kind)
-        shell = next((extra for extra in extras if isinstance(extra, InShell)), shell)
-        marks += [extra for extra in extras if extra is not shell]
+        mark = next((extra for extra in extras if isinstance(extra, InShell)), mark)
     parts = get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if shell.kind is not None:
-        kind, default = shell.kind, default or None
+    if mark.kind is not None:
+        kind, default = mark.kind, default or None
     elif any(get_origin(part) is os.PathLike for part in parts):
         kind = Path | None if type(None) in parts else Path
         default = Path(default) if isinstance(default, str) else default
     if parameter.kind is parameter.VAR_POSITIONAL:
-        kind = types.GenericAlias(tuple, (kind, ...))
-    marks.append(tyro.conf.arg(metavar=shell.takes or None, aliases=shell.short or None))
-    if parameter.kind is not parameter.KEYWORD_ONLY and not shell.is_flag:
-        marks.append(tyro.conf.Positional)
-    if kind is bool and default is False:
-        marks.append(tyro.conf.FlagCreatePairsOff)
-    return Annotated[(kind, *marks)], MISSING if default is parameter.empty else default
+        kind = tuple[kind, ...]
+    positional = parameter.kind is not parameter.KEYWORD_ONLY and not mark.is_flag
+    switch = mark.switch or (kind is bool and default is False)
+    mark = replace(mark, positional=positional, switch=switch)
+    return Annotated[kind, mark], MISSING if default is parameter.empty else default
 
 
 def parse(
@@ -166,50 +160,6 @@ def parse(
         text = flags_text(title, about, form.kind, default, groups)
         show(f"{text}\n{example_text(*form.examples)}")
         raise AlreadyTold(0)
-    given = {} if default is None else {"default": default}
-    return parse_words(form.kind, words, prog=f"samestep {title}", **given)
-
-
-def parse_words(kind: type[T], words: Sequence[str], **options: Any) -> T:
-    """Return what words are as a dataclass; `options` are further arguments of `tyro.cli`.
-
-    Raises:
-        UserError: they cannot be parsed. tyro would print a box.
-    """
-    box = io.StringIO()
-    try:
-        with redirect_stderr(box):
-            command: T = tyro.cli(kind, args=words, **options)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise UserError(_message_of(box.getvalue())) from None
-    return command
-
-
-def _message_of(box: str) -> str:
-    """Return what a box of tyro's says: the mistake, flags like the one typed, where help is."""
-    sections: list[list[str]] = [[]]
-    for row in (line[2:].rstrip(" │") for line in box.splitlines() if line.startswith("│")):
-        if row.strip("─"):
-            sections[-1].append(row)
-        else:
-            sections.append([])
-    if not sections[0]:  # another version of tyro may draw no box
-        return " ".join(box.split()) or "The words cannot be parsed."
-    first, *others = filter(None, sections)
-    mistake = " ".join(map(str.strip, first)).rstrip(".")
-    sentences = [f"{mistake[0].upper()}{mistake[1:]}."]
-    for heading, *rows in others:
-        flags = [words[0] for row in rows if (words := re.findall(r"--[\w-]+", row[:24]))]
-        if heading.startswith("Perhaps"):
-            sentences.append(f"Did you mean {' or '.join(flags)}?")
-        elif heading.startswith("For full helptext"):
-            command = re.sub(r"\s+", " ", " ".join([heading, *rows])).partition("samestep ")[2]
-            sentences.append(f"`samestep {command}` shows all flags.")
-        elif heading.startswith("Argument"):
-            flag, *text = map(str.strip, rows)
-            sentences.append(f"{flag}: {' '.join(text)}")
-        else:
-            sentences.append(f"{heading} {' '.join(map(str.strip, rows))}.")
-    return " ".join(sentences)
+    below = {} if default is None else vars(default)
+    (given,) = flags.parse(words, f"samestep {title}", form.kind, below=below)
+    return form.kind(**{**below, **given})

@@ -1,7 +1,6 @@
 """What all verbs share: types of flags, checks of their values, and the text of `--help`.
 
-tyro parses. Its own help shows `{None}|INT` for a type and `None` for a default, so the help is
-written here: in groups, and of the settings only the common ones unless `--help-all` is typed.
+Help has flags in groups, and of the settings only the common ones unless `--help-all` is typed.
 """
 
 import json
@@ -15,17 +14,16 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-import tyro
-
+from samestep.base.flags import InShell, form_fields
 from samestep.base.settings import MERGED, Settings, field_docs, flag_name
 from samestep.base.words import wrapped
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-Numbers = Annotated[str, tyro.conf.arg(metavar="N,N,…")]
-MaybeNumbers = Annotated[str | None, tyro.conf.arg(metavar="N,N,…")]
+Switch = Annotated[bool, InShell(switch=True)]
+Numbers = Annotated[str, InShell("N,N,…")]
+MaybeNumbers = Annotated[str | None, InShell("N,N,…")]
 
 # A group begins or continues with this setting, and ends before the next one here.
 GROUPS = {
@@ -89,12 +87,16 @@ def help_text(
     defaults. Unless `whole`, only the common settings are shown, each with its first sentence.
     """
     groups: dict[str, list[Flag]] = {}
+    taken = {*left_out}
     for title, instance in parts.items():
         settings, heading = isinstance(instance, Settings), title
         for flag in flags_of(type(instance), vars(instance)):
             if settings:
                 heading = (GROUPS if whole else _SHORT_GROUPS).get(flag.name, heading)
-            if flag.name not in left_out and (whole or flag.common or not settings):
+            if flag.name in taken:
+                continue
+            taken.add(flag.name)
+            if whole or flag.common or not settings:
                 groups.setdefault(heading, []).append(flag if whole else flag.in_short())
     groups["help"] = [Flag("help", "Show this help.", short=("-h",))]
     groups["help"] += [Flag("help_all", "Show all settings, in groups.")]
@@ -190,34 +192,26 @@ def _text(usage: str, about: str, groups: Mapping[str, Iterable[Flag]]) -> str:
 
 def flags_of(kind: type, values: Mapping[str, Any] = types.MappingProxyType({})) -> Iterator[Flag]:
     """Yield each flag of a dataclass; values win over the defaults of its fields."""
-    hints, of_settings = (
-        typing.get_type_hints(kind, include_extras=True),
-        issubclass(kind, Settings),
-    )
+    of_settings = issubclass(kind, Settings)
     texts = {f.name: f.metadata["text"] for f in fields(kind) if "text" in f.metadata}
     texts = texts or field_docs(kind)
-    for field in fields(kind):
-        name, merged = field.name, field.name.removesuffix("_epochs")
+    for one in form_fields(kind):
+        field, mark, name = one.field, one.mark, one.field.name
+        merged = name.removesuffix("_epochs")
         if of_settings and merged in MERGED:
             takes, text = MERGED[merged]
             yield Flag(merged, text, str, takes)
-        inner, extras = hints[name], []
-        if get_origin(inner) is Annotated:
-            inner, *extras = get_args(inner)
-        if tyro.conf.Suppress in extras:
+        if mark.hidden:
             continue
-        factory = None if field.default_factory is MISSING else ()
-        default = field.default if factory is None else factory
-        metavars = [str(extra.metavar) for extra in extras if getattr(extra, "metavar", None)]
-        takes = metavars[0] if metavars else (of_settings and _TAKES.get(name)) or word_of(inner)
+        default = field.default if field.default_factory is MISSING else ()
         yield Flag(
             name,
             texts.get(name, ""),
-            inner,
-            takes,
+            one.kind,
+            mark.takes or (of_settings and _TAKES.get(name)) or word_of(one.kind),
             values.get(name, default),
-            short=tuple(s for extra in extras for s in getattr(extra, "aliases", None) or ()),
-            positional=tyro.conf.Positional in extras,
+            short=mark.short,
+            positional=mark.positional,
             common=bool(field.metadata.get("common")),
         )
 

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated
 
 from samestep.base.errors import UserError
+from samestep.base.flags import InShell
 from samestep.base.table import escape
 from samestep.base.words import Columns, measured, word
-from samestep.shell.api.arguments import InShell, check_positive
+from samestep.shell.api.arguments import check_positive
 from samestep.shell.api.trained_models import predict
 from samestep.shell.commands.forms import verb
 from samestep.shell.commands.help import rich_console

@@ -106,7 +106,7 @@ class ScriptCommand(_Profile):
     """Allow more than 4 ranks per core."""
 
 
-FORM = Form(verb="profile", kind=ProfileFlags, examples=_EXAMPLES, settings=Settings)
+FORM = Form(verb="profile", kind=ProfileFlags, examples=_EXAMPLES, settings=True)
 
 
 def main(arguments: list[str]) -> int:

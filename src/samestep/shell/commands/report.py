@@ -5,7 +5,7 @@ import webbrowser
 from pathlib import Path
 from typing import Annotated
 
-from samestep.shell.api.arguments import InShell
+from samestep.base.flags import InShell
 from samestep.shell.commands.forms import verb
 from samestep.show.reporting.page import write_report
 

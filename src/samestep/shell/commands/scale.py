@@ -5,16 +5,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import psutil
-import tyro
 
 from samestep.base.errors import AlreadyTold, UserError
-from samestep.base.settings import Settings
 from samestep.launch.ranks.nproc import check_ranks, refuse_inside_launcher
 from samestep.launch.ranks.process import STARTED_AT, TASK, run_as_rank
 from samestep.shell.api.arguments import check_positive, numbers
@@ -47,20 +45,11 @@ class ScaleFlags:
     """Print one JSON object."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Settings(Settings):
-    """The settings without `mode`: `--mode` is this command's own flag."""
-
-    mode: Annotated[
-        Literal["auto", "min", "max"], tyro.conf.arg(name="monitor-mode"), tyro.conf.Suppress
-    ] = field(default="auto")
-
-
 FORM = Form(
     verb="scale",
     kind=ScaleFlags,
     examples=("scale spiral --nproc 1,2,4", "scale my_recipe.py --nproc 1,2 --mode strong --json"),
-    settings=_Settings,
+    settings=True,
     # A measurement ends after --seconds, and evaluates nothing.
     no_effect=("epochs", "max_steps", "patience", "monitor"),
 )

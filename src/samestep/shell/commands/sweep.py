@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.base import flags
 from samestep.base.errors import UserError
 from samestep.base.run.directory import is_run
 from samestep.base.run.files import shown_path
@@ -30,7 +31,7 @@ from samestep.core.recipes import RECIPES
 from samestep.shell.api.arguments import check_positive
 from samestep.shell.api.sweeps import check_trainings, sweep
 from samestep.shell.cli import HELP
-from samestep.shell.commands.forms import Form, kind_of, parse, parse_words
+from samestep.shell.commands.forms import Form, kind_of, parse
 from samestep.shell.commands.help import Switch, show_notes
 from samestep.shell.commands.target import own_flags, parse_target
 
@@ -65,7 +66,7 @@ FORM = Form(
         'sweep spiral --lr 1e-3,1e-2 --hidden-dims "64 32","128 64" --at-once 2',
         "sweep spiral --lr 1e-3,3e-3,1e-2 --slurm --at-once 2 -- --gpus-per-node 8 --time 60",
     ),
-    settings=Settings,
+    settings=True,
 )
 
 
@@ -220,8 +221,9 @@ def _check(sweep: SweepPlan, num_ranks: int) -> Settings:
 def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, settings: Settings) -> int:
     """Submit a job array of the trainings that have neither completed nor a job already."""
     defaults, files = options_before(None)
-    given = parse_words(UncheckedOptions, words, prog="samestep slurm submit …", default=defaults)
-    options = with_home_expanded(apply_flags(defaults, given, files))
+    (given,) = flags.parse(words, "samestep slurm submit", UncheckedOptions, below=vars(defaults))
+    asked = UncheckedOptions(**{**vars(defaults), **given})
+    options = with_home_expanded(apply_flags(defaults, asked, files))
     check_ranks(options, settings)
     show_notes(advice(options, "recipe"))
     sweep.begin()
@@ -231,8 +233,8 @@ def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, setting
         for task, (name, point) in enumerate(sweep.points.items()):
             run = sweep.run_dir(name).absolute()
             if sweep.status(name) != "completed" and run.resolve() not in going:
-                flags = [*sweep.words(point), "--run-dir", str(run)]
-                work = find_workload(sweep.recipe, flags, [*RECIPES])
+                training = [*sweep.words(point), "--run-dir", str(run)]
+                work = find_workload(sweep.recipe, training, [*RECIPES])
                 jobs[task] = make_script(replace(work, name=sweep.folder.name), options, Path.cwd())
         if not jobs:
             sys.stdout.write("Every training has completed or has a job.\n")

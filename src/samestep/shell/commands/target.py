@@ -1,6 +1,6 @@
 """Parsing for the verbs with a target: one that trains, or any script.
 
-What trains gives the defaults, with a TOML file: a recipe, or a run. tyro puts the flags on top:
+What trains gives the defaults, with a file of settings: a recipe, or a run. Flags come on top:
 those of the verb, the settings and the recipe's options. A script has words of its own, after `--`.
 """
 
@@ -14,12 +14,10 @@ import sys
 from collections.abc import Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
-
-import tyro
-from tyro.conf import Suppress
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from samestep.base.errors import AlreadyTold, UserError, known_elsewhere
+from samestep.base.flags import parse
 from samestep.base.run.directory import is_run
 from samestep.base.settings import (
     ALSO_ACCEPTED,
@@ -32,7 +30,7 @@ from samestep.base.settings import (
 from samestep.core.recipes import RECIPES
 from samestep.launch.ranks.process import TASK
 from samestep.shell.cli import HELP, HELP_ALL, example_text, show
-from samestep.shell.commands.forms import Form, parse_words
+from samestep.shell.commands.forms import Form
 from samestep.shell.commands.help import flags_of, help_text
 
 if TYPE_CHECKING:
@@ -81,38 +79,28 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
             _show_help_of_run(form, target, flags)
         start = draft(target, Path(config) if config else None, recipe)
         options = start.options()
-        parts = {
-            "command": kind(),
-            "settings": (form.settings or Settings)(**vars(start.settings())),
-            "recipe": _options_form(kind, options),
-        }
+        below = start.settings()
         if asks_help:
-            own = {f"options of {target}": parts["recipe"], "settings": parts["settings"]}
-            _show_help(form, target, "", own, flags)
+            own = {} if options is None else {f"options of {target}": options}
+            _show_help(form, target, "", {**own, "settings": below}, flags)
         given = names_given(flags)
-        parts = {key: part for key, part in parts.items() if part is not None}
-        _check_names(form, target, given, parts.values())
-        types = [(key, type(part)) for key, part in parts.items()]
-        whole = dataclasses.make_dataclass("Whole", types, frozen=True)
-        parsed: Any = parse_words(
-            whole,
-            flags,
-            prog=f"samestep {form.verb} {target}",
-            default=whole(**parts),
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
-        if options is not None:
+        kinds = [kind, Settings, *([] if options is None else [type(options)])]
+        _check_names(form, target, given, kinds)
+        own_values, settings, *others = parse(flags, f"samestep {form.verb} {target}", *kinds)
+        command = kind(**own_values)
+        if others:
             names = [field.name for field in dataclasses.fields(options)]
-            options = type(options)(**{name: getattr(parsed.recipe, name) for name in names})
+            values = {name: getattr(options, name) for name in names}
+            options = start.recipe.make_options(**{**values, **others[0]})
         request = finish(
             start,
-            parsed.settings,
+            Settings(**{**vars(below), **settings}),
             options,
             given=given,
-            resume=getattr(parsed.command, "resume", False),
-            allow_change=getattr(parsed.command, "allow_change", None),
+            resume=getattr(command, "resume", False),
+            allow_change=getattr(command, "allow_change", None),
         )
-    return parsed.command, request
+    return command, request
 
 
 def _show_help_of_run(form: Form, target: str, flags: list[str]) -> None:
@@ -131,8 +119,6 @@ def _show_help(
     """Show the help of a verb and its target, with what is below the verb's own flags, and end."""
     name = f"{form.verb} {target}"
     shown = {form.verb: form.kind()} | {k: part for k, part in parts.items() if part is not None}
-    if form.settings is not None:
-        shown["settings"] = form.settings(**vars(shown["settings"]))
     about = (form.kind.__doc__ or "").format(target) + more
     text = help_text(name, about, shown, form.no_effect, whole=HELP_ALL in words)
     of_target = target if target in RECIPES else "spiral"
@@ -141,9 +127,9 @@ def _show_help(
     raise AlreadyTold(0 if words else 2)
 
 
-def _check_names(form: Form, target: str, given: set[str], parts: Iterable[Any]) -> None:
+def _check_names(form: Form, target: str, given: set[str], kinds: Iterable[type]) -> None:
     """Refuse flags that other tools have for a known one, and settings that the verb decides."""
-    known = {field.name for part in parts for field in dataclasses.fields(part)}
+    known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     for name in sorted(given - known):
         if meant := known_elsewhere(name, known):
             raise UserError(
@@ -156,38 +142,6 @@ def _check_names(form: Form, target: str, given: set[str], parts: Iterable[Any])
             "steps. Leave it out.",
             flags=[name],
         )
-
-
-def _options_form(kind: type, options: Any) -> Any:
-    """Return a recipe's options as tyro is to parse them.
-
-    An option with the name of one of the verb's own flags gets no flag: a TOML file sets it. If the
-    class checks itself, its errors name its line.
-    """
-    if options is None:
-        return None
-    shown = type(options)
-    both = {own.name for own in dataclasses.fields(kind)}
-    both &= {own.name for own in dataclasses.fields(options)}
-    checks = getattr(shown, "__post_init__", None)
-    if not both and checks is None:
-        return options
-    from samestep.core.recipe_checks import telling_options  # noqa: PLC0415 - it imports torch
-
-    hints = get_type_hints(shown, include_extras=True)
-    hidden = [
-        (f.name, Annotated[hints[f.name], tyro.conf.arg(name=f"option-{f.name}"), Suppress], f)
-        for f in dataclasses.fields(options)
-        if f.name in both
-    ]
-    form = dataclasses.make_dataclass(
-        shown.__name__,
-        hidden,
-        bases=(shown,),
-        frozen=shown.__dataclass_params__.frozen,
-        namespace={} if checks is None else {"__post_init__": telling_options(shown)(checks)},
-    )
-    return form(**{f.name: getattr(options, f.name) for f in dataclasses.fields(options)})
 
 
 def value_of(name: str, flags: list[str]) -> str | None:

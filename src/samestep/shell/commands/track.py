@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+from samestep.base.flags import InShell
 from samestep.base.table import escape
 from samestep.launch.ranks.process import print_error
-from samestep.shell.api.arguments import InShell
 from samestep.shell.commands.forms import verb
 from samestep.shell.commands.help import rich_console
 from samestep.show.tracking.processes import send_run

@@ -40,7 +40,7 @@ FORM = Form(
     verb="train",
     kind=kind_of(train, TrainFlags, left_out=("what", "recipe", "quiet")),
     examples=("train spiral --epochs 10 --lr 0.01", "train runs/ID --resume --nproc 2"),
-    settings=Settings,
+    settings=True,
 )
 
 

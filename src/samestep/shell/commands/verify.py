@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from samestep.base.errors import UserError
 from samestep.base.file_kinds import loop_of
-from samestep.base.settings import Settings, flag_name
+from samestep.base.settings import flag_name
 from samestep.base.words import duration
 from samestep.launch.ranks.nproc import refuse_inside_launcher
 from samestep.launch.ranks.process import TASK, rank_of, run_as_rank
@@ -58,7 +58,7 @@ FORM = Form(
         "verify my_recipe.py --nproc 1,2,4 --accept batchnorm --json",
         "verify my_loop.py -- --epochs 3",
     ),
-    settings=Settings,
+    settings=True,
     no_effect=NO_EFFECT,
 )
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 from samestep.base.errors import UserError
+from samestep.base.flags import InShell
 from samestep.base.nearby import nearby
 from samestep.base.run.directory import is_run
 from samestep.cluster.slurm.queue import find_job_or_run
 from samestep.cluster.slurm.submission import is_script
-from samestep.shell.api.arguments import InShell
 from samestep.shell.commands.forms import verb
 from samestep.show.reporting.page import RunServer
 

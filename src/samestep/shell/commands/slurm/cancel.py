@@ -5,10 +5,10 @@ import sys
 from typing import Annotated
 
 from samestep.base.errors import UserError
+from samestep.base.flags import InShell
 from samestep.cluster.slurm.options import UncheckedOptions, kept_options
 from samestep.cluster.slurm.queue import ProgramError, QueuedJob, ask_to_stop, call, find_job_or_run
 from samestep.cluster.slurm.restarts import go_on_command
-from samestep.shell.api.arguments import InShell
 from samestep.shell.commands.forms import verb
 
 

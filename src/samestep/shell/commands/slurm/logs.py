@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 from samestep.base.errors import UserError
+from samestep.base.flags import InShell
 from samestep.cluster.slurm.queue import JobAndRun, QueuedJob, find_job, find_job_or_run
 from samestep.cluster.slurm.rank_ends import lines_of
-from samestep.shell.api.arguments import InShell
 from samestep.shell.commands.forms import verb
 
 _LOOK_EVERY_S = 0.5

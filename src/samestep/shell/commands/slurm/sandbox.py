@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+from samestep.base.flags import InShell
 from samestep.base.words import count
 from samestep.cluster.slurm import sandbox_cluster as cluster
 from samestep.cluster.slurm.sandbox_cluster import default_folder, down_line, export_line
-from samestep.shell.api.arguments import InShell
 from samestep.shell.commands.forms import verb
 
 EXAMPLES = (

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from samestep.base.errors import UserError, printable
+from samestep.base.flags import InShell
 from samestep.base.run.directory import seconds_since_sign
 from samestep.base.table import Table, escape, text_lines
 from samestep.base.words import count, duration, measured
@@ -26,7 +27,6 @@ from samestep.cluster.slurm.queue import (
 )
 from samestep.cluster.slurm.restarts import BEGUN, go_on_command, last_start, read_restarts
 from samestep.cluster.slurm.submission import is_script
-from samestep.shell.api.arguments import InShell
 from samestep.shell.commands.forms import verb
 from samestep.shell.commands.help import print_json, rich_console
 

@@ -6,9 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import arg
-
 from samestep.base.errors import UserError, did_you_mean
+from samestep.base.flags import InShell
 from samestep.base.run.code_copy import CODE, kept_code
 from samestep.base.run.directory import is_run
 from samestep.base.run.files import shown_path, write_text
@@ -69,12 +68,12 @@ folder or one above it, or in ~/.config/samestep.
 class SubmitFlags(UncheckedOptions):
     """Submit it as a job. Arguments of the training or of the script follow `--`."""
 
-    array: Annotated[str | None, arg(metavar="TASKS")] = None
+    array: Annotated[str | None, InShell("TASKS")] = None
     """Submit a job array, each task with its own run directory: 0-9, or 0-9%2 for two at a time. %a
     in the arguments stands for the task's number: --array 0-4 -- --seed %a."""
     dry_run: Switch = False
     """Print the job's script instead of submitting it."""
-    script: Annotated[Path | None, arg(aliases=["-o"], metavar="FILE")] = None
+    script: Annotated[Path | None, InShell("FILE", short=("-o",))] = None
     """Write the job's script to a file instead of submitting it; edit it and use sbatch."""
 
 

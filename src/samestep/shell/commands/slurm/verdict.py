@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from samestep.base.errors import UserError
+from samestep.base.flags import InShell
 from samestep.cluster.slurm.preflight import NOT_PASSED
 from samestep.cluster.slurm.queue import exclusion, find_job
 from samestep.cluster.slurm.restarts import (
@@ -19,7 +20,6 @@ from samestep.cluster.slurm.restarts import (
     with_failures,
 )
 from samestep.launch.ranks.watched import STALLED
-from samestep.shell.api.arguments import InShell
 from samestep.shell.commands.forms import verb
 
 

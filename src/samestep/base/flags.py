@@ -1,0 +1,194 @@
+"""Flags of a command line: the fields of dataclasses, and how words become their values.
+
+What a word means does not depend on where it stands: flags, files of settings and calls in Python
+are converted alike, by `of_type`.
+"""
+
+import re
+import types
+import typing
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import PurePath
+from typing import Annotated, Any, get_args, get_origin
+
+import msgspec
+
+from samestep.base.errors import UserError, did_you_mean, in_words
+from samestep.base.settings import flag_name
+
+_UNDERSCORES = re.compile(r"^--[\w-]+")
+
+
+@dataclass(frozen=True)
+class InShell:
+    """What an argument is in the shell, where its type in Python does not say it."""
+
+    takes: str = ""
+    """As `--help` shows it: FILE.py."""
+    kind: Any = None
+    """What a word is parsed as."""
+    is_flag: bool = False
+    """A flag, though Python takes it without its name, too."""
+    short: tuple[str, ...] = ()
+    """Other names: -o."""
+    positional: bool = False
+    """An argument without a name."""
+    switch: bool = False
+    """A bool that can only be turned on: there is no --no-NAME."""
+    repeats: bool = False
+    """A flag of which each one adds a value."""
+    hidden: bool = False
+    """A flag that is not shown."""
+
+
+@dataclass(frozen=True)
+class FormField:
+    """A field of a form, as a command line takes it."""
+
+    field: Field[Any]
+    kind: Any
+    """Its type."""
+    mark: InShell
+
+    @property
+    def name(self) -> str:
+        """Its name among flags, without hyphens before it."""
+        return flag_name(self.field.name)
+
+    @property
+    def needed(self) -> bool:
+        """Whether it has no default."""
+        return self.field.default is MISSING and self.field.default_factory is MISSING
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether it is a tuple or list of values."""
+        return get_origin(without_none(self.kind)) in (tuple, list)
+
+
+def form_fields(form: type) -> Iterator[FormField]:
+    """Yield the fields of a form in their order."""
+    hints = typing.get_type_hints(form, include_extras=True)
+    for field in fields(form):
+        kind, extras = hints[field.name], list[Any]()
+        if get_origin(kind) is Annotated:
+            kind, *extras = get_args(kind)
+        marks = (extra for extra in extras if isinstance(extra, InShell))
+        yield FormField(field, kind, next(marks, InShell()))
+
+
+def without_none(kind: Any) -> Any:
+    """Return a type without None, if one other is left."""
+    if get_origin(kind) not in (types.UnionType, typing.Union):
+        return kind
+    others = [one for one in get_args(kind) if one is not types.NoneType]
+    return others[0] if len(others) == 1 else kind
+
+
+def of_type(value: Any, kind: Any, what: str, *, strict: bool = True) -> Any:
+    """Return a value as its declared type; unless `strict`, a word as the number that it names.
+
+    Raises:
+        UserError: it is none; the message begins with `what`.
+    """
+    if kind in (str, str | None) and isinstance(value, list | tuple):
+        value = ",".join(map(str, value))  # as the flag has several
+    try:
+        return msgspec.convert(value, kind, dec_hook=_path, strict=strict)
+    except msgspec.ValidationError as error:
+        choices = ", ".join(map(repr, choices_of(kind)))
+        must = f"one of {choices}" if choices else in_words(kind)
+        why = f"it must be {must}" if must else f"{error}".rstrip(".")
+        raise UserError(f"{what}: {why}.") from error
+
+
+def _path(kind: type, value: Any) -> Any:
+    """Return a text as the path that a field declares; neither TOML nor a shell has paths."""
+    return kind(value) if issubclass(kind, PurePath) and isinstance(value, str) else value
+
+
+def choices_of(kind: Any) -> tuple[Any, ...]:
+    """Return the values of a `Literal` type, or of `Literal | None`; of others nothing."""
+    kind = without_none(kind)
+    return get_args(kind) if get_origin(kind) is typing.Literal else ()
+
+
+def parse(
+    words: Sequence[str],
+    command: str,
+    *forms: type,
+    below: Mapping[str, Any] = types.MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """Return what words set of each form, a dataclass whose fields are arguments and flags.
+
+    Where two forms have a field of the same name, the first has the flag. `below` are values that
+    words replace, or add to if their flag repeats. `command` begins messages.
+
+    Raises:
+        UserError: a word has no meaning here, a value is none of its type, or one is missing.
+    """
+    parser = _Parser(prog=command, add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+    homes: dict[str, tuple[FormField, dict[str, Any]]] = {}
+    found: list[dict[str, Any]] = [{} for _ in forms]
+    for form, values in zip(forms, found, strict=True):
+        for one in form_fields(form):
+            if one.field.name not in homes:
+                homes[one.field.name] = one, values
+                parser.add(one, needed=one.needed and one.field.name not in below)
+    # Both --batch-size and --batch_size are right.
+    words = [_UNDERSCORES.sub(lambda name: name[0].replace("_", "-"), word) for word in words]
+    given, unknown = parser.parse_known_intermixed_args(words)
+    if unknown:
+        parser.refuse(unknown[0], homes)
+    for name, value in vars(given).items():
+        one, values = homes[name]
+        before = below.get(name, ()) if one.mark.repeats else ()
+        converted = parser.converted(one, value)
+        values[name] = (*before, *converted) if one.mark.repeats else converted
+    return found
+
+
+class _Parser(ArgumentParser):
+    def add(self, one: FormField, *, needed: bool) -> None:
+        names = [*one.mark.short, f"--{one.name}"]
+        if one.mark.positional:
+            several = "*" if one.takes_several else None if needed else "?"
+            none = () if needed and one.takes_several else SUPPRESS
+            shown = one.mark.takes or None
+            self.add_argument(one.field.name, metavar=shown, nargs=several, default=none)
+        elif one.kind is bool:
+            action = "store_true" if one.mark.switch else BooleanOptionalAction
+            self.add_argument(*names, action=action, required=needed)
+        elif one.mark.repeats:
+            self.add_argument(*names, action="append", required=needed)
+        else:
+            several = "*" if one.takes_several else None
+            self.add_argument(*names, nargs=several, required=needed)
+
+    def converted(self, one: FormField, value: Any) -> Any:
+        if isinstance(value, bool):
+            return value
+        if value == "None" and types.NoneType in get_args(one.kind):
+            return None
+        shown = one.mark.takes if one.mark.positional else f"--{one.name}"
+        words = [value] if isinstance(value, str) else value
+        try:
+            return of_type(value, one.kind, " ".join([shown, *words]), strict=False)
+        except UserError as error:
+            self.error(error.what)
+
+    def refuse(self, word: str, known: Iterable[str]) -> typing.NoReturn:
+        name = word.partition("=")[0]
+        if not name.startswith("-"):
+            self.error(f"{self.prog} does not take {word!r}")
+        hint = did_you_mean(name.strip("-").replace("-", "_"), known)
+        hint = re.sub(r"'(\w+)'", lambda quoted: f"--{flag_name(quoted[1])}", hint)
+        self.error(f"{name} is not a flag of {self.prog}. {hint}".rstrip())
+
+    def error(self, message: str) -> typing.NoReturn:
+        end = "" if message.endswith((".", "?", "!")) else "."
+        begin = message[:1] if message.startswith(self.prog) else message[:1].upper()
+        more = f"`{self.prog} --help` shows all flags."
+        raise UserError(f"{begin}{message[1:]}{end}", remedy=more)
