@@ -155,10 +155,8 @@ def test_names_that_hold_codes_of_a_terminal_are_shown_without_them(refused):
 
 
 def test_a_terminal_is_told_at_once_what_starts_and_a_log_is_not(monkeypatch, capsys):
-    for words, told in (
-        (["r.py"], "starting …\n"),
-        (["r.py", "--nproc", "2"], "starting 2 ranks …\n"),
-    ):
+    for more, told in (([], "starting …\n"), (["--nproc", "2"], "starting 2 ranks …\n")):
+        words = ["r.py", *more]
         call("train", *words, "--epochs", "x")
         assert "starting" not in capsys.readouterr().err
         with monkeypatch.context() as context:
