@@ -4,14 +4,16 @@ import json
 import signal
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
 
+import samestep
 from samestep.core.recipe import find_recipe
 from samestep.core.recipes.images import ImagesOptions, complete
 from samestep.core.session.request import draft
-from tests.command_line import RECIPE, call, read_json, run, start, train_here, typed
+from tests.command_line import RECIPE, call, read_json, run, start, train_here
 from tests.image_files import BROKEN, write_images
 from tests.tiny import all_records, num_records, until
 
@@ -62,6 +64,23 @@ def test_the_run_keeps_what_the_data_told_and_each_file_gets_its_classes(place, 
     assert right / 6 == test["accuracy"], "it predicts what the evaluation measured"
 
 
+def test_a_split_is_predicted_as_evaluated_and_goes_into_tables(place, capsys, tmp_path):
+    of_test = place / "run", "--split", "test"
+    rows = [json.loads(line) for line in predict(capsys, *of_test, "--json")[1].splitlines()]
+    assert samestep.predict(place / "run", split="test") == rows
+    assert [(row["split"], row["row"]) for row in rows] == [("test", n) for n in range(1, 7)]
+    best = [row["classes"][0]["class"] for row in rows]
+    right = sum(name == row["target"] for name, row in zip(best, rows, strict=True))
+    assert right / 6 == read_json(place / "run" / "result.json")["test"]["accuracy"]
+    files = [tmp_path / f"rows.{end}" for end in ("jsonl", "csv", "parquet")]
+    for file in files:
+        assert predict(capsys, *of_test, "--out", file)[0] == 0
+    assert [json.loads(line) for line in files[0].read_text().splitlines()] == rows
+    for table in (pd.read_csv(files[1]), pd.read_parquet(files[2])):
+        assert [*table["class"]] == best
+        assert {"split", "row", "target", "probability", "class_2"} <= {*table.columns}
+
+
 def test_a_broken_file_is_named_and_others_of_any_size_and_mode_predicted(place, capsys, tmp_path):
     Image.new("L", (300, 70), 9).save(tmp_path / "grey.jpg")
     Image.new("RGBA", (3, 5), (1, 2, 3, 4)).save(tmp_path / "tiny.png")
@@ -96,21 +115,20 @@ def readless(tmp_path_factory) -> str:
         ("RUN DATA", "DATA"),
         ("RUN", "files"),
         ("RUN IMAGE --top 0", "--top"),
+        ("RUN IMAGE --split test", "--split test and files"),
+        ("RUN IMAGE --data-dir DATA", "--data-dir goes with --split"),
+        ("RUN --split test --out rows.xls", ".parquet"),
         ("RUN IMAGE --checkpoint nope", "'nope'"),
         ("EMPTY IMAGE", "EMPTY"),
         ("READLESS IMAGE", "small"),
     ],
 )
 def test_what_predict_cannot_do_is_one_message(place, readless, refused, tmp_path, arguments, says):
-    places = {
-        "RUN": str(place / "run"),
-        "DATA": str(place / "data"),
-        "IMAGE": str(place / "data" / "test" / "cat" / "001.png"),
-        "EMPTY": str(tmp_path),
-        "READLESS": readless,
-    }
-    message = refused("predict", *(places.get(word, word) for word in arguments.split()))
-    assert places.get(says, says) in message
+    image = place / "data" / "test" / "cat" / "001.png"
+    places = {"RUN": place / "run", "DATA": place / "data", "IMAGE": image, "EMPTY": tmp_path}
+    places["READLESS"] = readless
+    message = refused("predict", *(str(places.get(word, word)) for word in arguments.split()))
+    assert str(places.get(says, says)) in message
 
 
 def test_evaluate_reads_only_its_split_and_checks_the_classes(place, refused, tmp_path, output_of):
@@ -161,14 +179,6 @@ def test_a_killed_job_leaves_nothing_in_shared_memory(place, tmp_path):
     ranks.kill()
     assert ranks.wait() == [-signal.SIGKILL] * 2
     until(lambda: named() <= before)
-
-
-@pytest.mark.slow
-def test_pillow_is_not_imported_before_an_image_is_read():
-    names = "shell.commands.train core.recipes.images core.recipes.cifar10"
-    modules = ", ".join(f"samestep.{name}" for name in names.split())
-    program = f"import sys, {modules}; sys.exit('PIL' in sys.modules)"
-    assert typed("-c", program).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -177,21 +177,17 @@ def test_the_warm_up_is_a_straight_line_that_reaches_the_rate(warmup, more, sche
 NUMBER = st.floats(0.01, 4)
 
 
-@given(st.integers(0, 30), st.integers(1, 60), NUMBER, st.floats(0, 1))
+@given(st.integers(0, 30), st.integers(1, 60), NUMBER, st.floats(0, 0.99))
 def test_each_schedule_falls_as_transformers_does(w, more, power, e):
     schedules = pytest.importorskip("transformers.optimization")
     total, end = w + more, 0.3 * e
+    both, theirs_too = {"lr_end": end, "lr_power": power}, {"lr_end": end, "power": power}
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
     for name, own, make, more_told in (
         ("linear", {}, "get_linear_schedule_with_warmup", {}),
         ("cosine", {"lr_end": end}, "get_cosine_with_min_lr_schedule_with_warmup", {"min_lr": end}),
-        (
-            *("polynomial", {"lr_end": end, "lr_power": power}),
-            *("get_polynomial_decay_schedule_with_warmup", {"lr_end": end, "power": power}),
-        ),
+        ("polynomial", both, "get_polynomial_decay_schedule_with_warmup", theirs_too),
     ):
-        if name == "polynomial" and end == 0.3:
-            continue  # theirs has to fall
         for warmup, steps in ((w, w), (w / total, math.ceil(total * (w / total)))):
             theirs = getattr(schedules, make)(optimizer, steps, total, **more_told).lr_lambdas[0]
             ours = rates(max_steps=total, warmup_steps=warmup, warmup_from=0, schedule=name, **own)
@@ -209,9 +205,6 @@ def test_the_cosine_falls_from_the_rate_to_0_at_the_end(warmup, length):
     assert min(fall) > 0, "no step is wasted"
     plan = plan_of(batch_size=1, epochs=None, lr=0.3, max_steps=told["max_steps"])
     assert learning_rate(plan, Settings(**told), plan.total_steps) == pytest.approx(0, abs=1e-15)
-    middle = fall[length // 2]
-    if length % 2 == 0:
-        assert middle == pytest.approx(0.15, rel=1e-12)
 
 
 def test_what_goes_together_is_planned_with_its_rates_and_records_and_layers_replace_each_other():

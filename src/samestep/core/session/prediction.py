@@ -1,4 +1,4 @@
-"""Predict what is in files with a checkpoint of a run, read from its directory."""
+"""Predict what is in files, or the samples of a split, with a checkpoint of a run."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -14,28 +14,29 @@ from torch.utils.data import Dataset, IterableDataset
 
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.machine import usable_cores
-from samestep.base.settings import Device
+from samestep.base.settings import Device, flag_name
 from samestep.base.trees import describe, map_leaves, tree_leaves
 from samestep.core.data.batches import open_split
 from samestep.core.recipe import Recipe, is_cross_entropy
-from samestep.core.session.trained_model import TrainedModel, open_checkpoint
+from samestep.core.session.trained_model import Split, TrainedModel, open_checkpoint, open_data
 from samestep.core.training.apply import applied
 from samestep.core.training.device import choose_threads, switched
-from samestep.core.training.evaluation import as_evaluated, outputs_of
+from samestep.core.training.evaluation import CarriedOn, as_evaluated, evaluation_batch, outputs_of
 from samestep.launch.ranks.world import World
 
 _ROWS_PER_BATCH = 32
-_FIELDS = ("file", "row", "classes", "problem")
+_FIELDS = ("file", "split", "row", "classes", "problem")
 """Fields of a prediction, which `show` cannot name again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a model says of one row of a file, or why it could not be asked."""
+    """What a model says of one row of a file or split, or why it could not be asked."""
 
-    file: str
+    file: str = ""
+    split: str = ""
     row: int | None = None
-    """Which of the file's rows, from 1; None of a file that is a single one."""
+    """Which of the rows, from 1; None of a file that is a single one."""
     classes: tuple[tuple[str, float], ...] = ()
     """Class names with their probabilities, most probable first."""
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -45,10 +46,10 @@ class Prediction:
 
 
 def open_predictor(
-    path: Path, name: str = "best", *, device: Device = "auto", given: Recipe | None = None
+    path: Path, name: str = "best", *, device: Device = "auto", recipe: Recipe | None = None
 ) -> TrainedModel:
     """Return a checkpoint of a run, ready to be asked in this process; see `open_checkpoint`."""
-    opened = open_checkpoint(path, name, device=device, recipe=given)
+    opened = open_checkpoint(path, name, device=device, recipe=recipe)
     recipe, settings, model = opened.recipe, opened.settings, opened.model
     if recipe.read is None:
         raise UserError(
@@ -57,6 +58,38 @@ def open_predictor(
         )
     torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
     return replace(opened, recipe=replace(recipe, augment=None))
+
+
+def open_predictions(
+    path: Path,
+    name: str = "best",
+    *,
+    files: Sequence[Path] = (),
+    split: Split | None = None,
+    top: int,
+    device: Device = "auto",
+    recipe: Recipe | None = None,
+    data_dir: str | None = None,
+    skip_bad: int | None = None,
+) -> tuple[TrainedModel, Iterator[Prediction]]:
+    """Return a checkpoint of a run as a model, and what it says of files or of a split.
+
+    Raises:
+        UserError: both are named, one is not there, or the recipe cannot read files.
+    """
+    if split not in (None, *get_args(Split)):
+        raise UserError(f"There is no split {split!r}. It is train, validation or test.")
+    if split is not None and files:
+        raise UserError(f"--split {split} and files ({files[0]}): name one or the other.")
+    for flag, value in (("data_dir", data_dir), ("skip_bad", skip_bad)):
+        if split is None and value is not None:
+            raise UserError(f"--{flag_name(flag)} goes with --split.", flags=[flag])
+    check_files(files)
+    if split is None:
+        model = open_predictor(path, name, device=device, recipe=recipe)
+        return model, predict_files(model, files, top=top)
+    model = open_checkpoint(path, name, device=device, recipe=recipe)
+    return model, predict_split(model, split, top=top, data_dir=data_dir, skip_bad=skip_bad)
 
 
 def ask(opened: TrainedModel, samples: Sequence[Any]) -> tuple[Any, Any]:
@@ -94,6 +127,30 @@ def predict_files(opened: TrainedModel, files: Sequence[Path], *, top: int) -> I
         said = iter(_said(opened, samples, top) if samples else ())
         for row, _ in rows:
             yield row if row.problem is not None else replace(row, **next(said))
+
+
+def predict_split(
+    opened: TrainedModel,
+    split: Split,
+    *,
+    top: int,
+    data_dir: str | None = None,
+    skip_bad: int | None = None,
+) -> Iterator[Prediction]:
+    """Yield what a model says of each sample of a split, in the order of the data.
+
+    Outputs are computed as in an evaluation; `open_data` says what the other arguments are.
+    """
+    data = open_data(opened, split, data_dir=data_dir, skip_bad=skip_bad, virtual_ranks=False)
+    opened, settings, device = data.model, data.model.settings, data.model.device
+    model, row = applied(opened.model, opened.recipe), 0
+    carried = CarriedOn(model)
+    for batch in data.source.evaluation(evaluation_batch(settings)):
+        with as_evaluated(model, settings.seed), switched(settings, device):
+            outputs = carried.outputs_of(model, batch, settings.precision, device)
+        for fields in _described(opened, outputs, batch.targets, batch.samples, top):
+            row += 1
+            yield Prediction(split=split, row=row, **fields)
 
 
 def _rows(opened: TrainedModel, files: Sequence[Path]) -> Iterator[tuple[Prediction, Any]]:
@@ -137,8 +194,14 @@ def _samples(found: Any) -> Iterator[tuple[Any, str | None]]:
 
 def _said(opened: TrainedModel, samples: Sequence[Any], top: int) -> list[dict[str, Any]]:
     """Return the fields of a prediction for each sample."""
-    outputs, targets = ask(opened, samples)
-    recipe, count = opened.recipe, len(samples)
+    return _described(opened, *ask(opened, samples), len(samples), top)
+
+
+def _described(
+    opened: TrainedModel, outputs: Any, targets: Any, count: int, top: int
+) -> list[dict[str, Any]]:
+    """Return the fields of a prediction for each of the samples that a model has seen."""
+    recipe = opened.recipe
     if recipe.show is not None:
         return [{"values": row} for row in shown_by(recipe.show, outputs, targets, count)]
     names = tuple(opened.content.get("classes") or ())
@@ -186,7 +249,8 @@ def check_files(files: Sequence[Path]) -> None:
 
 def as_table(prediction: Prediction) -> dict[str, Any]:
     """Return a prediction as JSON has it."""
-    table: dict[str, Any] = {"file": prediction.file}
+    of_split = {"split": prediction.split}
+    table: dict[str, Any] = of_split if prediction.split else {"file": prediction.file}
     if prediction.row is not None:
         table["row"] = prediction.row
     if prediction.problem is not None:

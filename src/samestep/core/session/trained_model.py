@@ -3,7 +3,7 @@
 from collections.abc import Sized
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,8 @@ from samestep.base.run.index import Entry, find_checkpoint
 from samestep.base.settings import Device, Settings
 from samestep.core.data.batches import open_split
 from samestep.core.data.recipe_splits import load_splits
-from samestep.core.recipe import Recipe
+from samestep.core.data.source import Source
+from samestep.core.recipe import Recipe, Splits
 from samestep.core.session.recipe_changes import check_recipe_unchanged
 from samestep.core.session.request import draft, read_config
 from samestep.core.training.alike import seed_alike
@@ -27,6 +28,8 @@ from samestep.core.training.evaluation import evaluate, evaluation_batch
 from samestep.core.training.prepare import hold_parameters, place, place_loss, to_channels_last
 from samestep.core.training.snapshot import check_classes, check_recipe, load_evaluated
 from samestep.launch.ranks.world import World, choose_device
+
+Split = Literal["train", "validation", "test"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,16 @@ class TrainedModel:
     """What the checkpoint holds, without its large tensors."""
     device: torch.device
     dtype: torch.dtype
+
+
+class _OpenedData(NamedTuple):
+    """A split of a run's data, and the model with the options of this data."""
+
+    model: TrainedModel
+    splits: Splits
+    source: Source
+    world: World
+    """Of one process."""
 
 
 def open_checkpoint(
@@ -80,7 +93,7 @@ def evaluate_run(
     path: Path,
     name: str = "best",
     *,
-    split: Literal["train", "validation", "test"] = "test",
+    split: Split = "test",
     device: Device = "auto",
     data_dir: str | None = None,
     skip_bad: int | None = None,
@@ -93,29 +106,8 @@ def evaluate_run(
     the one that the run names.
     """
     opened = open_checkpoint(path, name, device=device, recipe=given)
+    opened, splits, source, world = open_data(opened, split, data_dir=data_dir, skip_bad=skip_bad)
     recipe, settings, model = opened.recipe, opened.settings, opened.model
-    elsewhere = _elsewhere(opened.options, recipe.name, data_dir=data_dir, skip_bad=skip_bad)
-    options = recipe.complete_options(elsewhere)
-    recipe = recipe.with_options(options)
-    world = World(device=opened.device, virtual_ranks=settings.virtual_ranks or 0)
-    seed_alike(settings.seed)
-    splits = load_splits(recipe, options, world, wanted=(split,))
-    check_classes(opened.content, splits.classes)
-    data = getattr(splits, split)
-    if data is None:
-        raise UserError(
-            f"Recipe {recipe.name} has no {split} data.",
-            remedy="Evaluate the other: --split validation, or --split train.",
-        )
-    if isinstance(data, Sized) and not len(data):
-        place = f" in {data_dir}" if data_dir is not None else ""
-        raise UserError(
-            f"There are no {split} samples{place}. Where the run was trained on all of it, name "
-            "other data with --data-dir; where all of it is new, use --split test."
-        )
-    torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
-    plain = replace(recipe, augment=None)
-    source = open_split(data, world, plain, settings, opened.dtype)
     moment = Moment()
     moment.after(opened.content["position"])
     loss = place_loss(recipe.evaluated_loss, opened.device, opened.dtype)
@@ -136,6 +128,48 @@ def evaluate_run(
     about: dict[str, Any] = {"recipe": recipe.name, "split": split}
     about |= {"checkpoint": opened.entry.path, "step": opened.entry.step}
     return {**about, **values, **({"notes": list(splits.notes)} if splits.notes else {})}
+
+
+def open_data(
+    opened: TrainedModel,
+    split: Split,
+    *,
+    data_dir: str | None,
+    skip_bad: int | None,
+    virtual_ranks: bool = True,
+) -> _OpenedData:
+    """Open a split of a run's data for its model, in one process.
+
+    `data_dir` and `skip_bad` are options of recipes that have them. With `virtual_ranks`, the
+    samples come in the order of the run's virtual ranks, else in that of the data.
+
+    Raises:
+        UserError: there is no such split, it is empty, or its classes are not the model's.
+    """
+    recipe, settings = opened.recipe, opened.settings
+    elsewhere = _elsewhere(opened.options, recipe.name, data_dir=data_dir, skip_bad=skip_bad)
+    options = recipe.complete_options(elsewhere)
+    recipe = recipe.with_options(options)
+    parts = settings.virtual_ranks or 0 if virtual_ranks else 0
+    world = World(device=opened.device, virtual_ranks=parts)
+    seed_alike(settings.seed)
+    splits = load_splits(recipe, options, world, wanted=(split,))
+    check_classes(opened.content, splits.classes)
+    data = getattr(splits, split)
+    if data is None:
+        raise UserError(
+            f"Recipe {recipe.name} has no {split} data.",
+            remedy="Name another: --split validation, or --split train.",
+        )
+    if isinstance(data, Sized) and not len(data):
+        place = f" in {data_dir}" if data_dir is not None else ""
+        raise UserError(
+            f"There are no {split} samples{place}. Where the run was trained on all of it, name "
+            "other data with --data-dir; where all of it is new, use --split test."
+        )
+    torch.set_num_threads(choose_threads(settings.threads, opened.model, len(usable_cores()), 1))
+    source = open_split(data, world, replace(recipe, augment=None), settings, opened.dtype)
+    return _OpenedData(replace(opened, recipe=recipe, options=options), splits, source, world)
 
 
 def _elsewhere(options: Any, recipe: str, **given: Any) -> Any:

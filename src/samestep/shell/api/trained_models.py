@@ -108,31 +108,38 @@ def evaluate(
 @one_line_errors
 def predict(
     run: RunPath,
-    files: FilePaths,
+    files: FilePaths = (),
     checkpoint: CheckpointName = "best",
     *,
+    split: Literal["train", "validation", "test"] | None = None,
     top: int = 5,
     recipe: AnyRecipe = None,
     device: Device = "auto",
+    data_dir: Folder = None,
+    skip_bad: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Return a checkpoint's predictions for files: a dict per file, or per row of a file.
+    """Return a checkpoint's predictions: a dict per file, or per row of a file or split.
 
-    Each is what `samestep predict --json` prints: `file`, `row` if a file has several, and
-    `classes` with their probabilities, or the values that the recipe shows; `problem` for a file
-    that cannot be read.
+    Each is what `samestep predict --json` prints: `file` or `split`, `row` if there are several,
+    and `classes` with their probabilities, or the values that the recipe shows, with the target if
+    it is known; `problem` for a file that cannot be read.
 
     Args:
         run: Directory of the run.
         files: Files to predict.
         checkpoint: `best`, `last`, or the name of a file in its checkpoints/.
+        split: Part of the run's data to predict, in its order, in place of files.
         top: Number of classes to show for each file, or for each row of a file.
         recipe: Recipe, or its file, to use if the run names no file or the file has changed; the
             run's own copy is recipe.py in its directory.
         device: Device to use; auto takes the best one of this machine.
+        data_dir: With `split`, folder of the data, if it has moved since the training.
+        skip_bad: With `split`, how many files of the data may be unreadable, if the recipe has this
+            option.
 
     Raises:
-        UserError: there is no such run, checkpoint or file, or the recipe does not say how to read
-            a file.
+        UserError: there is no such run, checkpoint, file or split, or the recipe does not say how
+            to read a file.
     """
     from samestep.core.session import prediction  # noqa: PLC0415 - it imports torch
     from samestep.shell.api.call import as_in_fresh_process, given_recipe  # noqa: PLC0415
@@ -142,16 +149,25 @@ def predict(
     named = [files] if isinstance(files, str | os.PathLike) else files
     paths = [path_of(file, "a file") for file in named]
     _check_device(device)
-    if not paths:
+    if split is None and not paths:
         raise UserError("files is empty; name one or more.")
     if not isinstance(top, int) or top < 1:
         raise UserError(f"top={top!r}: it must be 1 or more.")
-    prediction.check_files(paths)
     with as_in_fresh_process():
         path = path_of(run, "run")
         given = given_recipe(recipe, run)
-        model = prediction.open_predictor(path, _name(checkpoint), device=device, given=given)
-        return [prediction.as_table(row) for row in prediction.predict_files(model, paths, top=top)]
+        _, rows = prediction.open_predictions(
+            path,
+            _name(checkpoint),
+            files=paths,
+            split=split,
+            top=top,
+            device=device,
+            recipe=given,
+            data_dir=None if data_dir is None else str(path_of(data_dir, "data_dir")),
+            skip_bad=skip_bad,
+        )
+        return [prediction.as_table(row) for row in rows]
 
 
 @one_line_errors

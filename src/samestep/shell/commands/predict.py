@@ -1,4 +1,4 @@
-"""`samestep predict`: predict files with a checkpoint of a run, on one device.
+"""`samestep predict`: predict files, or a split, with a checkpoint of a run, on one device.
 
 It shows rows as they come, so it uses the generators that `samestep.predict` is made of.
 """
@@ -18,6 +18,7 @@ from samestep.shell.api.arguments import check_positive
 from samestep.shell.api.trained_models import predict
 from samestep.shell.commands.forms import verb
 from samestep.shell.commands.help import rich_console
+from samestep.shell.commands.table_file import check_table_file, write_table
 from samestep.show.reporting.plot import check_picture, picture
 
 if TYPE_CHECKING:
@@ -27,57 +28,77 @@ _ROWS_TOGETHER = 32
 
 
 @verb(
-    "predict", "predict runs/ID photo.jpg", "predict runs/ID a.jpg b.png --top 1 --json", of=predict
+    "predict",
+    "predict runs/ID photo.jpg",
+    "predict runs/ID a.jpg b.png --top 1 --json",
+    "predict runs/ID --split test --out predictions.csv",
+    of=predict,
 )
 def main(
     given: SimpleNamespace,
     *,
+    out: Annotated[Path | None, InShell("FILE", short=("-o",))] = None,
     plot: Annotated[Path | None, InShell("FILE.png")] = None,
     json: bool = False,
 ) -> int:
-    """Predict files with a trained model: classes, numbers, or what the recipe shows.
+    """Predict files or a split with a trained model: classes, numbers, or what the recipe shows.
 
     Args:
         given: what `samestep.predict` takes.
+        out: Write the predictions into a file: .csv, .jsonl, or .parquet (pip install pyarrow).
         plot: Draw the predictions of one file, if it has `Recipe(plot=…)`; needs samestep[plot].
-        json: Print one line of JSON for each file, or for each row of a file.
+        json: Print one line of JSON for each file, or for each row of a file or split.
     """
-    if not given.files:
-        raise UserError("Name the files to predict: samestep predict RUN FILE…")
+    files: Sequence[Path] = given.files or ()
+    _check(given, files, out, plot)
     from samestep.core.recipe import find_recipe  # noqa: PLC0415 - the help needs no torch
-    from samestep.core.session.prediction import (  # noqa: PLC0415
-        as_table,
-        check_draws,
-        check_files,
-        draw,
-        open_predictor,
-        predict_files,
-    )
+    from samestep.core.session import prediction  # noqa: PLC0415
 
-    check_positive(top=given.top)
-    check_files(given.files)
+    model, predictions = prediction.open_predictions(
+        given.run,
+        given.checkpoint,
+        files=files,
+        split=given.split,
+        top=given.top,
+        device=given.device,
+        recipe=None if given.recipe is None else find_recipe(str(given.recipe)),
+        data_dir=given.data_dir and str(given.data_dir),
+        skip_bad=given.skip_bad,
+    )
     if plot is not None:
-        if len(given.files) > 1:
-            raise UserError("--plot draws one file; predict the others in separate commands.")
-        check_picture(plot)
-    recipe = None if given.recipe is None else find_recipe(str(given.recipe))
-    predictor = open_predictor(given.run, given.checkpoint, device=given.device, given=recipe)
-    if plot is not None:
-        check_draws(predictor)
-    drawn: list[Prediction] = []
+        prediction.check_draws(model)
+    kept: list[Prediction] = []
     code, shown = 0, _Shown()
-    for block in _blocks(predict_files(predictor, given.files, top=given.top)):
+    for block in _blocks(predictions):
         code = code or int(any(row.problem is not None for row in block))
-        if plot is not None:
-            drawn += block
+        if not (plot is None and out is None):
+            kept += block
         if json:
-            sys.stdout.writelines(dumps(as_table(row)) + "\n" for row in block)
-        else:
+            sys.stdout.writelines(dumps(prediction.as_table(row)) + "\n" for row in block)
+        elif out is None:
             shown.show(block)
+    if out is not None:
+        write_table(out, [*map(prediction.as_table, kept)])
+        sys.stdout.write("" if json else f"wrote    {len(kept):,} predictions to {out}\n")
     if plot is not None and not code:
         with picture(plot) as figure:
-            draw(predictor, given.files[0], [row.values for row in drawn], figure)
+            prediction.draw(model, files[0], [row.values for row in kept], figure)
     return code
+
+
+def _check(
+    given: SimpleNamespace, files: Sequence[Path], out: Path | None, plot: Path | None
+) -> None:
+    """Check what can be known before a model is loaded."""
+    if given.split is None and not files:
+        raise UserError("Name the files to predict: samestep predict RUN FILE…; or --split test.")
+    check_positive(top=given.top)
+    if out is not None:
+        check_table_file(out)
+    if plot is not None:
+        if len(files) != 1:
+            raise UserError("--plot draws one file; predict the others in separate commands.")
+        check_picture(plot)
 
 
 def _blocks(predictions: "Iterator[Prediction]") -> "Iterator[list[Prediction]]":
@@ -108,10 +129,11 @@ class _Shown:
 
     def show(self, block: "Sequence[Prediction]") -> None:
         """Print a file's name before its first row, and the rows."""
-        if block[0].row in (None, 1) or block[0].file != self._file:
-            self._print(f"[bold]{escape(block[0].file)}[/]")
+        name = block[0].file or block[0].split
+        if block[0].row in (None, 1) or name != self._file:
+            self._print(f"[bold]{escape(name)}[/]")
             self._columns = None
-        self._file = block[0].file
+        self._file = name
         if not _names(block[0]):
             self._columns = None
             for row in block:
