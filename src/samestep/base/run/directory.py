@@ -32,8 +32,8 @@ from samestep.base.run.summary import (
     State,
     Summary,
     SummaryFile,
+    catch_up,
     check_ours,
-    last_step,
     read_growing,
 )
 from samestep.base.version import __version__
@@ -346,8 +346,8 @@ def read_summary(run: Path) -> tuple[Summary, list[str]]:
             damage.append("events.jsonl is missing")
     if known.state == "running" or is_written(run):
         known.state, known.reason = _state_now(run)
-    if known.state == "killed":
-        known.steps = max(known.steps, last_step(run))
+    if known.state in ("running", "killed"):
+        catch_up(known, run)
     return known, damage
 
 

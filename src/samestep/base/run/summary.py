@@ -1,8 +1,8 @@
 """A run in short: `summary.json`, which the process that writes the run keeps.
 
 It is written when an attempt begins and ends, and in between when something has happened, within a
-fixed share of the time. So after a kill it lags behind events.jsonl, usually by a few seconds; the
-first record of a resumed run corrects it. `read_growing` makes the same from the records.
+fixed share of the time. So it lags behind events.jsonl, usually by a few seconds, and `catch_up`
+adds the newest records. `read_growing` makes the same from all records.
 """
 
 import contextlib
@@ -69,6 +69,8 @@ class Summary(msgspec.Struct, kw_only=True):
     """The epoch of the newest step, from 1."""
     seconds: float | None = None
     """Training time, without evaluations and checkpoints."""
+    samples_per_step: float = 0.0
+    """On average; 0 if it is unknown."""
     step_s: float | None = None
     """Seconds per step at the latest speed."""
     loss: float | None = None
@@ -84,6 +86,13 @@ class Summary(msgspec.Struct, kw_only=True):
     losses: list[float | None] = []
     """At most 64 training losses, evenly spread, the newest last: of epochs, or of steps where no
     epoch has ended or few epochs have many steps; null for NaN and infinity."""
+
+    def take_step(self, record: Record) -> None:
+        """Take what the record of a step says, but for its number."""
+        rate, self.epoch = record.get("samples_per_s"), record.get("epoch") or 1
+        self.loss = number(record.get("loss"))
+        self.seconds = record.get("seconds", self.seconds)
+        self.step_s = self.samples_per_step / rate if rate and self.samples_per_step else None
 
 
 def check_ours(run: Path) -> None:
@@ -106,7 +115,6 @@ class GrowingSummary:
         """Losses; NaN where one is not finite."""
         self._plan: Record = {}
         """The latest `start` record."""
-        self._samples_per_step = 0.0
         self._validations: list[Record] = []
 
     def add(self, record: Record) -> None:
@@ -138,16 +146,13 @@ class GrowingSummary:
         known.starts += 1
         known.world_size, known.total_steps = plan.get("world_size"), plan.get("total_steps")
         known.total_epochs, known.steps_per_epoch = plan.get("epochs"), plan.get("steps_per_epoch")
-        self._plan, self._samples_per_step = plan, 0.0
+        self._plan, known.samples_per_step = plan, 0.0
         if "global_batch_size" in plan:  # Lightning's logger does not know it
-            self._samples_per_step = samples_per_step(plan)
+            known.samples_per_step = samples_per_step(plan)
 
     def _step(self, record: Record) -> None:
-        known, rate = self.known, record.get("samples_per_s")
-        known.loss = number(record.get("loss"))
-        known.seconds = record.get("seconds", known.seconds)
-        known.step_s = self._samples_per_step / rate if rate else None
-        self._of_steps.append(math.nan if known.loss is None else known.loss)
+        self.known.take_step(record)
+        self._of_steps.append(math.nan if self.known.loss is None else self.known.loss)
 
     def _end_epoch(self, record: Record) -> None:
         known, loss = self.known, number(record["loss"])
@@ -199,16 +204,27 @@ def read_growing(run: Path) -> tuple[GrowingSummary, RecordFile]:
     return growing, file
 
 
-def last_step(run: Path) -> int:
-    """Return the newest step in the last 64 KiB of a run's records; 0 if none there has one."""
-    text, step = b"", 0
+def catch_up(known: Summary, run: Path) -> None:
+    """Take the newest records of a run, in the last 64 KiB, into a summary that lags behind."""
+    text = b""
     with contextlib.suppress(OSError), open_regular(run / "events.jsonl") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
         text = file.read()
+    newest: list[Record] = []
     for record in filter(None, parse_lines(text, checked=True)):
-        begins = record["event"] in ("start", "resume")  # and supersedes what was before
-        step = max(0 if begins else step, record.get("step") or 0)
-    return step
+        if record["event"] in ("start", "resume"):  # the summary was written then
+            newest.clear()
+        newest.append(record)
+    for record in newest:
+        event = record["event"]
+        if event in ("step", "epoch"):
+            known.steps = record["step"]
+        if event == "step":
+            known.take_step(record)
+        elif event == "epoch":
+            known.epochs = known.epoch = record["epoch"]
+        elif event == "checkpoint":
+            known.checkpoint_step = record["step"]
 
 
 class SummaryFile:
