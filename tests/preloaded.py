@@ -14,7 +14,6 @@ import matplotlib.backends.backend_svg
 import matplotlib.figure  # noqa: F401 - each run of the spiral ends with a picture
 import torch._dynamo  # DDP imports it when it is built: a second of each rank's
 import torch.distributed
-import typeguard  # noqa: F401
 
 # Half a second of each rank that trains on graphs. On import it asks PyTorch for its configuration,
 # which asks the CUDA driver; no process that is forked after that can use a GPU.

@@ -130,6 +130,7 @@ def _main(
     folder: Path,
     rank: int,
 ) -> None:
+    assert "tests.preloaded" in sys.modules, "the fork server says nothing if it cannot import it"
     # A rank's loader workers are forked, as Linux starts them; the fork server's would be spawned.
     multiprocessing.set_start_method("fork", force=True)
     os.setsid()  # a test may kill a whole job by its group, never by name

@@ -148,6 +148,8 @@ _WORDS: dict[object, str] = {
 def in_words(kind: Any) -> str:
     """Return what a value of a declared type is, as a message says it, or an empty text."""
     inner = [one for one in get_args(kind) if one not in (type(None), ...)]
+    if {*inner} == {int, float}:
+        return _WORDS[float]
     if get_origin(kind) in (Union, UnionType, Annotated):
         return in_words(inner[0]) if get_origin(kind) is Annotated or len(inner) == 1 else ""
     if get_origin(kind) in (tuple, list):

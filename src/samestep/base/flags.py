@@ -39,8 +39,6 @@ class InShell:
     """A bool that can only be turned on: there is no --no-NAME."""
     repeats: bool = False
     """A flag of which each one adds a value."""
-    hidden: bool = False
-    """A flag that is not shown."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +100,8 @@ def of_type(value: Any, kind: Any, what: str, *, strict: bool = True) -> Any:
         must = f"one of {choices}" if choices else in_words(kind)
         why = f"it must be {must}" if must else f"{error}".rstrip(".")
         raise UserError(f"{what}: {why}.") from error
+    except TypeError as error:  # a type that msgspec does not take, such as Path | str
+        raise UserError(f"{what}: its declared type does not do. {error}.") from error
 
 
 def _path(kind: type, value: Any) -> Any:

@@ -225,7 +225,8 @@ def _yaml_of(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: it is not a file.")
     try:
         found = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8-sig"))
-        json.dumps(found, default=str)  # a node that holds itself would be read for ever
+        # A node that holds itself would be read for ever.
+        json.dumps(found, default=str, skipkeys=True)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     except (YAMLError, ValueError, RecursionError) as error:

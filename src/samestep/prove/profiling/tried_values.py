@@ -190,6 +190,8 @@ def _take_turns(world: World, *candidates: Candidate) -> None:
 def file_to_apply(config: Path | None, recipe: str) -> Path:
     """Return the file for `apply_settings`: that of --config, or a new one named by the recipe."""
     path = config or Path(f"{recipe}.toml")
+    if path.suffix in (".yaml", ".yml"):
+        raise UserError(f"--apply changes only TOML, and {path} is YAML.", on_all_ranks=True)
     if config is None and path.exists():
         raise UserError(
             f"{path} exists already: name it with --config to have it changed.", on_all_ranks=True

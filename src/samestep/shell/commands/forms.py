@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from samestep.base import flags
 from samestep.base.errors import AlreadyTold
@@ -22,7 +22,6 @@ from samestep.base.settings import field_docs, flag_name
 from samestep.shell.cli import HELP, OWN, example_text, module_of, show
 from samestep.shell.commands.help import flags_text
 
-T = TypeVar("T")
 Source = Callable[..., Any]
 """A function or a dataclass."""
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)

@@ -201,8 +201,6 @@ def flags_of(kind: type, values: Mapping[str, Any] = types.MappingProxyType({}))
         if of_settings and merged in MERGED:
             takes, text = MERGED[merged]
             yield Flag(merged, text, str, takes)
-        if mark.hidden:
-            continue
         default = field.default if field.default_factory is MISSING else ()
         yield Flag(
             name,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from samestep.base.errors import UserError
-from samestep.base.run.files import cannot_write, write_atomically
+from samestep.base.run.files import write_atomically
 
 
 def check_table_file(path: Path) -> None:
@@ -50,10 +50,7 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
             table = pa.Table.from_pylist([dict.fromkeys(names) | row for row in flat])
             parquet.write_table(table, file)
 
-    try:
-        write_atomically(path, write)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    write_atomically(path, write)
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
