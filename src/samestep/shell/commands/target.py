@@ -118,7 +118,7 @@ def _show_help(
 ) -> NoReturn:
     """Show the help of a verb and its target, with what is below the verb's own flags, and end."""
     name = f"{form.verb} {target}"
-    shown = {form.verb: form.kind()} | {k: part for k, part in parts.items() if part is not None}
+    shown = {form.verb: form.kind(), **parts}
     about = (form.kind.__doc__ or "").format(target) + more
     text = help_text(name, about, shown, form.no_effect, whole=HELP_ALL in words)
     of_target = target if target in RECIPES else "spiral"
