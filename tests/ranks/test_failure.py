@@ -168,13 +168,14 @@ SEED = int(os.environ.get("SAMESTEP_TEST_SEED", "20261122"))
 MOMENTS, WITHIN_S = 4, 60.0
 
 
-def started_by(parent: int) -> list[int]:
-    """Return the processes that a command has started as its ranks and that still run."""
+def started_by(parent: int, *, rank: str = "") -> list[int]:
+    """Return the processes that a command has started as its ranks, or one, and that still run."""
+    wanted = {f"SAMESTEP_PARENT={parent}".encode(), *([f"RANK={rank}".encode()] if rank else [])}
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             state = (path.parent / "stat").read_text().rpartition(")")[2].split()[0]
-            if f"SAMESTEP_PARENT={parent}".encode() in path.read_bytes().split(b"\0"):
+            if wanted <= set(path.read_bytes().split(b"\0")):
                 found += [int(path.parent.name)] * (state != "Z")
     return found
 

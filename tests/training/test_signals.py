@@ -247,7 +247,7 @@ def test_killing_one_rank_of_the_command_ends_it_and_tells_of_it_once(recipe, tm
     tiny.set_pace(recipe, 0.02)
     with command(recipe, run) as parent:
         pid = parent.processes[0].pid
-        os.kill(sorted(started_by(pid))[1], signal.SIGKILL)
+        os.kill(min(started_by(pid, rank="1")), signal.SIGKILL)
         began = time.monotonic()
         assert parent.wait() == [1], parent.output()
     assert time.monotonic() - began < 300  # Gloo by itself would wait for half an hour
