@@ -77,6 +77,8 @@ def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
     changes = [("TOKENS = True", f"TOKENS = {kind == 'tokens'}")]
     changes += [("label_smoothing_factor=0.1, ", "")] * (kind == "tokens")
     changes += [(OURS, OWN)] * (kind == "own optimizer")
+    by_name = kind == "classes"
+    changes += [('eval_dataset": validation', 'eval_dataset": {"a": validation}')] * by_name
     file = written(tmp_path, *changes)
     train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
     theirs = runpy.run_path(file)
@@ -94,8 +96,9 @@ def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
     assert len(losses) >= 52
     np.testing.assert_allclose(losses, logs, atol=1e-6)
     last, log = records(tmp_path / "run", "evaluation")[-1], trainer.evaluate()
-    for name in ("accuracy", "by_place"):
-        assert last[name] == pytest.approx(log[f"eval_{name}"], abs=1e-12)
+    of = ("a/", "eval_a_eval_") if by_name else ("", "eval_")
+    assert last[f"{of[0]}accuracy"] == pytest.approx(log[f"{of[1]}accuracy"], abs=1e-12)
+    assert last["by_place"] == pytest.approx(log["eval_" + "a_" * by_name + "by_place"], abs=1e-12)
 
 
 @pytest.mark.slow
@@ -134,7 +137,7 @@ OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {})
         ({"train_sampling_strategy": "batch_rebalance"}, {}, "group_by_length"),
         ({"accelerator_config": {"split_batches": True}}, {}, "batch_size"),
         ({}, {"callbacks": [OwnCallback()]}, "OwnCallback"),
-        ({}, {"eval_dataset": {"one": [], "other": []}}, "a dict of 2 data sets"),
+        ({}, {"test_dataset": {"one": [], "other": []}}, "a dict of 2 data sets"),
         ({}, {"train_dataset": iter([])}, "is a stream"),
         ({}, {"trainer": OwnLoss}, "its own compute_loss.*compute_loss_func"),
     ],

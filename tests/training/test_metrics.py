@@ -1,5 +1,8 @@
 """Metric objects are reduced by their own state; metrics of the epoch are over all its samples."""
 
+import json
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,9 @@ from samestep.core.training.stopping import Watch
 from samestep.launch.ranks.world import World
 from tests import tiny
 from tests.command_line import RECIPE, read_json, train_here
+from tests.faults import Fault
 from tests.tiny import events
+from tests.training.stops import stop_all
 
 CPU = torch.device("cpu")
 COUNT = 23  # samples
@@ -249,6 +254,56 @@ def test_metrics_of_an_epoch_are_those_of_all_its_samples(tmp_path):
         assert record["metrics"] == pytest.approx(expected, rel=1e-6)
     assert list(epochs(run)[0]["metrics"]) == list(NAMES)
     assert epochs(run)[0]["loss"] == pytest.approx(float(loss), rel=1e-12)
+
+
+SETS = 'validation={"unseen": (x[n:n + 37], y[n:n + 37]), "seen": (x[:20], y[:20])}'
+STOPPED = Fault("before an evaluation", 4, signum=signal.SIGTERM)  # the second set of the second
+
+
+def test_each_of_several_validation_sets_is_measured_and_any_is_monitored(
+    uninterrupted, output_of, tmp_path
+):
+    text = tiny.RECIPE.replace("validation=(x[n:n + 37], y[n:n + 37])", SETS)
+    recipe, one, two = tiny.write_recipe(tmp_path, text), tmp_path / "one", tmp_path / "two"
+    tiny.trained(recipe, one, "--monitor", "seen/loss")
+    found = [r for r in events(one, "evaluation") if r["split"] == "validation"]
+    plain = [r for r in events(uninterrupted, "evaluation") if r["split"] == "validation"]
+    for record, alone in zip(found, plain, strict=True):
+        for name in ("loss", "accuracy"):
+            assert record[name] == record[f"unseen/{name}"] == alone[name]
+    best = tiny.read_index(one)["best"]["metric"]
+    assert best == min(record["seen/loss"] for record in found) < found[0]["seen/loss"]
+    space: dict = {"__file__": str(recipe)}
+    exec(text, space)
+    (x, y), net = space["data"](space["Options"]()).train, space["model"](space["Options"]())
+    net.double().load_state_dict(tiny.last_state(one)["model"])
+    loss = float(space["loss"](net(x[:20]), y[:20]).detach())
+    assert found[-1]["seen/loss"] == pytest.approx(loss, 1e-12)
+    how = "--checkpoint", "last", "--split", "validation", "--json"
+    told = json.loads(output_of("evaluate", one, *how))
+    names = [f"{of}/{name}" for of in ("unseen", "seen") for name in ("loss", "accuracy")]
+    assert [told[name] for name in names] == [found[-1][name] for name in names]
+    stopped = STOPPED, (recipe, "--run-dir", two, "--monitor", "seen/loss")
+    stop_all([stopped], on=2, folder=tmp_path)
+    tiny.resumed(two)
+    tiny.assert_same_training(two, one)
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        ('{"a b": (x, y)}', "'a b'.* needs a name of letters"),
+        ('{"a": None}', "'a'.*, and data"),
+        ('{"a": (x, y), "b": (x[:, :3], y)}', "model failed.* 3"),
+    ],
+)
+def test_validation_sets_that_cannot_be_measured_are_refused_before_the_first_step(
+    refused, tmp_path, sets, says
+):
+    text = tiny.RECIPE.replace("validation=(x[n:n + 37], y[n:n + 37])", f"validation={sets}")
+    recipe = tiny.write_recipe(tmp_path, text)
+    assert re.search(says, refused("train", str(recipe), "--run-dir", str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ A recipe says what to train in plain PyTorch. It knows nothing of ranks, devices
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +79,9 @@ class Splits:
     """
 
     train: InMemory | torch.utils.data.Dataset[Any]
-    validation: InMemory | torch.utils.data.Dataset[Any] | None = None
+    validation: InMemory | torch.utils.data.Dataset[Any] | Mapping[str, Any] | None = None
+    """Or several, by name: `{"seen": …, "unseen": …}`. The first is the one that the loss and the
+    metrics of a validation are of, and each is measured as `seen/loss`, `unseen/accuracy` …"""
     test: InMemory | torch.utils.data.Dataset[Any] | None = None
     classes: tuple[str, ...] = ()
     """Class names; targets are indices into it, outputs are (batch, classes). With them, a test
@@ -87,8 +90,15 @@ class Splits:
     """Sentences about the data that the user should read; shown when the run begins."""
     left_out: tuple[str, ...] = ()
     """Samples that cannot be used, each with the reason; kept with the run."""
+    by_name: Mapping[str, Any] = field(default_factory=dict)
+    """All of several validation sets; `validation` is the first of them, then."""
 
     def __post_init__(self) -> None:
+        if _is_by_name(self.validation, self.train):
+            object.__setattr__(self, "by_name", self.validation)
+            object.__setattr__(self, "validation", next(iter(self.by_name.values())))
+        elif next(iter(self.by_name.values()), None) is not self.validation:  # another was put in
+            object.__setattr__(self, "by_name", {})
         named = isinstance(self.classes, tuple | list)
         names = tuple(self.classes) if named else ()
         if names and not all(isinstance(name, str) for name in names):
@@ -99,6 +109,32 @@ class Splits:
                 "differently: classes=('cat', 'dog')."
             )
         object.__setattr__(self, "classes", names)
+
+    def changed_validation(self, change: Callable[[Any], Any]) -> Any:
+        """Return what a function makes of the validation data, or of each set of several."""
+        by_name = {name: change(data) for name, data in self.by_name.items()}
+        return by_name or change(self.validation)
+
+    def plain_name(self, metric: str) -> str:
+        """Return the name of a metric without that of a validation set: `loss` of `seen/loss`."""
+        of, _, name = metric.partition("/")
+        return name if of in self.by_name else metric
+
+
+def _is_by_name(validation: object, train: object) -> bool:
+    """Whether these are several data sets, not one whose columns have names."""
+    if not isinstance(validation, Mapping) or not validation:
+        return False
+    columns = isinstance(train, Mapping) and train.keys() & validation.keys()
+    if columns or any(hasattr(value, "dtype") for value in validation.values()):
+        return False
+    for name, data in validation.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or data is None:
+            raise UserError(
+                f"Splits(validation={{{name!r}: …}}): each of several validation sets needs a name "
+                "of letters, digits, '_', '-' and '.', and data."
+            )
+    return True
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:

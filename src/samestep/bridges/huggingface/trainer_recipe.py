@@ -89,7 +89,7 @@ def recipe(
         model: a model, or better a function that makes one: samestep seeds before the call.
         args: its training arguments; what has no counterpart is refused by name.
         train_dataset: a map-style data set: of `datasets`, of PyTorch, or a list of dicts.
-        eval_dataset: the validation data.
+        eval_dataset: the validation data, or a dict of several.
         data_collator: puts samples into a batch; by default as in the Trainer.
         compute_metrics: called with the predictions of all ranks.
         optimizers: an optimizer of the model's parameters, and its scheduler; or None.
@@ -125,6 +125,11 @@ def recipe(
     if isinstance(model, nn.Module):
         given.look_at(model)
     found = settings_of(args) | settings_of_callbacks(callbacks or ())
+    monitor = found.get("monitor", "")  # of several, Trainer's eval_NAME_accuracy
+    by_name = eval_dataset if _is_by_name(eval_dataset) else ()
+    if names := [name for name in by_name if monitor.startswith(f"{name}_")]:
+        of_it = max(names, key=len)
+        found["monitor"] = f"{of_it}/{monitor[len(of_it) + 1 :].removeprefix('eval_')}"
     if {"batch_size", "batch_size_per_rank", "batch_tokens", "global_batch_size"} & settings.keys():
         del found["batch_size"]
     if "accumulate" in settings:
@@ -186,7 +191,11 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
 
 
 def _check_data(name: str, data: Any) -> None:
-    if isinstance(data, Mapping) and not hasattr(data, "column_names"):
+    if name == "eval" and _is_by_name(data):
+        for of_it in data.values():
+            _check_data("", of_it)
+        return
+    if _is_by_name(data):
         raise UserError(
             f"{name}_dataset is a dict of {len(data)} data sets; a recipe has one.",
             remedy="Give one of them, or torch.utils.data.ConcatDataset.",
@@ -200,6 +209,16 @@ def _check_data(name: str, data: Any) -> None:
         )
     if name == "train" and data is None:
         raise UserError("samestep.huggingface.recipe(…) needs a train_dataset.")
+
+
+def _is_by_name(data: Any) -> bool:
+    return isinstance(data, Mapping) and not hasattr(data, "column_names")
+
+
+def _map_style(data: Any) -> Any:
+    if _is_by_name(data):
+        return {name: _MapStyle(of_it) for name, of_it in data.items()}
+    return None if data is None else _MapStyle(data)
 
 
 def _default_collator(processing_class: Any) -> Any:
@@ -296,8 +315,7 @@ class _ForTrainer:
 
     def data(self) -> Splits:
         """Return the data sets."""
-        train, held_out, test = (None if one is None else _MapStyle(one) for one in self.datasets)
-        assert train is not None
+        train, held_out, test = map(_map_style, self.datasets)
         return Splits(train=train, validation=held_out, test=test)
 
     def collate(self, samples: list[Any]) -> Any:

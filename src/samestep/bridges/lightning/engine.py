@@ -45,6 +45,7 @@ from samestep.core.training.loop import (
     checkpoint_name,
     evaluate_now,
     judge,
+    measure_by_name,
     stop_early,
 )
 from samestep.core.training.meter import Meter, epoch_record
@@ -171,7 +172,7 @@ class _Records(Callback):
         if position.step == total and not ends:
             # Now, not when Lightning ends the epoch: by its count this one would be over.
             if work.validation is not None:
-                record, self.metric = evaluate_now(work, state, work.validation)
+                record, self.metric = evaluate_now(work, state)
                 self._task.session.emit(record)
             self._save(trainer)
         elif agreed.signum and not ends:
@@ -219,6 +220,10 @@ class _Module(LitRecipe):
 
     def make_optimizer(self, plan: Plan) -> torch.optim.Optimizer:
         return self._work.learner.optimizer
+
+    def measured_means(self) -> dict[str, float]:
+        means = super().measured_means()
+        return {**means, **measure_by_name(self._work, means)}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the state of the training; all ranks come here."""

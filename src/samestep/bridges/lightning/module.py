@@ -286,11 +286,15 @@ class LitRecipe(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log the means over all samples of all ranks."""
         self._drawn.close()
-        self.means = self._totals.means()
+        self.means = self.measured_means()
         prefix = "test" if self.trainer.testing else "val"
         logged = {f"{prefix}_{name}": v for name, v in self.means.items() if name != "samples"}
         # The ranks have the same values; Lightning would advise to average them. max changes none.
         self.log_dict(logged, prog_bar=True, sync_dist=True, reduce_fx="max")
+
+    def measured_means(self) -> dict[str, float]:
+        """Return the means over all samples of all ranks, at an evaluation's end."""
+        return self._totals.means()
 
     on_test_start = on_validation_start
     test_step = validation_step

@@ -44,13 +44,15 @@ def load_splits(
         splits = world.on_every(lambda: first or load())
     else:
         splits = world.on_every(load)
-    parts = {
-        name: data
-        for name in SPLITS
-        if name in wanted and isinstance(data := getattr(splits, name), PreparedOnRanks)
-    }
+    given = {name: getattr(splits, name) for name in SPLITS if name in wanted}
+    if splits.by_name and "validation" in given:
+        # Also in the order of their names, so that all ranks prepare them in the same.
+        given |= {f"validation/{name}": data for name, data in splits.by_name.items()}
+        del given["validation"]
+    parts = {name: data for name, data in given.items() if isinstance(data, PreparedOnRanks)}
     if not prepare or not parts:
         return splits
     done = next(iter(parts.values())).prepare_on_ranks(parts, world)
-    told = {name: getattr(splits, name) + done[name] for name in ("notes", "left_out")}
-    return replace(splits, **{**done, **told})
+    told = {name: getattr(splits, name) + done.pop(name) for name in ("notes", "left_out")}
+    by_name = {n: done.pop(f"validation/{n}", data) for n, data in splits.by_name.items()}
+    return replace(splits, **{**done, **told, **({"validation": by_name} if by_name else {})})

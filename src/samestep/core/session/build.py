@@ -23,7 +23,7 @@ from samestep.core.data.source import Source
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.session.request import Request
 from samestep.core.training.alike import (
-    arithmetic,
+    check_same_arithmetic,
     check_same_model,
     random_numbers,
     seed_alike,
@@ -111,7 +111,7 @@ def build(
     settings, recipe = request.settings, request.recipe
     world = replace(world, virtual_ranks=settings.virtual_ranks or 0)
     check_precision(settings.precision, world.device)
-    _check_same_arithmetic(world)
+    check_same_arithmetic(world)
     if settings.threads is not None:  # with virtual ranks it is, and data() may compute, too
         torch.set_num_threads(settings.threads)
     choose_allocation(world.device, sharded=is_fsdp(settings, world))
@@ -127,14 +127,15 @@ def build(
     seed_rank(settings.seed, world.rank)
     threads = _share_cores(request, model, world, train)
     loss, judged = _placed_losses(recipe, world.device, dtype)
-    held_out, test = splits.validation, splits.test
-    validation = source(held_out, split="validation") if held_out is not None else None
+    validation, by_name = _held_out(splits, partial(source, split="validation"))
     lonely = None if holds_norms else of_one_sample(plan, settings)
     how = (settings, world, takes, lonely)
     trial = partial(dry_run, model, loss, judged, recipe, splits, train, *how)
     tried = Tried(recipe.metrics)
     if tries:
-        tried = _try_out(trial, validation, test, source, world)
+        tried = _try_out(trial, validation, splits.test, source, world)
+        for other in [*by_name.values()][1:]:
+            _try_out(trial, other, None, source, world)
     metrics, parts, judged_parts = tried.metrics, tried.parts, tried.evaluation_parts
     own = _own_parts(recipe, train) + ("losses by name",) * bool(parts)
     compiles = what_compiles(settings, world, model, own=own)
@@ -162,6 +163,7 @@ def build(
         batch_transform=_batch_transform(recipe, settings, world) if mixes else None,
         train=train,
         validation=validation,
+        by_name=by_name,
         evaluation_loss=judged,
         evaluation_parts=judged_parts,
         metrics=metrics,
@@ -224,28 +226,21 @@ def _batch_transform(recipe: Recipe, settings: Settings, world: World) -> "Batch
     return BatchTransform(recipe, settings, world)
 
 
+def _held_out(
+    splits: Splits, opened: Callable[[Any], Source]
+) -> tuple[Source | None, dict[str, Source]]:
+    """Return what reads the validation data, or the first set of several, and all of these."""
+    by_name = {name: opened(data) for name, data in splits.by_name.items()}
+    if by_name or splits.validation is None:
+        return next(iter(by_name.values()), None), by_name
+    return opened(splits.validation), {}
+
+
 def _placed_losses(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
     """Return the loss of the training, and that of evaluations, which may be the same."""
     loss = place_loss(recipe.loss, device, dtype)
     own = recipe.evaluation_loss
     return loss, loss if own is None else place_loss(own, device, dtype)
-
-
-def _check_same_arithmetic(world: World) -> None:
-    """Refuse virtual ranks on ranks that round differently: other devices, another PyTorch."""
-    if not world.virtual_ranks:
-        return
-    found = world.gather(arithmetic(world.device))
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            first, this = (", ".join(one.values()) for one in (found[0], other))
-            raise UserError(
-                f"--virtual-ranks: rank {rank} computes with {this}, rank 0 with {first}, and they "
-                "round differently.",
-                remedy="Start all ranks on the same model of device with the same PyTorch (Slurm: "
-                "--constraint), or leave --virtual-ranks out.",
-                on_all_ranks=True,
-            )
 
 
 def planned(request: Request, train: Source | Plan, world_size: int) -> Plan:
@@ -484,6 +479,8 @@ def _agree_on_stream(source: Source | None) -> None:
 def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> Watch:
     known, parts = in_training(recipe.metrics), tried.evaluation_parts
     names = [*dict.fromkeys(("loss", *parts, *known, *tried.measured, *tried.computed))]
+    falling = (*recipe.falling(), *parts)
+    names += [f"{of}/{name}" for of in splits.by_name for name in names]
     if splits.validation is None:
         for name in ("patience", "monitor", "halving"):
             if getattr(settings, name) is not None:
@@ -493,5 +490,5 @@ def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> 
         raise UserError(f"--monitor {metric}: the recipe measures {', '.join(names)}.")
     mode = settings.mode
     if mode == "auto":
-        mode = "min" if metric in (*recipe.falling(), *parts) else "max"
+        mode = "min" if splits.plain_name(metric) in falling else "max"
     return Watch(metric=metric, mode=mode)

@@ -50,7 +50,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
     notes += plan_notes(plan, settings)
     if settings.keep_top_k and work.validation is None:
         notes.append("--keep-top-k keeps only the last checkpoint: there is no validation data.")
-    watched = built.state.watch.metric
+    watched = built.splits.plain_name(built.state.watch.metric)
     rises = getattr(request.recipe.metrics.get(watched), "higher_is_better", watched == "accuracy")
     directed = rises or watched in (*request.recipe.falling(), *work.learner.parts)
     if settings.monitor and settings.mode == "auto" and not directed:

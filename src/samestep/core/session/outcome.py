@@ -134,7 +134,7 @@ def _test(
     if work.measure is not None:  # it may find other things to measure than in a validation
         work = replace(work, measure=replace(work.measure, names=()))
     values = evaluate_work(work, part, classes=request.recipe.counted_classes(splits))
-    if signum := part.agreed():
+    if signum := agreement.on(part.left_for):
         _stop(state, signum)
         return None
     test = {**values, "checkpoint": best.entry.path if best else "last"}

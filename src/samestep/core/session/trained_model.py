@@ -2,6 +2,7 @@
 
 from collections.abc import Sized
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -111,11 +112,11 @@ def evaluate_run(
     moment = Moment()
     moment.after(opened.content["position"])
     loss = place_loss(recipe.evaluated_loss, opened.device, opened.dtype)
-    values = switched(settings, opened.device)(evaluate)(
+    measured = partial(
+        switched(settings, opened.device)(evaluate),
         applied(model, recipe, moment),
-        source,
-        evaluating(recipe, loss, moment),
-        fitting_metrics(recipe.metrics, source.peek(1).targets),
+        loss=evaluating(recipe, loss, moment),
+        metrics=fitting_metrics(recipe.metrics, source.peek(1).targets),
         world=world,
         batch_size=evaluation_batch(settings),
         precision=settings.precision,
@@ -125,6 +126,11 @@ def evaluate_run(
         reduction=recipe.reduction,
         measure=measure_of(recipe, model),
     )
+    values = measured(source)
+    for of, data in splits.by_name.items() if split == "validation" else ():
+        alone = replace(recipe, augment=None)
+        of_it = measured(open_split(data, world, alone, settings, opened.dtype), classes=())
+        values |= {f"{of}/{key}": of_it[key] for key in of_it if key != "samples"}
     about: dict[str, Any] = {"recipe": recipe.name, "split": split}
     about |= {"checkpoint": opened.entry.path, "step": opened.entry.step}
     return {**about, **values, **({"notes": list(splits.notes)} if splits.notes else {})}

@@ -34,6 +34,23 @@ def arithmetic(device: torch.device) -> dict[str, str]:
     return {"torch": torch.__version__, "device": model}
 
 
+def check_same_arithmetic(world: World) -> None:
+    """Refuse virtual ranks on ranks that round differently: other devices, another PyTorch."""
+    if not world.virtual_ranks:
+        return
+    found = world.gather(arithmetic(world.device))
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            first, this = (", ".join(one.values()) for one in (found[0], other))
+            raise UserError(
+                f"--virtual-ranks: rank {rank} computes with {this}, rank 0 with {first}, and they "
+                "round differently.",
+                remedy="Start all ranks on the same model of device with the same PyTorch (Slurm: "
+                "--constraint), or leave --virtual-ranks out.",
+                on_all_ranks=True,
+            )
+
+
 def _cpu() -> str:
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")

@@ -63,23 +63,20 @@ class Interruptible:
 
     def __init__(self, source: Evaluable, agreement: Agreement) -> None:
         self._source, self._agreement = source, agreement
-        self._left_for = 0
+        self.left_for = 0
+        """The signal for which this rank has skipped something, or 0."""
 
     def evaluation(self, batch_size: int) -> Iterator[Batch]:
         """Yield batches until the end, or until this rank has to stop."""
         for number, batch in enumerate(self._source.evaluation(batch_size)):
             if number and self._agreement.signum:
-                self._left_for = self._agreement.signum
+                self.left_for = self._agreement.signum
                 return
             yield batch
 
     def peek(self, samples: int) -> Batch:
         """Return the first samples."""
         return self._source.peek(samples)
-
-    def agreed(self) -> int:
-        """Return the signal for which any rank has skipped something, or 0; all ranks call it."""
-        return self._agreement.on(self._left_for)
 
 
 def evaluate(

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from signal import Signals
 from typing import Any
@@ -116,7 +116,7 @@ def after_step(work: Work, state: State, control: RunControl, meter: Meter) -> I
         with _done_whole(work, state):
             metric = None
             if evaluates and work.validation is not None:
-                metric = yield from _evaluate(work, state, control, work.validation)
+                metric = yield from _evaluate(work, state, control)
                 if state.signum:
                     return
             if saves or agreed.signum or state.stop_reason or _is_kept(work, state, metric):
@@ -139,7 +139,7 @@ def catch_up(work: Work, state: State, control: RunControl) -> Iterator[Record]:
     # A training may end within an epoch; elsewhere the epoch's record is yet to come.
     last = is_done(work, state)
     epoch = [epoch_record(work, state)] if last else []
-    metric = yield from _evaluate(work, state, control, work.validation, *epoch)
+    metric = yield from _evaluate(work, state, control, *epoch)
     if not state.signum:
         save_now(work, state, control, metric)
 
@@ -151,7 +151,7 @@ def end_of_epoch(work: Work, state: State, control: RunControl) -> Iterator[Reco
     due = due_after_epoch(work.settings, position.epoch + 1, position.step, last=last)
     metric = None
     if work.validation is not None and due.evaluates:
-        metric = yield from _evaluate(work, state, control, work.validation, epoch)
+        metric = yield from _evaluate(work, state, control, epoch)
         if state.signum:
             return
         number = (position.epoch + 1) // work.settings.eval_every_epochs
@@ -166,22 +166,28 @@ def end_of_epoch(work: Work, state: State, control: RunControl) -> Iterator[Reco
 
 
 def _evaluate(
-    work: Work, state: State, control: RunControl, source: Source, *before: Record
+    work: Work, state: State, control: RunControl, *before: Record
 ) -> Generator[Record, None, float | None]:
     """Yield the records `before` and an evaluation's own; return the monitored metric.
 
     If the evaluation fails or a signal stops it, save what is trained. A resumed run evaluates
     first and yields all of these records then.
     """
-    part, position = Interruptible(source, control.agreement), state.position
+    position, agreement = state.position, control.agreement
+    parts: list[Interruptible] = []
+
+    def interruptible(source: Source) -> Interruptible:
+        parts.append(Interruptible(source, agreement))
+        return parts[-1]
+
     started = time.perf_counter()
     try:
-        values = _measure(work, part)
+        values = _measure(work, interruptible)
     except EvaluationError:
         position.evaluation_due = not epoch_is_full(work, state)
         save_now(work, state, control, None)
         raise
-    if signum := part.agreed():
+    if signum := agreement.on(max(part.left_for for part in parts)):
         position.evaluation_due = not epoch_is_full(work, state)
         _stop(state, signum)
         save_now(work, state, control, None)
@@ -218,15 +224,34 @@ def _stop(state: State, signum: int) -> None:
     state.signum, state.stop_reason = signum, Signals(signum).name
 
 
-def evaluate_now(work: Work, state: State, source: Source) -> tuple[Record, float]:
-    """Evaluate at this point of the training; return the record and the monitored metric."""
+def evaluate_now(work: Work, state: State) -> tuple[Record, float]:
+    """Validate at this point of the training; return the record and the monitored metric."""
     started = time.perf_counter()
-    return judge(work, state, _measure(work, source), time.perf_counter() - started)
+    values = _measure(work, lambda source: source)
+    return judge(work, state, values, time.perf_counter() - started)
 
 
-def _measure(work: Work, source: Evaluable) -> dict[str, Any]:
+def _measure(work: Work, read: Callable[[Source], Evaluable]) -> dict[str, Any]:
+    assert work.validation is not None
     share_buffers(work.learner.model, work.world)
-    return evaluate_work(work, source)
+    values = evaluate_work(work, read(work.validation))
+    return {**values, **measure_by_name(work, values, read)}
+
+
+def measure_by_name(
+    work: Work,
+    first: Mapping[str, Any],
+    read: Callable[[Source], Evaluable] = lambda source: source,
+) -> dict[str, float]:
+    """Return `NAME/loss`, `NAME/METRIC` of several validation sets, of which the first is measured.
+
+    Without several it is empty.
+    """
+    found: dict[str, float] = {}
+    for name, source in work.by_name.items():
+        of_it = first if source is work.validation else evaluate_work(work, read(source))
+        found |= {f"{name}/{key}": of_it[key] for key in of_it if key != "samples"}
+    return found
 
 
 def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) -> dict[str, Any]:
@@ -260,7 +285,8 @@ def judge(
         raise _diverged(work, state, "The validation loss is NaN or infinite")
     epoch, metric = state.position.epoch + 1, values[state.watch.metric]
     state.watch = state.watch.after(metric, epoch, work.settings.min_delta)
-    state.validated = {name: float(values[name]) for name in ("loss", *in_training(work.metrics))}
+    names = "loss", *in_training(work.metrics), *(name for name in values if "/" in name)
+    state.validated = {name: float(values[name]) for name in names}
     if work.learner.scheduler is not None:
         work.learner.scheduler.after("validation", state.position.step, metric)
     record: Record = {"event": "evaluation", "split": "validation", "epoch": epoch}

@@ -89,6 +89,8 @@ class Work:
     step: Step
     train: Source
     validation: Source | None
+    by_name: Mapping[str, Source] = field(default_factory=dict)
+    """All of several validation sets; `validation` is the first of them."""
     evaluation_loss: Callable[[Any, Any], Tensor]
     """What evaluations measure as the loss: that of the training, or the recipe's own."""
     evaluation_parts: tuple[str, ...] = ()
@@ -113,9 +115,13 @@ class Work:
 
     def close(self) -> None:
         """Close what reads the data."""
-        for source in (self.train, self.validation):
-            if source is not None:
-                source.close()
+        for source in self.sources():
+            source.close()
+
+    def sources(self) -> list[Source]:
+        """Return what reads the data: of the training, and of the validations."""
+        held_out = () if self.validation is None else (self.validation,)
+        return [self.train, *(self.by_name.values() or held_out)]
 
     def endless(self) -> "Work":
         """Return the same work without an end, for `rehearse`."""

@@ -280,7 +280,7 @@ def _by_strategy(
 
 def _evaluations(settings: Settings, plan: Plan, built: Built) -> Evaluations:
     work, watch = built.work, built.state.watch
-    known = work.validation.num_samples if work.validation is not None else 0
+    known = sum(source.num_samples for source in work.sources()[1:])
     return Evaluations(
         has_validation=work.validation is not None,
         num_samples=known or None,

@@ -154,7 +154,7 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     average = work.learner.average
     averages = average.state().values() if isinstance(average, Average) else ()
-    sources = [s for s in (work.train, work.validation) if s is not None and s.held_bytes]
+    sources = [source for source in work.sources() if source.held_bytes]
     sizes, elements = (sum(counts) for counts in zip((0, 0), *saved.values(), strict=True))
     memory = RankMemory(
         weights=_part(model.parameters()),

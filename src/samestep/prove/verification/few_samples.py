@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,7 +14,7 @@ from samestep.base.errors import UserError
 from samestep.base.words import count, ranks
 from samestep.core.data.batches import is_stream
 from samestep.core.data.order import per_sample
-from samestep.core.data.recipe_splits import SPLITS, PreparedOnRanks
+from samestep.core.data.recipe_splits import PreparedOnRanks
 from samestep.core.data.stream_lanes import Lane, Route
 from samestep.core.recipe import Recipe, Splits
 
@@ -159,13 +160,17 @@ class _BatchSubset(Subset[Any]):
 def without_streams(splits: Splits, seed: int) -> Splits:
     """Replace each stream by a data set of its first elements."""
     route = Route(seed=seed, epoch=0, global_batch=1, lanes=1, mine=range(1))
-    for name in SPLITS:
-        data: Any = getattr(splits, name)
-        if is_stream(data):
-            elements: Any = Lane(data, route, 0).take(_OF_STREAM)
-            changed: dict[str, Any] = {name: Subset(elements, range(len(elements)))}
-            splits = replace(splits, **changed)
-    return splits
+
+    def taken(data: Any) -> Any:
+        if not is_stream(data):
+            return data
+        elements: Any = Lane(data, route, 0).take(_OF_STREAM)
+        return Subset(elements, range(len(elements)))
+
+    validation = splits.changed_validation(taken)
+    return replace(
+        splits, train=taken(splits.train), validation=validation, test=taken(splits.test)
+    )
 
 
 def num_samples(data: Any) -> int:
@@ -181,7 +186,11 @@ def evaluated_split(splits: Splits) -> str:
 
 def cut_down(splits: Splits, num_train: int, num_evaluated: int) -> Splits:
     """Return a few samples of the training data, and of the evaluated split as `validation`."""
-    evaluated = some_of(getattr(splits, evaluated_split(splits)), num_evaluated)
+    few = partial(some_of, number=num_evaluated)
+    if (name := evaluated_split(splits)) == "validation":
+        evaluated = splits.changed_validation(few)
+    else:
+        evaluated = few(getattr(splits, name))
     train = some_of(splits.train, num_train)
     return replace(splits, train=train, validation=evaluated, test=None, notes=(), left_out=())
 

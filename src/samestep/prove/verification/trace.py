@@ -190,7 +190,7 @@ def _record_steps(task: Task, trace: Trace, training: ShortTraining, stop: int) 
         # As in a run: as the settings say, after an epoch, at the end.
         due = ends_epoch or step == work.plan.total_steps or (every and step % every == 0)
         if work.validation is not None and due:
-            task.session.emit(evaluate_now(work, state, work.validation)[0])
+            task.session.emit(evaluate_now(work, state)[0])
         if step == stop and training.saves:
             meter.settle()
             if epoch_is_full(work, state):

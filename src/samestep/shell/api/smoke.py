@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,13 @@ def _few(request: Request, world: World, run: Path) -> Request:
     parts = without_streams(replace(whole, train=nothing), settings.seed)
     splits: dict[str, Any] = {name: getattr(parts, name) for name in SPLITS}
     splits["train"] = whole.train
-    for name, data in splits.items():
-        if data is not None and not is_stream(data):  # two steps read little of a stream
-            splits[name] = some_of(data, wanted[name])
+
+    def few_of(data: Any, name: str) -> Any:
+        # Two steps read little of a stream.
+        return data if data is None or is_stream(data) else some_of(data, wanted[name])
+
+    splits = {name: few_of(data, name) for name, data in splits.items()}
+    splits["validation"] = parts.changed_validation(partial(few_of, name="validation"))
     few = replace(whole, **splits, notes=(), left_out=())
     if not is_stream(whole.train):
         recipe = cut_numbers(recipe, whole, few)

@@ -171,21 +171,26 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
     # A loss over the whole batch is evaluated over batches as they were trained.
     as_trained = replace(tested.settings, batch_size=tested.size.global_batch)
     tested = replace(tested, recipe=replace(tested.recipe, augment=None), settings=as_trained)
-    with tested.source(tested.splits.validation, world=world) as source:
-        values = evaluate(
-            tested.applied(model),
-            source,
-            loss,
-            tested.recipe.metrics,
-            world=world,
-            batch_size=256,
-            precision=tested.settings.precision,
-            seed=tested.settings.seed,
-            terms=terms_of(tested.recipe),
-            reduction=tested.recipe.reduction,
-            measure=measure_of(tested.recipe, model),
-        )
-    return {name: value for name, value in values.items() if isinstance(value, float)}
+    measure, found = measure_of(tested.recipe, model), dict[str, float]()
+    splits = tested.splits
+    sets = [("", splits.validation), *((f"{of}/", data) for of, data in splits.by_name.items())]
+    for prefix, data in sets:
+        with tested.source(data, world=world) as source:
+            values = evaluate(
+                tested.applied(model),
+                source,
+                loss,
+                tested.recipe.metrics,
+                world=world,
+                batch_size=256,
+                precision=tested.settings.precision,
+                seed=tested.settings.seed,
+                terms=terms_of(tested.recipe),
+                reduction=tested.recipe.reduction,
+                measure=measure,
+            )
+        found |= {f"{prefix}{n}": value for n, value in values.items() if isinstance(value, float)}
+    return found
 
 
 def _one_device(evidence: Evidence) -> Check:
