@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from report import heading, machine
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from samestep.base.run import checkpoints
 from samestep.base.run.index import Retention
@@ -59,7 +60,12 @@ def main() -> int:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
         for size in map(int, asked.mib.split(",")):
             with tempfile.TemporaryDirectory(dir=asked.folder) as place:
-                blocked, whole = _measure(Path(place), size, asked)
+                rows = size * 2**20 // 4 // TENSORS
+                model = {
+                    f"weight {n}": torch.randn(rows, device=asked.device) for n in range(TENSORS)
+                }
+                names = [asked.way] if asked.way else None
+                blocked, whole = measure(Path(place), model, asked.rounds, names, size)
             if asked.way:
                 seconds = {"blocked_s": blocked[asked.way], "until_on_disk_s": whole[asked.way]}
                 print(json.dumps({name: statistics.median(s) for name, s in seconds.items()}))
@@ -92,17 +98,26 @@ Times = dict[str, list[float]]
 """Of each way the seconds of each round."""
 
 
-def _measure(folder: Path, mib: int, asked: argparse.Namespace) -> tuple[Times, Times]:
-    """Return how long each way blocks, and until all is on the disk."""
-    rows = mib * 2**20 // 4 // TENSORS
-    model = {f"weight {n}": torch.randn(rows, device=asked.device) for n in range(TENSORS)}
+def measure(
+    folder: Path,
+    model: dict[str, torch.Tensor],
+    rounds: int,
+    names: Collection[str] | None = None,
+    mib: int = 1,
+    *,
+    warm: bool = True,
+) -> tuple[Times, Times]:
+    """Return how long each way blocks, or those named, and until all is on the disk.
+
+    With `warm`, a first round is not counted. `mib` is what dd writes.
+    """
     state: dict[str, Any] = {"format": checkpoints.FORMAT, "model": model}
-    ways = [way for way in _ways(folder, state, mib) if asked.way in (None, way.name)]
+    ways = [way for way in _ways(folder, state, mib) if names is None or way.name in names]
     blocked: dict[str, list[float]] = {way.name: [] for way in ways}
     whole: dict[str, list[float]] = {way.name: [] for way in ways}
-    for turn in range(asked.rounds + 1):
+    for turn in range(not warm, rounds + 1):
         for way in ways if turn % 2 else reversed(ways):  # a disk may be slower after a write
-            if asked.device == "cuda":
+            if next(iter(model.values())).is_cuda:
                 torch.cuda.synchronize()
             began = time.perf_counter()
             finish = way.save(folder, turn)
@@ -174,6 +189,12 @@ def _ways(folder: Path, state: dict[str, Any], mib: int) -> list[Way]:
         found = dcp.async_save(state, checkpoint_id=folder / f"async-{turn}")
         return found.result
 
+    def by_dcp_process(folder: Path, turn: int) -> Callable[[], object]:
+        kind = AsyncCheckpointerType.PROCESS
+        place = folder / f"process-{turn}"
+        found = dcp.async_save(state, checkpoint_id=place, async_checkpointer_type=kind)
+        return found.result
+
     def by_dd(folder: Path, turn: int) -> Callable[[], object]:
         words = ["dd", "if=/dev/zero", f"of={folder}/dd-{turn}", "bs=1M", f"count={mib}"]
         subprocess.run([*words, "conv=fsync", "status=none"], check=True)
@@ -186,8 +207,31 @@ def _ways(folder: Path, state: dict[str, Any], mib: int) -> list[Way]:
         Way("Lightning, AsyncCheckpointIO", by_lightning_behind),
         Way("DCP, save", by_dcp),
         Way("DCP, async_save", by_dcp_behind),
+        Way("DCP, async_save in a process", by_dcp_process),
+        *_by_torch_checkpointing(state),
         Way("dd", by_dd),
     ]
+
+
+def _by_torch_checkpointing(state: dict[str, Any]) -> list[Way]:
+    """Return PyTorch's newest package for this, if it is installed; its process lives on."""
+    try:
+        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig
+        from torch_checkpointing.staging import CheckpointStagerConfig
+        from torch_checkpointing.storage import filesystem
+    except ImportError:
+        return []
+    # Without CUDA as its page on troubles says; ext4 refuses its direct I/O (findings/).
+    staging = CheckpointStagerConfig(use_async_staging=torch.cuda.is_available())
+    storage = filesystem.LocalFileSystemStorageConfig(use_direct_io=False)
+    save = AsyncCheckpointSaverConfig(staging_config=staging)
+    manager = CheckpointManager.Config(save=save, storage_config=storage).build()
+
+    def by_it(folder: Path, turn: int) -> Callable[[], object]:
+        return manager.save(str(folder / f"its-{turn}"), {"model": state["model"]}).result
+
+    return [Way("torch_checkpointing", by_it)]
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ def main() -> int:
     facts = machine()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        run = _train(folder / "one" / "run")
+        run = train(folder / "one" / "run")
         size = (run / "events.jsonl").stat().st_size
-        _copy(run, folder / "many", asked.runs)
+        copy(run, folder / "many", asked.runs)
         _damage(folder / "damaged", asked.runs * 10)
         _enlarge(run)
         commands = {
@@ -74,7 +74,8 @@ def main() -> int:
     return int(wanted > TARGET_S)
 
 
-def _train(run: Path) -> Path:
+def train(run: Path) -> Path:
+    """Train the spiral; return its run, without the checkpoints."""
     command = (*SAMESTEP, "train", "spiral", "--run-dir", str(run))
     subprocess.run(command, check=True, capture_output=True)
     for checkpoint in (run / "checkpoints").glob("*.pt"):  # the listing reads none
@@ -82,7 +83,8 @@ def _train(run: Path) -> Path:
     return run
 
 
-def _copy(run: Path, folder: Path, count: int) -> None:
+def copy(run: Path, folder: Path, count: int) -> None:
+    """Fill a folder with so many copies of a run."""
     for number in range(count):
         shutil.copytree(run, folder / f"spiral-20260101-{number:06}-abcd")
 

@@ -19,6 +19,8 @@ from samestep.base.run.host_copy import on_host
 
 FORMAT = 1
 """What this version writes and reads; a file says which one it is in."""
+_HASHED_AT_ONCE = 1 << 20
+"""Bytes."""
 
 
 class _Writer(io.RawIOBase):
@@ -26,6 +28,7 @@ class _Writer(io.RawIOBase):
 
     def __init__(self, file: BinaryIO, grown: Callable[[], None]) -> None:
         self._file, self._grown = file, grown
+        self._new = 0
         self.error: OSError | None = None
 
     def writable(self) -> bool:
@@ -37,7 +40,10 @@ class _Writer(io.RawIOBase):
         except OSError as error:
             self.error = error
             raise
-        self._grown()
+        self._new += len(data)
+        if self._new >= _HASHED_AT_ONCE:  # a small tensor is written in a dozen calls
+            self._grown()
+            self._new = 0
         return len(data)
 
 
@@ -62,7 +68,7 @@ class _FileHash:
         return self._digest.result()
 
     def _follow(self) -> str:
-        sha256, chunk = hashlib.sha256(), memoryview(bytearray(1 << 20))
+        sha256, chunk = hashlib.sha256(), memoryview(bytearray(_HASHED_AT_ONCE))
         with self._file:
             while True:
                 whole = self._whole  # asked first: what is written meanwhile is read the next time
