@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     from samestep.core.data.keyed_random import normal, uniform
     from samestep.core.recipe import Recipe, Splits
     from samestep.core.session.own_gather import gather
-    from samestep.core.session.own_run import OwnRun, open_run
+    from samestep.core.session.own_run import OwnRun
     from samestep.scripts.checking.check_report import CheckReport
     from samestep.shell.api.jobs import SubmittedJob, submit
     from samestep.shell.api.on_ranks import check, train, verify
+    from samestep.shell.api.own_loops import open_run
     from samestep.shell.api.run_lists import compare, runs
     from samestep.shell.api.sweeps import sweep
     from samestep.shell.api.trained_models import evaluate, export, load, predict
@@ -97,7 +98,8 @@ _HOMES = {
         "core.recipe": "Recipe Splits",
         "base.run.records": "read_records",
         "core.session.own_gather": "gather",
-        "core.session.own_run": "OwnRun open_run",
+        "core.session.own_run": "OwnRun",
+        "shell.api.own_loops": "open_run",
         "base.settings": "Settings may_change",
     }.items()
     for name in names.split()

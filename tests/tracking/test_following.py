@@ -18,6 +18,7 @@ from tests import tiny
 from tests.command_line import read_json
 from tests.faults import Fault
 from tests.processes import Ranks, start_ranks
+from tests.session import scripts
 from tests.tracking import own_tracker
 from tests.tracking.readers import expected
 
@@ -158,6 +159,35 @@ def test_one_tracker_run_gets_every_record_in_its_order_whatever_the_engine(here
     assert times[0] >= next(r["time"] for r in read_records(run) if r["event"] == "start")
     assert not what(run, "checkpoint"), "they were not asked for"
     assert not (run / "tracking" / "own_tracker.log").exists(), "it has printed nothing"
+
+
+OWN_LOOP = """import samestep, sys, torch
+with samestep.open_run("run", resume=True, log_every=1, track=TRACK) as run:
+    model = run.place(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in run.epochs(int(sys.argv[1]), state={"model": model, "optimizer": optimizer}):
+        for batch in run.batches(torch.ones(20, 2), 5):
+            run.backward(loss := model(batch.data).square().mean(), model)
+            optimizer.step()
+            run.log(loss=loss)
+"""
+
+
+def test_a_loop_of_ones_own_is_followed_on_two_ranks_and_when_it_goes_on(tmp_path):
+    script, run = tmp_path / "own.py", tmp_path / "run"
+    script.write_text(OWN_LOOP.replace("TRACK", repr({"to": TRACKER, "project": "loops"})))
+    for epochs in ("2", "3"):
+        ranks = scripts.run(script, epochs, world_size=2, folder=tmp_path)
+        assert ranks.output().count("own_tracker: https://tracker.example/the-run") == 1
+    assert sent(run) == expected(run)
+    assert [line["project"] for line in what(run, "start")] == ["loops"] * 2
+    assert [line["status"] for line in what(run, "finish")] == ["completed"] * 2
+    for track, says in (
+        ("wandbb", "Did you mean 'wandb'?"),
+        ({"lr": 3}, "track.*'lr' is not known"),
+    ):
+        script.write_text(OWN_LOOP.replace("TRACK", repr(track)))
+        assert re.search(says, scripts.refused(script, "3", folder=tmp_path))
 
 
 def test_a_tracker_named_as_a_module_has_checkpoints_and_no_password(here, monkeypatch):

@@ -1,8 +1,7 @@
 """`samestep.open_run`: a run for a training loop that the user writes."""
 
-import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from samestep.base.errors import AlreadyTold, UserError, did_you_mean, raised_at
 from samestep.base.run.files import read_object
-from samestep.base.settings import Backend, Device, OrderName
+from samestep.base.settings import OrderName
 from samestep.core.data.keyed_random import mix
 from samestep.core.data.order import steps_per_epoch
 from samestep.core.recipe import Collate, PerSample
@@ -814,65 +813,3 @@ class OwnRun:
         # Five parts and more, so that no step of a rank is seeded alike.
         own = self._opened
         seed_alike(mix(own.options.seed, 0, 0, own.position.epoch, *tags))
-
-
-def open_run(
-    path: str | Path | None = None,
-    *,
-    seed: int = 0,
-    resume: bool = False,
-    settings: Mapping[str, Any] | None = None,
-    may_change: Collection[str] = (),
-    name: str | None = None,
-    log_every: int | None = None,
-    checkpoint_every_epochs: int = 1,
-    checkpoint_every_steps: int | None = None,
-    checkpoint_sync: bool = False,
-    keep_newest: int | None = None,
-    keep_hours: float | None = None,
-    device: Device = "auto",
-    backend: Backend = "auto",
-    timeout_s: float = 600.0,
-    stall_s: float | None = None,
-) -> OwnRun:
-    """Return a run for a training loop of your own, on one rank or several.
-
-    Open it by `with`; `OwnRun` has an example.
-
-    Args:
-        path: the run directory, which all nodes share; by default that of the job of `samestep
-            slurm submit`, or a new one in runs/.
-        seed: of the order, of the initial weights, and of all random numbers.
-        resume: whether to continue the run that is there; where there is none, it begins.
-        settings: the script's own, by name, kept with the run: numbers, texts, lists and dicts.
-            Functions, types and devices are kept by their names; a value equal to `path` is left
-            out. They must be the same on all ranks, as all arguments, except absolute paths,
-            devices, and names such as threads, num_workers or local_rank.
-        may_change: names of settings that may differ when the run continues, and between ranks.
-        name: of the program, for `samestep compare`; by default that of the script.
-        log_every: steps between two `step` records; by default the length decides: 200 to 500
-            records, and in long runs one every 50 steps.
-        checkpoint_every_epochs: epochs between two checkpoints; there is always one at the end.
-        checkpoint_every_steps: steps between two checkpoints, besides those after epochs.
-        checkpoint_sync: whether the training waits until each checkpoint is written.
-        keep_newest: how many of the newest checkpoints are kept, besides the best; by default all.
-        keep_hours: keep checkpoints for this many hours, besides the best and the last.
-        device: where to train; "auto" takes the best device here.
-        backend: what connects the ranks; "auto" chooses by platform and device.
-        timeout_s: seconds that ranks wait for the slowest of them.
-        stall_s: seconds without a step after which ranks count as hung, as `--stall-s`; 0: never.
-
-    Raises:
-        SystemExit: at the `with`; 2, after a message, for a mistake of the user; 128 + its number
-            after a stop signal, with a checkpoint.
-    """
-    arguments, place = locals(), path and Path(path).absolute()
-    kept: Any = {} if settings is None else settings
-    texts = kept.items() if isinstance(kept, Mapping) else ()
-    is_path = {n for n, v in texts if isinstance(v, str | Path) and Path(v).absolute() == place}
-    if is_path:
-        kept = {name: value for name, value in kept.items() if name not in is_path}
-    own: dict[str, Any] = {"settings": kept, "name": name or Path(sys.argv[0]).stem or "own_loop"}
-    if not isinstance(may_change, str):
-        own["may_change"] = {*may_change, *is_path}
-    return (OwnRun.opened_as or OwnRun)(Options(**{**arguments, **own}))

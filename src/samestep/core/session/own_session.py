@@ -1,10 +1,11 @@
 """The state, records and checkpoints of a run whose loop the user writes."""
 
+import contextlib
 import math
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -63,7 +64,7 @@ from samestep.launch.ranks.process import RankLog, why_failed
 from samestep.launch.ranks.world import World
 
 _OF_MAIN = frozenset(
-    {"path", "settings", "may_change", "checkpoint_sync", "keep_newest", "keep_hours"}
+    {"path", "settings", "may_change", "checkpoint_sync", "keep_newest", "keep_hours", "trackers"}
 )
 """Arguments that only rank 0 reads, and settings, which are compared one by one."""
 
@@ -88,6 +89,8 @@ class Options:
     backend: Backend
     timeout_s: float
     stall_s: float | None
+    trackers: Callable[..., Any] | None = None
+    """Starts those that follow the run: (tell, stopped) → a context that takes records."""
 
     def checked(self) -> Self:
         """Return them as the flags of the same names would be; refuse what no flag may be."""
@@ -162,10 +165,20 @@ class OwnSession:
         self._signals = catch_signals()
         self.received = self._signals.__enter__()
         self.agreement = Agreement(self.world, self.received)
+        self._trackers = contextlib.ExitStack()
+        if options.trackers is not None:
+            self.world.on_main(partial(self._open_trackers, options.trackers))
         # Autocast keeps casts of the weights until its outermost context ends, and that may be
         # around the whole loop: forget them whenever the weights have changed.
         self._hook = register_optimizer_step_post_hook(self._has_stepped)
         seed_alike(options.seed)
+
+    def _open_trackers(self, starts: Callable[..., Any]) -> None:
+        def tell(record: Record) -> None:
+            say(self.world, f"{record['tracker']}: {record['text']}")
+
+        found = starts(tell=tell, stopped=lambda: bool(self.received.signum))
+        self.session.add_sink(self._trackers.enter_context(found).take)
 
     def _choose_path(self) -> Path:
         options, named = self.options, self.options.path or os.environ.get(JOB_RUN)
@@ -329,7 +342,7 @@ class OwnSession:
             parameters=parameters,
             modules=self.modules().values(),
             **sizes,
-            precision=precision_of({p.dtype for p in parameters}),
+            precision=own_state.precision_of({p.dtype for p in parameters}),
             lower_is_better=["loss"],
             resumed=resume is not None,
             notes=notes,
@@ -476,16 +489,10 @@ class OwnSession:
     def close(self, error: BaseException | None) -> None:
         """Stop catching signals, and let another process open the run."""
         self._hook.remove()
-        if error is None or isinstance(error, Stopped):
-            self._signals.__exit__(None, None, None)
-        else:  # a signal that no training could act on is kept for who reports the failure
-            self._signals.__exit__(type(error), error, error.__traceback__)
+        how: Any = (None, None, None)
+        if error is not None and not isinstance(error, Stopped):
+            how = type(error), error, error.__traceback__
+        self._trackers.__exit__(*how)
+        # After a failure, a signal that no training could act on is kept for who reports that.
+        self._signals.__exit__(*how)
         self.session.close()
-
-
-def precision_of(kinds: set[torch.dtype]) -> str:
-    """Return the least precise type of the weights, by which `compare` knows their rounding."""
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
-        if dtype in kinds:
-            return name
-    return "fp64" if kinds == {torch.float64} else "fp32"

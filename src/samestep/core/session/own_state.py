@@ -414,3 +414,11 @@ def _number(name: str, value: Any) -> float | Tensor:
         raise UserError(
             f"run.log({name}=…) was given a {type(value).__name__}; log single numbers."
         ) from error
+
+
+def precision_of(kinds: set[torch.dtype]) -> str:
+    """Return the least precise type of the weights, by which `compare` knows their rounding."""
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        if dtype in kinds:
+            return name
+    return "fp64" if kinds == {torch.float64} else "fp32"

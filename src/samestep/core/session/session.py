@@ -60,6 +60,10 @@ class Session:
         job = os.environ.get(JOB_RUN) if world.is_main else None
         self._heartbeat = Heartbeat(Path(job).absolute()) if job else None
 
+    def add_sink(self, sink: Sink) -> None:
+        """Give another the records from now on."""
+        self._sinks = (*self._sinks, sink)
+
     def _open(self) -> None:
         self.run = Run(self.path)
 

@@ -36,7 +36,8 @@ from samestep.core.data.order import per_sample
 from samestep.core.session.gradients import Trained, parameters_of
 from samestep.core.session.own_data import OwnBatch
 from samestep.core.session.own_run import OwnRun
-from samestep.core.session.own_session import Options, precision_of
+from samestep.core.session.own_session import Options
+from samestep.core.session.own_state import precision_of
 from samestep.core.session.session import Stopped
 from samestep.core.training.alike import seed_rank
 from samestep.core.training.side_effects import ALL_KINDS, Draws, RandomDraws, batch_norms
@@ -159,6 +160,7 @@ class WatchedRun(OwnRun):
     def __init__(self, task: LoopTask, trace: Trace, report: RankReport, options: Options) -> None:
         changed: dict[str, Any] = {"checkpoint_every_epochs": 10**9, "checkpoint_every_steps": None}
         changed |= {"path": task.run, "resume": False, "log_every": 1, "timeout_s": 120.0}
+        changed["trackers"] = None
         if options.device == "auto":
             changed["device"] = task.device
         super().__init__(replace(options, **changed))

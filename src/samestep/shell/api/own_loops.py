@@ -1,0 +1,99 @@
+"""A training loop of the user's own: `samestep.open_run`, with trackers if it asks for some."""
+
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from samestep.base.errors import UserError
+from samestep.base.settings import Backend, Device, Settings, merge_layers
+from samestep.base.tracker_choice import check_choice, check_installed, chosen
+from samestep.core.session.declared import checked_settings
+from samestep.core.session.own_run import OwnRun
+from samestep.core.session.own_session import Options
+
+
+def open_run(
+    path: str | Path | None = None,
+    *,
+    seed: int = 0,
+    resume: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    may_change: Collection[str] = (),
+    name: str | None = None,
+    log_every: int | None = None,
+    checkpoint_every_epochs: int = 1,
+    checkpoint_every_steps: int | None = None,
+    checkpoint_sync: bool = False,
+    keep_newest: int | None = None,
+    keep_hours: float | None = None,
+    device: Device = "auto",
+    backend: Backend = "auto",
+    timeout_s: float = 600.0,
+    stall_s: float | None = None,
+    track: str | Mapping[str, Any] | None = None,
+) -> OwnRun:
+    """Return a run for a training loop of your own, on one rank or several.
+
+    Open it by `with`; `OwnRun` has an example.
+
+    Args:
+        path: the run directory, which all nodes share; by default that of the job of `samestep
+            slurm submit`, or a new one in runs/.
+        seed: of the order, of the initial weights, and of all random numbers.
+        resume: whether to continue the run that is there; where there is none, it begins.
+        settings: the script's own, by name, kept with the run: numbers, texts, lists and dicts.
+            Functions, types and devices are kept by their names; a value equal to `path` is left
+            out. They must be the same on all ranks, as all arguments, except absolute paths,
+            devices, and names such as threads, num_workers or local_rank.
+        may_change: names of settings that may differ when the run continues, and between ranks.
+        name: of the program, for `samestep compare`; by default that of the script.
+        log_every: steps between two `step` records; by default the length decides: 200 to 500
+            records, and in long runs one every 50 steps.
+        checkpoint_every_epochs: epochs between two checkpoints; there is always one at the end.
+        checkpoint_every_steps: steps between two checkpoints, besides those after epochs.
+        checkpoint_sync: whether the training waits until each checkpoint is written.
+        keep_newest: how many of the newest checkpoints are kept, besides the best; by default all.
+        keep_hours: keep checkpoints for this many hours, besides the best and the last.
+        device: where to train; "auto" takes the best device here.
+        backend: what connects the ranks; "auto" chooses by platform and device.
+        timeout_s: seconds that ranks wait for the slowest of them.
+        stall_s: seconds without a step after which ranks count as hung, as `--stall-s`; 0: never.
+        track: trackers that follow the run, as `--track`: "wandb,tensorboard"; or a dict with `to`
+            and what flags call `--track-project`, `--track-tags` and so on: {"to": "wandb",
+            "project": "mine"}.
+
+    Raises:
+        SystemExit: at the `with`; 2, after a message, for a mistake of the user; 128 + its number
+            after a stop signal, with a checkpoint.
+    """
+    arguments, place = locals(), path and Path(path).absolute()
+    del arguments["track"]
+    kept: Any = {} if settings is None else settings
+    texts = kept.items() if isinstance(kept, Mapping) else ()
+    is_path = {n for n, v in texts if isinstance(v, str | Path) and Path(v).absolute() == place}
+    if is_path:
+        kept = {name: value for name, value in kept.items() if name not in is_path}
+    own: dict[str, Any] = {"settings": kept, "name": name or Path(sys.argv[0]).stem or "own_loop"}
+    if not isinstance(may_change, str):
+        own["may_change"] = {*may_change, *is_path}
+    own["trackers"] = partial(_trackers, track, own["name"]) if track else None
+    return (OwnRun.opened_as or OwnRun)(Options(**{**arguments, **own}))
+
+
+def _trackers(track: str | Mapping[str, Any], name: str, **how: Any) -> Any:
+    """Return what starts the trackers, with a `take` for records; rank 0 calls it."""
+    from samestep.show.tracking.processes import TrackerProcesses  # noqa: PLC0415
+
+    given = merge_layers({"track": track})
+    known = {field.name for field in fields(Settings) if field.name.startswith("track")}
+    if unknown := sorted(given.keys() - known):
+        there = ", ".join(sorted(name.removeprefix("track_") for name in known - {"track"}))
+        name = unknown[0].removeprefix("track_")
+        raise UserError(f"open_run(track=…): {name!r} is not known; there are to, {there}.")
+    settings = Settings(**checked_settings(given, "open_run"))
+    check_choice(settings)
+    check_installed(chosen(settings.track))
+    return TrackerProcesses(settings, name, is_main=True, **how)
