@@ -203,9 +203,9 @@ order="columns" group_by_length=true batch_tokens=512
 optimizer="adamw" lr=0.25 momentum=0.5 eval_batch_size=7 weight_decay=0.125 lr_scaling="sqrt"
 base_batch_size=8 warmup_steps=3 warmup_from=0.5 schedule="polynomial" lr_end=0.125
 lr_power=0.5 clip_norm=0.75 ema=0.25
-precision="bf16" param_dtype="bf16" matmul_precision="high" seed=7 init_from="/w.safetensors"
-init_strict=false device="cpu" backend="gloo"
-timeout_s=77.0 stall_s=33.0 bucket_cap_mb=3 oversubscribe=true compile="on" threads=2
+precision="bf16" param_dtype="bf16" matmul_precision="high" newton_schulz="fp32" seed=7
+init_from="/w.safetensors" init_strict=false device="cpu" backend="gloo" timeout_s=77.0
+stall_s=33.0 bucket_cap_mb=3 oversubscribe=true compile="on" threads=2
 num_workers=1 log_every=4
 eval_every_epochs=3 eval_every_steps=11 checkpoint_every_epochs=5 checkpoint_every_steps=6
 checkpoint_every_minutes=0.5 checkpoint_sync=true

@@ -71,6 +71,25 @@ def test_the_switches_follow_the_settings_but_leave_the_users_alone(monkeypatch)
     assert state() == before, "all is put back, after a failure too"
 
 
+def test_muon_in_single_precision_makes_no_more_of_a_rounding_than_it_is():
+    draw = torch.Generator().manual_seed(0)
+    gradient = torch.randn(64, 32, generator=draw)
+
+    def update(gradient, **how):
+        weight = torch.nn.Parameter(torch.zeros(64, 32))
+        weight.grad, before = gradient.clone(), gradient.clone()
+        with switched(Settings(**how), CPU):
+            torch.optim.Muon([weight], lr=1.0).step()
+        assert torch.equal(weight.grad, before)
+        return weight.detach()
+
+    noise, apart = 1e-5 * torch.randn(64, 32, generator=draw), {}
+    for kind in ("bf16", "fp32"):
+        one, other = (update(g, newton_schulz=kind) for g in (gradient, gradient + noise))
+        apart[kind] = float((one - other).abs().max())
+    assert apart["fp32"] < 1e-4 < 1e-3 < apart["bf16"]
+
+
 @pytest.mark.parametrize(
     ("told", "says"),
     [
@@ -87,6 +106,7 @@ def test_settings_that_exclude_each_other_are_refused(told, says):
 
 
 FLAGS = ("--deterministic", "--matmul-precision", "high", "--bucket-cap-mb", "3")
+FLAGS += ("--newton-schulz", "fp32")
 
 
 def test_a_training_with_them_is_the_same_on_a_cpu_and_says_what_has_no_effect(tmp_path):
@@ -95,7 +115,8 @@ def test_a_training_with_them_is_the_same_on_a_cpu_and_says_what_has_no_effect(t
         trained(recipe, tmp_path / name, "--device", "cpu", "--epochs", "2", *flags)
     assert_same_training(tmp_path / "run", tmp_path / "plain", tolerance=0)
     (start,) = events(tmp_path / "run", "start")
-    assert any("--bucket-cap-mb" in note for note in start["notes"])
+    for flag in ("--bucket-cap-mb", "--newton-schulz"):
+        assert any(flag in note for note in start["notes"])
     assert "kernels" not in start
     assert read_json(tmp_path / "run" / "environment.json")["gpus"] == []
 

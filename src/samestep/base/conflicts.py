@@ -59,6 +59,13 @@ def conflict_in(settings: Any) -> Conflict | None:
     is_fsdp = settings.strategy == "fsdp"
     own = _conflict(settings, _WITH_FSDP if is_fsdp else _WITH_DDP, "strategy", settings.strategy)
     virtual = settings.virtual_ranks is not None
+    if settings.cudnn_benchmark and (settings.deterministic or virtual):
+        return Conflict(
+            "--cudnn-benchmark does not go with --deterministic: it may choose other kernels each "
+            "time.",
+            ("cudnn_benchmark", "deterministic"),
+            "Leave one of them out.",
+        )
     if settings.momentum and settings.optimizer != "sgd":
         return Conflict(
             f"--momentum {settings.momentum} has no effect with --optimizer {settings.optimizer}.",

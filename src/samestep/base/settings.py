@@ -178,6 +178,9 @@ class Settings:
     needs --precision bf16."""
     matmul_precision: MatmulPrecision | None = None
     """Precision of float32 products and convolutions; highest forbids TF32."""
+    newton_schulz: Literal["bf16", "fp32"] = "bf16"
+    """Type in which torch.optim.Muon orthogonalises its updates; its bf16 makes percents of a
+    rounding, fp32 takes the same steps on any ranks and with fsdp."""
     seed: int = field(default=42, metadata=_COMMON)
     """Seed of all random numbers: initial weights, sample order, augmentation, dropout."""
     init_from: str | None = field(default=None, metadata=_COMMON)
@@ -344,13 +347,6 @@ class Settings:
             # CPU kernels may sum in another order with another number of threads.
             object.__setattr__(self, "threads", self.threads or 1)
             object.__setattr__(self, "deterministic", True)
-        if self.deterministic and self.cudnn_benchmark:
-            raise UserError(
-                "--cudnn-benchmark does not go with --deterministic: it may choose other kernels "
-                "each time.",
-                remedy="Leave one of them out.",
-                flags=["cudnn_benchmark", "deterministic"],
-            )
 
     @property
     def forwards_together(self) -> bool:

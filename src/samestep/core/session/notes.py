@@ -18,6 +18,7 @@ from samestep.core.session.free_space import room_notes, state_bytes
 from samestep.core.session.recipe_changes import recipe_changes
 from samestep.core.session.request import Request
 from samestep.core.training.alike import arithmetic
+from samestep.core.training.joint import kind_of
 from samestep.core.training.plan import Plan, warmup_steps
 from samestep.core.training.side_effects import batch_norms
 from samestep.core.training.work import Work, is_done
@@ -110,6 +111,9 @@ def _without_effect(work: Work) -> list[str]:
         else "--virtual-ranks N makes it the same on any number of ranks."
     )
     notes = {
+        "--newton-schulz has no effect: no optimizer is torch.optim.Muon.": (
+            settings.newton_schulz != "bf16" and "Muon" not in kind_of(work.learner.optimizer)
+        ),
         "--num-workers has no effect: the data is held in memory.": (
             settings.num_workers and isinstance(train, MemorySource)
         ),

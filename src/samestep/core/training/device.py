@@ -5,14 +5,15 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from samestep.base.errors import UserError
+from samestep.base.patches import patched
 from samestep.base.settings import MatmulPrecision, Precision, Settings
 from samestep.base.startup import threads_wished
 
@@ -112,7 +113,24 @@ def switched(settings: Settings, device: torch.device) -> Iterator[None]:
                 switch(torch.utils.deterministic, fill_uninitialized_memory=False)
         elif settings.cudnn_benchmark:
             switch(torch.backends.cudnn, benchmark=True, deterministic=False)
+        if settings.newton_schulz == "fp32":
+            from torch.optim import _muon  # noqa: PLC0415
+
+            stack.enter_context(patched((_muon, "_zeropower_via_newtonschulz", _in_single)))
         yield
+
+
+def _in_single(original: Callable[..., Tensor], update: Tensor, *how: Any, **more: Any) -> Tensor:
+    """Let torch's Muon orthogonalise in float32: what it calls to round its copy rounds nothing."""
+
+    def copied(_: object, tensor: Tensor) -> Tensor:
+        return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+
+    with patched((Tensor, "bfloat16", copied)):
+        found = original(update, *how, **more)
+    if found.dtype in _AUTOCAST.values():
+        raise UserError(f"--newton-schulz fp32: the Muon of torch {torch.__version__} rounds anew.")
+    return found
 
 
 def kernels_of(device: torch.device) -> dict[str, Any]:
