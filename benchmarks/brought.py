@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 PAGE = Path(__file__).parent / "results" / "brought.md"
-EPOCHS = 6
+EPOCHS = 10
 QUIET: dict[str, Any] = {"quiet": True, "nproc": 1, "device": "cpu", "threads": 1}
 
 
@@ -75,8 +75,8 @@ def main() -> int:
         "|---|---:|---:|---:|---:|---|",
         *rows,
         "",
-        f"- CPU time of an epoch, on one rank and one thread: the median of {EPOCHS - 1} epochs after",
-        f"  the first, and of {asked.rounds} processes of each way, in turn.",
+        f"- CPU time of an epoch, on one rank and one thread: the median of {EPOCHS - 1} epochs",
+        f"  after the first, and of {asked.rounds} processes of each way, in turn.",
         "- The spiral, eager and compiled, is in spiral.md, the start in startup.md.",
     ]
     PAGE.write_text("\n".join([*lines, ""]))
@@ -299,9 +299,8 @@ def _layers() -> list[nn.Module]:
 
 def _goodness(layer: nn.Module, good: Tensor, bad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return a layer's loss (Hinton, 2022), and its outputs of both."""
-    one, other = (
-        functional.relu(layer(x / (x.norm(dim=1, keepdim=True) + 1e-4))) for x in (good, bad)
-    )
+    unit = (x / (x.norm(dim=1, keepdim=True) + 1e-4) for x in (good, bad))
+    one, other = (functional.relu(layer(x)) for x in unit)
     margins = torch.cat([2 - one.square().mean(1), other.square().mean(1) - 2])
     return functional.softplus(margins).mean(), one.detach(), other.detach()
 
@@ -312,8 +311,8 @@ def _forward_plain(_: Path) -> list[float]:
     loader = DataLoader(TensorDataset(_points()), batch_size=64, shuffle=True)
 
     def train_epoch() -> None:
-        for (good,) in loader:
-            bad = good.flip(1)
+        for (points,) in loader:
+            good, bad = points, points.flip(1)
             for layer, optimizer in zip(layers, optimizers, strict=True):
                 loss, good, bad = _goodness(layer, good, bad)
                 optimizer.zero_grad()
@@ -503,9 +502,9 @@ def _trainer_ours(folder: Path) -> list[float]:
 
 
 def _module() -> tuple[Any, Any]:
-    import lightning as L
+    import lightning
 
-    class Module(L.LightningModule):
+    class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = _mlp()
@@ -522,11 +521,11 @@ def _module() -> tuple[Any, Any]:
 
 
 def _lightning_plain(folder: Path) -> list[float]:
-    import lightning as L
+    import lightning
 
     found: list[float] = []
 
-    class Times(L.Callback):
+    class Times(lightning.Callback):
         def on_train_epoch_start(self, *_: Any) -> None:
             found.append(-time.process_time())
 
@@ -536,7 +535,7 @@ def _lightning_plain(folder: Path) -> list[float]:
     module, loader = _module()
     how: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False}
     how |= {"enable_model_summary": False, "default_root_dir": folder}
-    L.Trainer(max_epochs=EPOCHS, callbacks=[Times()], **how).fit(module(), loader)
+    lightning.Trainer(max_epochs=EPOCHS, callbacks=[Times()], **how).fit(module(), loader)
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from samestep import UserError, uniform
 from samestep.base.settings import OrderName
@@ -47,7 +47,13 @@ class Noisy(Dataset):
         return torch.tensor([index, *drawn, float(torch.randn(()))]), index
 
 
-KINDS = {"memory": tuple, "loader": lambda pair: Listed(*pair)}
+def part_of(pair):
+    """Make these the part that random_split makes of more samples, which lie in another order."""
+    longer = TensorDataset(*(torch.cat([part, part.flip(0)]) for part in pair))
+    return Subset(longer, [*reversed(range(len(pair[0]), len(longer)))])
+
+
+KINDS = {"memory": tuple, "loader": lambda pair: Listed(*pair), "part": part_of}
 BOTH_KINDS = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 

@@ -17,7 +17,7 @@ MODULE = """
 import lightning as L
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 import samestep.lightning
@@ -27,7 +27,7 @@ class Data(L.LightningDataModule):
         x = torch.randn(123, 6, generator=torch.Generator().manual_seed(3))
         self.data = TensorDataset(x, (x.sum(1) > 0).float())
     def train_dataloader(self):
-        return DataLoader(self.data, batch_size=8)
+        return DataLoader(Subset(self.data, range(122, -1, -1)), batch_size=8)
     def val_dataloader(self):
         return DataLoader(self.data, batch_size=8)
     def test_dataloader(self):

@@ -8,7 +8,7 @@ shares, seeds, precision and checkpoints are samestep's; what would need more is
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,8 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
 )
 
 from samestep.base.errors import UserError, defined_at, listed
@@ -131,7 +133,33 @@ class _Data(Dataset[_Sample]):
         return _Sample(self.dataset[index], self)
 
 
-def _collate(samples: list[_Sample]) -> _Batch:
+@dataclass(frozen=True)
+class _Rows(_Data):
+    """Tensors, of which a batch is gathered at once: what default_collate makes of their rows."""
+
+    tensors: Sequence[Tensor]
+    places: Sequence[int] | None
+    """Of the rows among all; None for all of them."""
+
+    def read_batch(self, indices: list[int]) -> _Batch:
+        """Return the rows of a batch."""
+        places = indices if self.places is None else [self.places[index] for index in indices]
+        return _Batch([tensor[places] for tensor in self.tensors], self.stage, len(places))
+
+
+def _data_of(dataset: Any, stage: str, collate: Callable[[list[Any]], Any]) -> _Data:
+    of, places = dataset, None
+    while type(of) is Subset:
+        places = of.indices if places is None else [of.indices[place] for place in places]
+        of = of.dataset
+    if type(of) is TensorDataset and collate is default_collate:
+        return _Rows(dataset, stage, collate, of.tensors, places)
+    return _Data(dataset, stage, collate)
+
+
+def _collate(samples: list[_Sample] | _Batch) -> _Batch:
+    if isinstance(samples, _Batch):
+        return samples
     of = samples[0].of
     return _Batch(of.collate([one.value for one in samples]), of.stage, len(samples))
 
@@ -222,7 +250,7 @@ class _Brought:
                 "order of all samples, the same on any number of ranks: give order=… to "
                 'samestep.lightning.recipe ("shuffled" or "sequential"), or a Subset as data.'
             )
-        return _Data(dataset, stage, loader.collate_fn)
+        return _data_of(dataset, stage, loader.collate_fn)
 
     @partial(torch.compiler.disable, recursive=False)
     def forward(self, module: Any, batch: _Batch, *, step: int, epoch: int) -> dict[str, Any]:

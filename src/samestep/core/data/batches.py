@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from samestep.base.errors import UserError, defined_at, made_by
 from samestep.base.settings import Settings
@@ -40,6 +40,12 @@ def open_source(
     # A subclass may read its samples in a way of its own.
     if type(data) is TensorDataset and len(data.tensors) == 2:
         data = (data.tensors[0], data.tensors[1])
+    elif type(data) is Subset and reading.collate is None:  # as random_split makes it
+        tensors = data.dataset.tensors if type(data.dataset) is TensorDataset else ()
+        if len(tensors) == 2 and all(t.layout == torch.strided for t in tensors):
+            places = torch.tensor([*data.indices], dtype=torch.int64)
+            if bool(((places >= 0) & (places < len(tensors[0]))).all()):  # else a sample is blamed
+                data = (tensors[0][places], tensors[1][places])
     if isinstance(data, tuple):
         if [isinstance(part, Tensor) for part in data] != [True, True]:
             kinds = ", ".join(type(part).__name__ for part in data)
