@@ -94,27 +94,6 @@ def test_the_page_says_which_targets_were_reached(measured, tmp_path):
     assert any("a made-up GPU" in line for line in lines)
 
 
-def test_the_seconds_to_an_accuracy_leave_out_compiling(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from measure import FailedError, seconds_to_accuracy
-
-    events = [
-        {"event": "compile", "seconds": 20.0},
-        {"event": "epoch", "train_seconds": 5.0},
-        {"event": "evaluation", "split": "validation", "seconds": 0.5, "accuracy": 0.99},
-        {"event": "epoch", "train_seconds": 4.0},
-    ]
-    test = {"event": "evaluation", "split": "test", "seconds": 1.0, "accuracy": 0.941}
-    nothing = [sys.executable, "-c", "pass"]
-    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in events))
-    with pytest.raises(FailedError, match="test set"):
-        seconds_to_accuracy(nothing, tmp_path, dict(os.environ))
-    with (tmp_path / "events.jsonl").open("a") as file:
-        file.write(f"{json.dumps(test)}\n")
-    found = seconds_to_accuracy(nothing, tmp_path, dict(os.environ))
-    assert (found["value"], found["accuracy"], found["compile_s"]) == (10.5, 0.941, 20.0)
-
-
 @pytest.mark.slow
 def test_all_parts_run_dry_and_the_page_shows_their_rows(tmp_path):
     before, out = files(RESULTS), tmp_path / "out"

@@ -1,7 +1,6 @@
 """The lessons: the code that a page shows is the example's own, and every step has its place."""
 
 import ast
-import json
 import re
 import sys
 import textwrap
@@ -77,49 +76,6 @@ def test_every_step_has_its_page_its_file_its_words_and_its_excerpt():
             found = next((text for text in indents if f"\n{text}\n" in f"\n{source}"), None)
             assert found is not None, f"{page.name} shows what is not in {path}:\n{lines}"
             source = source.partition(found)[2]
-    for step, page, _ in (row for rows in steps().values() for row in rows):
-        shown = ""
-        for label, target, heading in LINK.findall(page):
-            path = ROOT / "docs" / "examples" / target
-            number = int((re.findall(r"section (\d+)", label) or ["0"])[0])
-            notebook = path.suffix == ".ipynb"
-            shown += in_notebook(path, number) if notebook else under(path, heading)
-        shown = shown.lower().replace("-", "_")
-        names = re.findall(r"[A-Za-z]\w+", " ".join(re.findall(r"`([^`]+)`", step)))
-        names += re.findall(r"\w+_\w+|\d[\d.,]*\d", re.sub(r"^\w+: ", "", step))
-        missing = {name for name in names if name.lower() not in shown}
-        assert not missing, f"{step}: {page} does not show {missing}"
-        words = re.findall(r"[^\W\d_]{4,}", re.sub(r"`[^`]+`|^\w+: ", "", step.lower()))
-        found = [word for word in words if word[:5] in shown]
-        assert len(found) >= 0.6 * len(words), f"{step}: {page} has only {found}"
-
-
-LINK = re.compile(r"\[([^\]]*)\]\(([^)#]+)(?:#([^)]+))?\)")
-FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-
-
-def under(page: Path, heading: str) -> str:
-    """Return what a page has under a heading; without one, what it begins with."""
-    text = FENCED.sub(lambda block: block[0].replace("\n#", "\n"), page.read_text())
-    parts = [part for part in re.split(r"^(?=#+ )", text, flags=re.MULTILINE) if part]
-    named = [re.sub(r"[^\w\- ]", "", part.splitlines()[0].lower()) for part in parts]
-    first = [name.strip().replace(" ", "-") for name in named].index(heading) if heading else 0
-    depth = len(parts[first].split()[0]) + (not heading)
-    after = (n for n, part in enumerate(parts) if n > first and part.find(" ") <= depth)
-    return "".join(parts[first : next(after, None)])
-
-
-def in_notebook(notebook: Path, number: int) -> str:
-    """Return the cells of a section and what they print; those before section 1 are number 0."""
-    now, told = 0, []
-    for cell in json.loads(notebook.read_text())["cells"]:
-        source = "".join(cell["source"])
-        begins = re.match(r"## (\d+)\. ", source)
-        now = int(begins[1]) if begins else now
-        if now == number:
-            data = [output.get("data", output) for output in cell.get("outputs", ())]
-            told += [source, *("".join(d.get("text/markdown", d.get("text", ""))) for d in data)]
-    return "\n".join(told)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

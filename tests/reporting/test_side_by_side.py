@@ -1,12 +1,9 @@
 """What is said of runs side by side, on runs whose every number is known."""
 
-import itertools
 import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from samestep.base.errors import UserError
 from samestep.base.run.code_copy import copy_code, find_code
@@ -17,7 +14,7 @@ from samestep.show.reporting.comparison import compare_losses, compare_runs
 from samestep.show.reporting.comparison_text import as_table, lines
 from samestep.show.reporting.page import render
 from samestep.show.reporting.run_data import read_run
-from tests.reporting.made_runs import SAMPLES, change, change_start, write_run
+from tests.reporting.made_runs import change, change_start, write_run
 
 
 def test_differences_are_named_as_far_as_known_and_marked_if_they_decide(tmp_path):
@@ -188,26 +185,6 @@ def test_curves_are_shown_as_recorded_or_else_by_lines_between_records(tmp_path)
     assert times.values[-1] == (None, 5.0)
     later = [curves.Point(0, samples, 1.0, 1.0) for samples in (31, 35)]
     assert curves.by_samples([one, later]) is None
-
-
-@given(st.dictionaries(st.integers(0, 1000), st.floats(-1e3, 1e3), min_size=1, max_size=8))
-def test_a_line_through_marks_goes_through_each_of_them(table):
-    marks = sorted((float(x), y) for x, y in table.items())
-    for x, y in marks:
-        assert curves.between(marks, x) == y
-    for (x0, y0), (x1, y1) in itertools.pairwise(marks):
-        middle = curves.between(marks, (x0 + x1) / 2)
-        assert min(y0, y1) - 1e-9 <= middle <= max(y0, y1) + 1e-9
-
-
-@pytest.mark.parametrize("global_batch", [7, 10, 100])
-def test_the_samples_of_a_step_are_those_the_run_counted(tmp_path, global_batch):
-    run = read_run(write_run(tmp_path / "run", global_batch=global_batch))
-    assert run.plan["num_samples"] == SAMPLES
-    for record in run.of("step"):
-        if record["step"] % run.plan["steps_per_epoch"]:
-            assert curves.samples_at(run, record["step"]) == record["samples"]
-    assert [curves.samples_at(run, r["step"]) for r in run.of("epoch")] == [60, 120, 180]
 
 
 def test_what_is_not_recorded_is_told_and_the_rest_compared(tmp_path):
@@ -415,18 +392,3 @@ def test_a_long_difference_is_left_out_of_the_screen_and_is_in_the_json(tmp_path
     found = compare_runs(runs)
     assert "+77" not in [*lines(found)]
     assert "\n+77" in as_table(found)["code"][0]["files"][0]["diff"]
-
-
-@settings(max_examples=30)
-@given(st.tuples(*[st.binary(min_size=1, max_size=20)] * 2))
-def test_lines_added_and_removed_account_for_the_length_of_files(tmp_path_factory, contents):
-    folder = tmp_path_factory.mktemp("runs")
-    for name, content in zip("AB", contents, strict=True):
-        (folder / name).mkdir()
-        (folder / name / "recipe.py").write_bytes(content)
-    found = code_changes(folder / "A", folder / "B")
-    assert bool(found) == (contents[0] != contents[1])
-    for one in found:
-        if one.diff:
-            before, after = (len(content.removesuffix(b"\n").split(b"\n")) for content in contents)
-            assert one.added - one.removed == after - before

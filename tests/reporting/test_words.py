@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from samestep.base.errors import UserError
 from samestep.base.table import columns_of as cells
@@ -63,26 +61,6 @@ def test_numbers_of_a_column_stand_below_each_other_and_differing_curves_alone()
 )
 def test_a_curve_has_a_character_for_each_value(values, drawn):
     assert sparkline(values) == drawn
-
-
-@pytest.mark.parametrize("count", [12, 13, 30, 1000])
-def test_more_values_than_columns_become_means(count):
-    drawn = sparkline([float(count - n) for n in range(count)])
-    assert len(drawn) == 12
-    assert list(drawn) == sorted(drawn, reverse=True)
-    assert (drawn[0], drawn[-1]) == ("█", "▁")
-
-
-losses = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=500)
-
-
-@given(losses, st.integers(10, 120), st.integers(1, 20))
-def test_equal_curves_lie_on_each_other_within_the_width(values, width, height):
-    lines = curve_lines(values, values, width, height)
-    assert len(lines) == height
-    drawn = "".join(line[LABEL:] for line in lines)
-    assert {*drawn} <= {BOTH, " "}
-    assert drawn.count(BOTH) == min(len(values), width - LABEL)
 
 
 def summary(name, **more):
