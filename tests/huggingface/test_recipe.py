@@ -8,6 +8,7 @@ import torch
 
 import samestep
 from tests.command_line import run, train_here
+from tests.tiny import last_state
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -114,6 +115,29 @@ def test_two_ranks_and_a_resume_take_the_same_steps_by_the_mean_over_all_tokens(
     own, other = (records(folder, "evaluation")[-1] for folder in (one, two))
     for name in ("loss", "accuracy", "by_place"):
         assert own[name] == pytest.approx(other[name], rel=1e-7)  # losses are float32
+
+
+SCRIPT = """if __name__ == "__main__":
+    model.train()
+    trainer = Trainer(model, args, **given)
+    trainer.train()
+"""
+
+
+def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_path, refused):
+    how = ("--max-steps", "4", *ALONE)
+    train_here(written(tmp_path), *how, "--run-dir", str(tmp_path / "recipe"))
+    imports = ("import samestep.huggingface\n", "")
+    train_here(written(tmp_path, (OURS, SCRIPT), imports), *how, "--run-dir", str(tmp_path / "run"))
+    mine, theirs = (last_state(tmp_path / name)["model"] for name in ("run", "recipe"))
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+    for call, says in {
+        "train(resume_from_checkpoint=True)": "--resume",
+        "train": "calling",
+    }.items():
+        changed = SCRIPT.replace("trainer.train()", f"trainer.{call}")
+        file = written(tmp_path, (OURS, changed), imports)
+        assert says in refused("train", file, "--run-dir", str(tmp_path / "other"))
 
 
 class OwnLoss(transformers.Trainer):

@@ -61,6 +61,22 @@ def cannot_have_recipe(source: bytes) -> bool:
     return re.search(rb"\brecipe\b|import\s*\*", source) is None
 
 
+def trains_by_trainer(source: bytes) -> bool:
+    """Whether a script takes a Trainer from transformers and calls a `train`."""
+    if b"transformers" not in source:
+        return False
+    takes = trains = False
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names) if "transformers" in module:
+                takes = takes or any(alias.name.endswith("Trainer") for alias in names)
+            case ast.Attribute(value=ast.Name(id="transformers"), attr=name):
+                takes = takes or name.endswith("Trainer")
+            case ast.Call(func=ast.Attribute(attr="train")):
+                trains = True
+    return takes and trains
+
+
 def loop_of(target: str | os.PathLike[str]) -> Path | None:
     """Return the script that a target names, if it has a loop of its own."""
     path = Path(target)

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from samestep.base.errors import (
     said,
     what_to_install,
 )
-from samestep.base.file_kinds import cannot_have_recipe, opens_run
+from samestep.base.file_kinds import cannot_have_recipe, opens_run, trains_by_trainer
 from samestep.base.nearby import nearby
 from samestep.base.plugins import Names
 from samestep.base.run.own_modules import imports_of
@@ -414,6 +414,7 @@ def find_recipe(name: str, original: str | None = None) -> Recipe:
     return replace(recipe, name=name)
 
 
+_OF_TRAINERS = "samestep.bridges.huggingface.script"
 _being_read: list[Path] = []
 
 
@@ -435,8 +436,7 @@ def _from_file(path: Path, original: Path) -> Recipe:
             f"Start it as it is: python {path}, or torchrun --nproc-per-node 2 {path}. "
             "`samestep verify` and `samestep profile` take it as well; other verbs need a recipe."
         )
-    if cannot_have_recipe(source):  # it may be a script that would train as it is imported
-        raise _no_recipe(path, "no `recipe`")
+    trains = _is_of_trainer(path, source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -446,8 +446,12 @@ def _from_file(path: Path, original: Path) -> Recipe:
     file, module.__file__ = str(path.resolve()), str(original.resolve())
     _being_read.append(path)
     try:
-        with no_exit(), imports_of(path, original):
-            spec.loader.exec_module(module)
+        # Imported by name, too: before the script makes TrainingArguments, which connect ranks.
+        trainer = importlib.import_module(_OF_TRAINERS).as_recipe if trains else None
+        code = cast("Any", spec.loader).get_code(spec.name)
+        within = trainer(module, original) if trainer else nullcontext()
+        with no_exit(), imports_of(path, original), within:
+            exec(code, vars(module))  # noqa: S102 - the user's file, as an import runs it
     except SyntaxError as error:
         text = (error.text or "").strip()
         if error.lineno is None:  # bytes that are not text have no line
@@ -458,7 +462,7 @@ def _from_file(path: Path, original: Path) -> Recipe:
         own = Path(file)  # frames name the file by its absolute path
         line = next((f.lineno for f in reversed(frames) if Path(f.filename).resolve() == own), "?")
         if isinstance(error, UserError):
-            raise UserError(f"{path}:{line}: {error}") from error
+            raise error if line == "?" else UserError(f"{path}:{line}: {error}") from error
         raise UserError(
             f"{path}:{line}: {said(error)}. {what_to_install(error)}"
             "The recipe file could not be run."
@@ -470,6 +474,15 @@ def _from_file(path: Path, original: Path) -> Recipe:
         found = "no `recipe`" if recipe is None else f"a `recipe` of type {type(recipe).__name__}"
         raise _no_recipe(path, found)
     return replace(recipe, name=original.stem, file=file)
+
+
+def _is_of_trainer(path: Path, source: bytes) -> bool:
+    """Whether a file is a script that trains by a Trainer; refuse others without a recipe."""
+    if not cannot_have_recipe(source):
+        return False
+    if not trains_by_trainer(source):  # it would train as it is imported
+        raise _no_recipe(path, "no `recipe`")
+    return True
 
 
 def _no_recipe(path: Path, found: str) -> UserError:

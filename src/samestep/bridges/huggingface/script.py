@@ -1,0 +1,61 @@
+"""A training script that builds a Trainer and calls its `train()`: the Trainer, as a recipe."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from transformers import Trainer
+
+from samestep.base.errors import UserError
+from samestep.base.patches import patched
+from samestep.bridges.huggingface.trainer_recipe import from_trainer
+
+
+class _FoundTrainer(BaseException):
+    """Ends the script where it would train; no `except Exception` of it keeps that."""
+
+
+@contextmanager
+def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
+    """Run a script within this, as the main program: at its `train()` it gets a `recipe`.
+
+    It sees no arguments: those of the command line are samestep's.
+
+    Raises:
+        UserError: it has come to its end without that, or `from_trainer` refuses the Trainer.
+    """
+    found: list[Trainer] = []
+
+    def train(_: object, trainer: Trainer, *arguments: Any, **named: Any) -> NoReturn:
+        if arguments or named:
+            given = next(iter(named), "resume_from_checkpoint")
+            raise UserError(
+                f"trainer.train({given}=…) cannot be taken over.",
+                remedy="Call trainer.train(), and continue a run with: samestep train RUN --resume",
+            )
+        found.append(trainer)
+        raise _FoundTrainer
+
+    name, arguments, module.__name__ = module.__name__, sys.argv, "__main__"
+    sys.argv = [str(path)]
+    try:
+        with patched((Trainer, "train", train)):
+            yield
+    except _FoundTrainer:
+        pass
+    finally:
+        sys.argv, module.__name__ = arguments, name
+    for own in vars(module).values():
+        # Loader workers look a class up where it says that it is.
+        if getattr(own, "__module__", "") == "__main__" and isinstance(own, type):
+            own.__module__ = name
+    if not found:
+        raise UserError(
+            f"{path} names a Trainer, and has ended without calling its train().",
+            remedy="Call it where the file is run as the main program, without arguments, or end "
+            "the file with: recipe = samestep.huggingface.from_trainer(trainer)",
+        )
+    vars(module)["recipe"] = from_trainer(found[0])
