@@ -3,7 +3,7 @@
     python benchmarks/resume_frameworks.py NAME [--every STEPS] [--workers N] [--resume]
 
 Three epochs of twelve steps, on any number of ranks; a checkpoint each STEPS steps: 12 at an
-epoch's end, 5 within it.
+epoch's end, 5 within it. `--per-rank N` gives each rank N samples per step.
 """
 
 import argparse
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--every", type=int, default=12)
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--per-rank", type=int, default=BATCH // WORLD, help="samples per rank")
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -79,7 +80,7 @@ def lightning(args: argparse.Namespace) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = DataLoader(rows(), BATCH // WORLD, shuffle=True, num_workers=args.workers)
+    loader = DataLoader(rows(), args.per_rank, shuffle=True, num_workers=args.workers)
     trainer.fit(Module(), loader, ckpt_path=OUT / "last.ckpt" if args.resume else None)
 
 
@@ -100,7 +101,7 @@ def trainer(args: argparse.Namespace) -> None:
         output_dir=str(OUT),
         use_cpu=True,
         num_train_epochs=EPOCHS,
-        per_device_train_batch_size=BATCH // WORLD,
+        per_device_train_batch_size=args.per_rank,
         save_steps=args.every,
         dataloader_num_workers=args.workers,
         report_to=[],
@@ -120,7 +121,7 @@ def accelerate(args: argparse.Namespace) -> None:
     set_seed(0)
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    loader = DataLoader(rows(), BATCH // WORLD, shuffle=True, num_workers=args.workers)
+    loader = DataLoader(rows(), args.per_rank, shuffle=True, num_workers=args.workers)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     step = 0
     if args.resume:
@@ -180,7 +181,7 @@ def ddp(args: argparse.Namespace) -> None:
     """Plain DDP with DistributedSampler and set_epoch, which resumes at an epoch's end."""
     joined()
     sampler = DistributedSampler(rows(), WORLD, RANK)
-    loader = DataLoader(rows(), BATCH // WORLD, sampler=sampler, num_workers=args.workers)
+    loader = DataLoader(rows(), args.per_rank, sampler=sampler, num_workers=args.workers)
     plain(args, loader, sampler)
 
 
@@ -189,7 +190,7 @@ def stateful_loader(args: argparse.Namespace) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     joined()
-    loader = StatefulDataLoader(rows(), BATCH // WORLD, shuffle=True, num_workers=args.workers)
+    loader = StatefulDataLoader(rows(), args.per_rank, shuffle=True, num_workers=args.workers)
     plain(args, loader, state=loader)
 
 
@@ -206,7 +207,7 @@ def datasets_stream(args: argparse.Namespace) -> None:
     def together(some: list[Any]) -> Any:
         return torch.tensor([one["x"] for one in some]), torch.tensor([one["y"] for one in some])
 
-    loader = DataLoader(stream, BATCH // WORLD, collate_fn=together, num_workers=args.workers)
+    loader = DataLoader(stream, args.per_rank, collate_fn=together, num_workers=args.workers)
     plain(args, loader, stream, state=stream)
 
 
@@ -224,7 +225,7 @@ def webdataset(args: argparse.Namespace) -> None:
         torch.distributed.barrier()
     data = wds.WebDataset(pattern, shardshuffle=4, seed=0, nodesplitter=wds.split_by_node)
     data = data.shuffle(16).decode().to_tuple("x.pth", "y.cls")
-    plain(args, DataLoader(data, BATCH // WORLD, num_workers=args.workers))
+    plain(args, DataLoader(data, args.per_rank, num_workers=args.workers))
 
 
 def fsdp2(args: argparse.Namespace) -> None:
@@ -242,7 +243,7 @@ def fsdp2(args: argparse.Namespace) -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     sampler = DistributedSampler(rows(), WORLD, RANK)
-    loader = DataLoader(rows(), BATCH // WORLD, sampler=sampler, num_workers=args.workers)
+    loader = DataLoader(rows(), args.per_rank, sampler=sampler, num_workers=args.workers)
     step = 0
 
     def state() -> dict[str, Any]:
