@@ -134,7 +134,7 @@ class _Data(Dataset[_Sample]):
 
 
 @dataclass(frozen=True)
-class _Rows(_Data):
+class _TensorRows(_Data):
     """Tensors, of which a batch is gathered at once: what default_collate makes of their rows."""
 
     tensors: Sequence[Tensor]
@@ -153,7 +153,7 @@ def _data_of(dataset: Any, stage: str, collate: Callable[[list[Any]], Any]) -> _
         places = of.indices if places is None else [of.indices[place] for place in places]
         of = of.dataset
     if type(of) is TensorDataset and collate is default_collate:
-        return _Rows(dataset, stage, collate, of.tensors, places)
+        return _TensorRows(dataset, stage, collate, of.tensors, places)
     return _Data(dataset, stage, collate)
 
 
