@@ -414,7 +414,7 @@ def find_recipe(name: str, original: str | None = None) -> Recipe:
     return replace(recipe, name=name)
 
 
-_OF_TRAINERS = "samestep.bridges.huggingface.script"
+_OF_TRAINERS = "samestep.bridges.huggingface.trainer_script"
 _being_read: list[Path] = []
 
 
