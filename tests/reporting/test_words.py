@@ -50,7 +50,6 @@ def test_numbers_of_a_column_stand_below_each_other_and_differing_curves_alone()
     ("values", "drawn"),
     [
         ((), ""),
-        ((1.0,), "▁"),
         ((8, 7, 6, 5, 4, 3, 2, 1), "█▇▆▅▄▃▂▁"),
         ((1.0, math.nan, 2.0, math.inf), "▁×█×"),
         ((1e308, -1e308, 1e308), "█▁█"),

@@ -295,6 +295,7 @@ def test_each_of_several_validation_sets_is_measured_and_any_is_monitored(
         ('{"a b": (x, y)}', "'a b'.* needs a name of letters"),
         ('{"a": None}', "'a'.*, and data"),
         ('{"a": (x, y), "b": (x[:, :3], y)}', "model failed.* 3"),
+        ('{"a": (x, y), "b": []}', "validation/b data has no samples"),
     ],
 )
 def test_validation_sets_that_cannot_be_measured_are_refused_before_the_first_step(

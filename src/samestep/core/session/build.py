@@ -127,7 +127,7 @@ def build(
     seed_rank(settings.seed, world.rank)
     threads = _share_cores(request, model, world, train)
     loss, judged = _placed_losses(recipe, world.device, dtype)
-    validation, by_name = _held_out(splits, partial(source, split="validation"))
+    validation, by_name = _held_out(splits, source)
     lonely = None if holds_norms else of_one_sample(plan, settings)
     how = (settings, world, takes, lonely)
     trial = partial(dry_run, model, loss, judged, recipe, splits, train, *how)
@@ -227,13 +227,14 @@ def _batch_transform(recipe: Recipe, settings: Settings, world: World) -> "Batch
 
 
 def _held_out(
-    splits: Splits, opened: Callable[[Any], Source]
+    splits: Splits, opened: Callable[..., Source]
 ) -> tuple[Source | None, dict[str, Source]]:
     """Return what reads the validation data, or the first set of several, and all of these."""
-    by_name = {name: opened(data) for name, data in splits.by_name.items()}
+    given = splits.by_name.items()
+    by_name = {name: opened(data, split=f"validation/{name}") for name, data in given}
     if by_name or splits.validation is None:
         return next(iter(by_name.values()), None), by_name
-    return opened(splits.validation), {}
+    return opened(splits.validation, split="validation"), {}
 
 
 def _placed_losses(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
