@@ -66,6 +66,14 @@ _OF_THE_CLOCK = {
 _outputs = itertools.count()
 
 
+def changed(text: str, *changes: tuple[str, str]) -> str:
+    """Return a text with some of it replaced; each old part has to be there."""
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
 def write_recipe(folder: Path, text: str = RECIPE, name: str = "tiny.py") -> Path:
     path = folder / name
     path.write_text(text)

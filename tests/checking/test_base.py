@@ -29,7 +29,6 @@ ALONE = """\
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
 torch.manual_seed(0)
 x = torch.randn(64, 8)
 loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8, shuffle=True)

@@ -20,18 +20,14 @@ DATA_SET = """
 class Images(torch.utils.data.Dataset):
     def __init__(self, x):
         self.x = x
-
     def __len__(self):
         return len(self.x)
-
     def __getitem__(self, index):
         noise = np.random.randn(8).astype("float32") * 0.01
         return self.x[index] + torch.from_numpy(noise), (self.x[index].sum() > 0).long()
 
-
 def seed(worker):
     np.random.seed(0)
-
 
 def main():
 """
@@ -40,14 +36,12 @@ STREAM = """
 class Stream(torch.utils.data.IterableDataset):
     def __init__(self, x):
         self.x = x
-
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
         step = dist.get_world_size() * (worker.num_workers if worker else 1)
         first = dist.get_rank() + dist.get_world_size() * (worker.id if worker else 0)
         for row in self.x[first::step]:
             yield row, (row.sum() > 0).long()
-
 
 def main():
 """
@@ -120,18 +114,14 @@ NOISY = """
 class Noisy(torch.utils.data.Dataset):
     def __init__(self, data):
         self.data = data
-
     def __len__(self):
         return len(self.data)
-
     def __getitem__(self, index):
         inputs, label = self.data[index]
         return inputs.flip(0) if torch.rand(()) < 0.3 else inputs, label
 
-
 def without_last(samples):
     return torch.utils.data.default_collate(samples[:-1])
-
 
 def main():
 """
@@ -180,17 +170,14 @@ EPOCHS = """\
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-
 class Endless(torch.utils.data.Sampler):
     def __iter__(self):
         while True:
             yield from range(100)
 
-
 class Count(torch.utils.data.IterableDataset):
     def __iter__(self):
         yield from range(100)
-
 
 data = torch.arange(100.0)
 batches = BatchSampler(SequentialSampler(data), 5, drop_last=False)

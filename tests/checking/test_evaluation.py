@@ -54,7 +54,6 @@ class Drops(nn.Module):
     def forward(self, x):
         return nn.functional.dropout(xMODE)
 
-
 def main():
 """
 DROPS = (("\n\ndef main():\n", FUNCTIONAL), ("nn.ReLU(), ", "nn.ReLU(), Drops(), "))
@@ -108,12 +107,10 @@ class Taught(nn.Module):
         super().__init__()
         self.net = {MODEL}
         self.teacher = {DROPOUT[1]}.requires_grad_(False)
-
     def forward(self, x):
         with torch.no_grad():
             soft = self.teacher(x)
         return self.net(x) + 0 * soft
-
 
 def main():
 """

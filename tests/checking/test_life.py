@@ -177,7 +177,6 @@ ENDS_EARLY = """\
 class Enough(Exception):
     pass
 
-
 if __name__ == "__main__":
     try:
         main()

@@ -33,10 +33,8 @@ class Net(nn.Module):
         self.body = nn.Linear(8, 2)
         self.spare = nn.Linear(8, 2)
         self.register_buffer("seen", torch.zeros(1))
-
     def forward(self, x):
         return self.body(x)
-
 
 def main():
 """
@@ -93,7 +91,6 @@ class Masters(torch.optim.SGD):
     def __init__(self, model, lr):
         self.pairs = [(p, p.detach().clone().requires_grad_()) for p in model.parameters()]
         super().__init__([master for _, master in self.pairs], lr=lr)
-
     def step(self, closure=None):
         for p, master in self.pairs:
             dist.all_reduce(p.grad)
@@ -102,11 +99,9 @@ class Masters(torch.optim.SGD):
         with torch.no_grad():
             for p, master in self.pairs:
                 p.copy_(master)
-
     def zero_grad(self, set_to_none=True):
         for p, _ in self.pairs:
             p.grad = None
-
 
 def main():
 """
@@ -182,7 +177,6 @@ JOINED = """\
 def joined(model, loader):
     with model.join():
         yield from loader
-
 
 """
 

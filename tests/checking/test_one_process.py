@@ -105,14 +105,11 @@ def test_a_rank_that_ends_while_its_weights_are_noted_fails_by_itself(tmp_path):
 
 RIGHT = """\
 import copy
-
 import torch
 from torch import nn
 
-
 def net(last):
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, last))
-
 
 def main():
     torch.manual_seed(0)
@@ -130,14 +127,12 @@ def main():
     word = nn.Linear(8, 2)  # trained by hand
     for step in range(8):
         noise = torch.randn(8, 8)
-
         def closure():
             of_critic.zero_grad()
             loss = (critic(noise) - critic(maker(noise).detach())).mean()
             loss = loss + critic(noise).square().mean()
             loss.backward()
             return loss
-
         of_critic.step(closure)
         of_maker.zero_grad()
         made = maker(noise + latent)
@@ -153,7 +148,6 @@ def main():
                 mean.lerp_(param, 0.1 if step > 5 else 0.0)
         torch.save({"average": average.state_dict(), "maker": maker.state_dict()}, "last.pt")
     torch.save(best, "best.pt")
-
 
 main()
 """

@@ -17,14 +17,12 @@ import shutil
 import threading
 import time
 from glob import glob
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-
 parser = argparse.ArgumentParser()
 parser.add_argument("--resume")
 args = parser.parse_args()
@@ -46,25 +44,20 @@ scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
 first, best, done = 0, 9.0, 0
 previous = start = copy.deepcopy(net.state_dict())
 
-
 class Slow:
     def __init__(self, path):
         self.file, self.name = open(path, "wb"), path
-
     def write(self, content):
         time.sleep(0.002)  # a slow disk: the training continues meanwhile
         return self.file.write(content)
-
     def __getattr__(self, name):
         return getattr(self.file, name)
-
 
 def write(state, path):
     file = Slow(path + ".tmp")
     torch.save(state, file)
     file.close()
     os.replace(path + ".tmp", path)
-
 
 def save(path, epoch):
     everyones = [torch.get_rng_state()]
@@ -86,7 +79,6 @@ def save(path, epoch):
     }
     torch.save(state, path + ".tmp")
     os.replace(path + ".tmp", path)
-
 
 if args.resume:
     kept = torch.load(args.resume)
@@ -118,27 +110,22 @@ for epoch in range(first, 3):
 """
 WITHIN = """\
 import os
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-
 class Rows(Dataset):
     def __len__(self):
         return 48
-
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(1000 * epoch + index)
         return torch.randn(6, generator=torch.Generator().manual_seed(index)) + torch.randn(
             6, generator=generator
         )
 
-
 class Stream(IterableDataset):
     def __init__(self):
         self.place, self.buffer = 0, []
-
     def __iter__(self):
         order = torch.Generator().manual_seed(7)
         while self.place < 48 or self.buffer:
@@ -147,7 +134,6 @@ class Stream(IterableDataset):
                 self.place += 1
             pick = torch.rand(1, generator=torch.Generator().manual_seed(self.place)).item()
             yield torch.full((6,), float(self.buffer.pop(int(pick * len(self.buffer)))))
-
 
 STREAMS = False
 torch.manual_seed(0)
@@ -162,13 +148,11 @@ if os.path.exists("last.pt"):
     epoch, step, skip = kept["epoch"], kept["step"], kept["within"]
     stream.place, stream.buffer = kept["place"], kept["buffer"]
 
-
 def batches(epoch, skip):
     if STREAMS:
         return DataLoader(stream, batch_size=4)
     order = torch.randperm(48, generator=torch.Generator().manual_seed(epoch)).tolist()
     return DataLoader(Rows(), batch_size=4, sampler=order[4 * skip :])
-
 
 while epoch < 2:
     within = skip
@@ -190,12 +174,10 @@ while epoch < 2:
 
 SHARDED = """\
 import argparse
-
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
 parser = argparse.ArgumentParser()
 parser.add_argument("--resume")
 args = parser.parse_args()
@@ -203,11 +185,9 @@ torch.manual_seed(0)
 model, step = nn.Linear(6, 1), 0
 optimizer = torch.optim.Adam(model.parameters())
 
-
 def state():
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
-
 
 if args.resume:
     kept = state()  # it gives the optimizer a state, by a step without gradients

@@ -239,7 +239,6 @@ class Mean(nn.Module):
         assert len(x) < MOST
         return x.square().mean() if self.training else x
 
-
 def main():
 """
 

@@ -42,11 +42,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_does_not_work_is_told_after_what_does(here, capfd, name):
     changes, parts, says = WRONG[name]
-    text = tiny.RECIPE
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
-    recipe = tiny.write_recipe(here, text)
+    recipe = tiny.write_recipe(here, tiny.changed(tiny.RECIPE, *changes))
     resume = ("--run-dir", "run", "--resume") if "--resume" in says else ()
     assert call("train", str(recipe), "--smoke", *resume) == 2
     printed, told = capfd.readouterr()
@@ -56,10 +52,7 @@ def test_what_does_not_work_is_told_after_what_does(here, capfd, name):
 
 @pytest.mark.slow
 def test_ranks_do_it_together_and_a_recipe_without_validation_says_so(here):
-    text = tiny.RECIPE
-    for old, new in (STREAM, ("test=(x[n + 37:], y[n + 37:])", "")):
-        assert old in text
-        text = text.replace(old, new)
+    text = tiny.changed(tiny.RECIPE, STREAM, ("test=(x[n + 37:], y[n + 37:])", ""))
     ranks = run("train", str(tiny.write_recipe(here, text)), "--smoke", world_size=2, folder=here)
     assert parts_of(ranks.printed(0)) == [*PARTS[:5], "validation", "test", "all"]
     assert ranks.printed(0).count("none") == 2

@@ -12,7 +12,7 @@ from samestep.base.run.directory import STEPPED
 from samestep.base.startup import JOB_RUN
 from tests.session import scripts
 from tests.session.test_loops import Training
-from tests.tiny import all_records, events, read_index
+from tests.tiny import all_records, changed, events, read_index
 
 
 @contextlib.contextmanager
@@ -115,9 +115,9 @@ def test_settings_may_change_where_the_script_says_so(tmp_path, capfd):
     train(settings())
     train(settings())
     train(settings(workers=2), may_change=["workers"])
-    for changed in (settings(workers=2), settings(trees=2), settings(lr=1)):
+    for other in (settings(workers=2), settings(trees=2), settings(lr=1)):
         with ended(2):
-            train(changed)
+            train(other)
     assert "may_change=['lr']" in capfd.readouterr().err
     written = (tmp_path / "settings.toml").read_text()
     assert "sizes" in written
@@ -195,11 +195,7 @@ def losses(folder):
 
 
 def written(folder, *changes):
-    text = LOOP
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
-    (folder / "loop.py").write_text(text)
+    (folder / "loop.py").write_text(changed(LOOP, *changes))
     return folder / "loop.py"
 
 

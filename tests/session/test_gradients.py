@@ -16,7 +16,7 @@ from tests.processes import run_ranks
 from tests.session import scripts
 from tests.session.same import account, assert_close, assert_same
 from tests.session.scripts import Strike, run, run_here, weights
-from tests.tiny import events
+from tests.tiny import changed, events
 
 SHARES = {1: [range(7)], 3: [range(3), range(3, 5), range(5, 7)]}
 
@@ -239,11 +239,8 @@ ONLY = "(samestep.gather(v) if run.is_main else v for v in (one, other))"
     ids=["left out", "other rows"],
 )
 def test_what_one_rank_does_otherwise_is_told_and_nobody_waits(tmp_path, changes, told):
-    script, text = tmp_path / "loop.py", LOOP
-    for old, new in {**changes, "batch.global_size": "len(one)"}.items():
-        assert old in text
-        text = text.replace(old, new)
-    script.write_text(text)
+    script = tmp_path / "loop.py"
+    script.write_text(changed(LOOP, *changes.items(), ("batch.global_size", "len(one)")))
     assert told in scripts.refused(script, "run", world_size=2, folder=tmp_path)
 
 

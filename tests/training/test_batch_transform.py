@@ -62,11 +62,7 @@ SLOW = pytest.mark.slow
 
 
 def written(folder, name, *changes):
-    text = RECIPE
-    for old, new in changes:
-        assert old in text, old
-        text = text.replace(old, new)
-    return tiny.write_recipe(folder, text, f"{name}.py")
+    return tiny.write_recipe(folder, tiny.changed(RECIPE, *changes), f"{name}.py")
 
 
 TRAININGS = {

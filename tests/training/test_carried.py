@@ -46,10 +46,7 @@ FLAGS = ("--precision", "fp64", "--log-every", "1", "--checkpoint-every-steps", 
 
 
 def written(folder, *changes):
-    text = RECIPE
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
+    text = tiny.changed(RECIPE, *changes)
     if "KEPT" in text:  # state outside of what is carried, which holds the graph
         text = text.replace("    return outputs,", "    KEPT.append(carried)\n    return outputs,")
         text = text.replace("def carry(", "KEPT = []\ndef carry(")

@@ -53,10 +53,7 @@ FP64 = ("--precision", "fp64", "--log-every", "1")
 
 
 def written(folder, kind="clip", *changes, name=None):
-    text = RECIPE.replace('KIND = "clip"', f'KIND = "{kind}"')
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
+    text = tiny.changed(RECIPE.replace('KIND = "clip"', f'KIND = "{kind}"'), *changes)
     return tiny.write_recipe(folder, text, name or f"{kind}.py")
 
 
