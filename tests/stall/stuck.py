@@ -1,19 +1,23 @@
 """What ranks do in the tests of stalls: the user's script, as far as the verdict is concerned."""
 
+import inspect
 import os
 import re
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.utils.data import DataLoader, Dataset
 
 from samestep.launch.stall.collectives import watch_collectives
 from samestep.launch.stall.pulse import Pulse
 
 LONG_S = 600.0
+RECONFIGURES = hasattr(dist, "_reconfigure")  # PyTorch 2.14
 
 
 def line_of(mark: str) -> str:
@@ -26,7 +30,8 @@ def run(folder: Path, how: str) -> None:
     rank = int(os.environ["RANK"])
     pulse = Pulse(folder, rank)
     with watch_collectives(pulse):
-        dist.init_process_group("gloo")
+        anew = {"enable_reconfigure": True} if RECONFIGURES and how == "each" else {}
+        dist.init_process_group("gloo", **anew)
         globals()[how](pulse, is_culprit=rank == 1)
 
 
@@ -100,3 +105,28 @@ def worker(pulse, *, is_culprit):
     for step, _ in enumerate(DataLoader(Samples(pulse, hang=is_culprit), num_workers=2)):
         dist.all_reduce(torch.ones(1))  # fed
         pulse.step(step)
+
+
+def newest():
+    """Yield each functional collective that this PyTorch has and `_reconfigure`, with its name."""
+    if RECONFIGURES and dist.is_initialized():
+        store, own = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        store.set(f"handle{own}", dist._get_reconfigure_handle())
+        handles = [store.get(f"handle{rank}").decode() for rank in (0, 1)]
+        yield "_reconfigure", lambda: dist._reconfigure(1, handles) and torch.ones(1)
+    for name, function in inspect.getmembers(funcol, inspect.isfunction):
+        asked, many = inspect.signature(function).parameters, name.endswith("_coalesced")
+        tensor = next(iter(asked), "")
+        if "group" in asked and tensor in ("self", "inputs") and name[0] != "_":
+            x, dim = ([torch.ones(2)], [0]) if many else (torch.ones(2), 0)
+            given = {"src": 0, "reduceOp": "sum", "gather_dim": 0, "src_dst": [1, 0], "tag": ""}
+            given |= {tensor: x, "scatter_dim": dim, "group": dist.group.WORLD}
+            yield name, partial(function, **{key: given.get(key) for key in asked})
+
+
+def each(pulse, *, is_culprit):
+    for name, call in newest():
+        pulse.turn_to(name)
+        while is_culprit and not (pulse.folder / name).exists():
+            time.sleep(0.01)  # late_for_each
+        call()[0].add(1)  # each

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from hypothesis import given
 
 from samestep.launch.ranks import world
@@ -317,6 +318,7 @@ def call_everything(folder):
         dist.broadcast(x, 0, alone)
         dist.broadcast(x, src=1, async_op=True).wait()
         dist.barrier()
+        funcol.all_reduce(x, "max", dist.group.WORLD)
         if rank == 0:
             dist.send(x, 1)
         else:
@@ -339,6 +341,7 @@ def test_each_collective_is_noted_once_with_what_must_be_alike(tmp_path):
         ("all_gather_object", [], pulses.WORLD, 2, ""),
         ("broadcast", [(2, 3)], pulses.WORLD, 3, "float32[2, 3] src=1"),
         ("barrier", [], pulses.WORLD, 4, ""),
+        ("all_reduce", [(2, 3)], pulses.WORLD, 5, "float32[2, 3] op=MAX"),
     ]
     assert one == shared
     # The group of one is rank 0's alone.
@@ -346,7 +349,7 @@ def test_each_collective_is_noted_once_with_what_must_be_alike(tmp_path):
     assert (kind, group.rpartition(":")[2], seq) == ("broadcast", "0", 1)
     assert kinds == [
         *("init_process_group", "all_reduce", "all_gather_object", "new_group", "broadcast"),
-        *("broadcast", "barrier", "send", "backward", "destroy_process_group"),
+        *("broadcast", "barrier", "all_reduce", "send", "backward", "destroy_process_group"),
     ]
     assert all(place.startswith(f"{__file__}:") for place in places)
 
@@ -355,23 +358,23 @@ STALL_S = 0.7
 
 
 @contextmanager
-def hanging(folder, how):
-    """Yield the verdict on two ranks that hang, and its seconds beyond the stall time."""
+def two_ranks(folder, how):
+    """Yield what gives the pulses of two ranks, until they have ended; in the end, kill them."""
     folder.mkdir(parents=True)
     ranks = start_ranks(stuck.run, 2, folder / "output", folder, how)
-    try:
-        until = time.monotonic() + TIMEOUT_S / 4
-        while True:
+    until = time.monotonic() + TIMEOUT_S / 4
+
+    def seen_until_the_end():
+        while any(process.is_alive() for process in ranks.processes):
             assert time.monotonic() < until, ranks.output()
             of_ranks = pulses.read_pulses(folder)
             # The first steps of all: a process may start seconds after another.
-            begun = len(of_ranks) == 2 and all(pulse.calls for pulse in of_ranks)
-            if begun and (still := find_stall(of_ranks, STALL_S)):
-                break
+            if len(of_ranks) == 2 and all(pulse.calls for pulse in of_ranks):
+                yield of_ranks
             time.sleep(0.02)
-        begin = time.monotonic()
-        verdict = judge(look(folder, of_ranks))
-        yield verdict, still - STALL_S + time.monotonic() - begin
+
+    try:
+        yield seen_until_the_end()
     finally:
         for process in ranks.processes:
             with suppress(ProcessLookupError):
@@ -395,11 +398,34 @@ CASES = [
 
 @pytest.mark.parametrize(("how", "cause", "culprits", "places"), CASES)
 def test_a_stall_is_named_by_rank_and_line(tmp_path, how, cause, culprits, places):
-    with hanging(tmp_path / "stall", how) as (verdict, late_s):
+    folder = tmp_path / "stall"
+    with two_ranks(folder, how) as seen_by_now:
+        of_ranks = next(found for found in seen_by_now if find_stall(found, STALL_S))
+        begin, still = time.monotonic(), find_stall(of_ranks, STALL_S)
+        verdict = judge(look(folder, of_ranks))
+        assert still - STALL_S + time.monotonic() - begin < 60
         assert verdict.cause == cause, verdict
         assert list(verdict.culprits) == culprits, verdict
         for rank, mark in places.items():
             assert verdict.places[rank] == stuck.line_of(mark), verdict
         if how == "waits_later":  # the call that it waits for is known
             assert "all_reduce #1 " in verdict.does[0]
-        assert late_s < 60
+
+
+def test_each_functional_collective_names_the_rank_that_does_not_come(tmp_path):
+    """And `_reconfigure`, where PyTorch has it."""
+    folder, met = tmp_path / "stall", []
+    with two_ranks(folder, "each") as seen_by_now:
+        for found in seen_by_now:
+            waits, late = found[0].now, found[1].doing
+            if late not in ("", *met) and waits and waits.kind == late == found[0].doing:
+                verdict = judge(look(folder, found))
+                assert (verdict.culprits, verdict.cause) == ((1,), "absent"), verdict
+                assert late in verdict.does[0]
+                assert verdict.places[1] == stuck.line_of("late_for_each"), verdict
+                assert late == "_reconfigure" or verdict.places[0] == stuck.line_of("each")
+                met.append(late)
+                (folder / late).touch()
+    names = ["_reconfigure"] * stuck.RECONFIGURES + [name for name, _ in stuck.newest()]
+    assert met == names
+    assert "all_reduce" in names

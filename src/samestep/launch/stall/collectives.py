@@ -6,21 +6,23 @@ called from which line. A function that a script has imported by name before is 
 
 import functools
 import inspect
+import itertools
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep.base.patches import Patch, patched
+from samestep.base.patches import Patch, patched, patched_when_imported
 from samestep.launch.stall.pulse import PEER, UNKNOWN, WORLD, Pulse, Visit, users_place
 
 OnCollective: TypeAlias = Callable[[str, list[Tensor], str, str], object]
@@ -31,18 +33,28 @@ _COLLECTIVES = (
     *("all_reduce", "all_reduce_coalesced", "broadcast", "broadcast_object_list", "reduce"),
     *("all_gather", "all_gather_single", "all_gather_into_tensor", "_all_gather_base"),
     *("all_gather_object", "all_gather_coalesced", "gather", "gather_object"),
+    *("gather_single", "gather_into_tensor"),
     *("scatter", "scatter_object_list", "reduce_scatter", "reduce_scatter_single"),
     *("reduce_scatter_tensor", "_reduce_scatter_base", "all_to_all", "all_to_all_single"),
     *("barrier", "monitored_barrier"),
 )
 _BETWEEN_TWO = (*("send", "recv", "send_object_list", "recv_object_list", "batch_isend_irecv"),)
-_LIFE = ("init_process_group", "new_group", "destroy_process_group")
+_RECONFIGURE = "_reconfigure"  # PyTorch 2.14: connects a group anew, with other ranks
+_LIFE = ("init_process_group", "new_group", "destroy_process_group", _RECONFIGURE)
+# What these return waits for the other ranks where it is first used.
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+_FUNCTIONAL_COLLECTIVES = (
+    *("all_reduce", "broadcast", "permute_tensor", "all_gather_single", "all_gather_tensor"),
+    *("all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor"),
+    "all_to_all_single",
+)
+_FORMS = ("", "_autograd", "_coalesced")
 
 # The argument that must be alike on all ranks: a gather's list is only on its root.
-_ALIKE = ("tensor", "input_tensor", "output", "tensors", "input_tensor_list")
-_MAY_DIFFER = ("all_to_all", "all_to_all_single")
+_ALIKE = ("tensor", "input_tensor", "output", "tensors", "input_tensor_list", "self", "inputs")
+_MAY_DIFFER = ("all_to_all", "all_to_all_single", "all_to_all_single_autograd")
 _LONGEST = 60  # a pulse has little room
-_ROOTS = ("op", "src", "dst", "group_src", "group_dst")
+_ROOTS = ("op", "reduceOp", "src", "dst", "group_src", "group_dst")
 
 
 @contextmanager
@@ -63,7 +75,8 @@ def watch_collectives(pulse: Pulse, on_collective: OnCollective | None = None) -
         for place, name, kind in inner
         if name in vars(place)
     ]
-    with patched(*patches, (dist.Work, "wait", notes.around_wait)):
+    patches += [(dist.Work, "wait", notes.around_wait)]
+    with patched(*patches), patched_when_imported({_FUNCTIONAL: notes.functional}):
         yield
 
 
@@ -91,6 +104,7 @@ class _Arguments:
         shapes = [f"{str(t.dtype)[6:]}{[*t.shape]}" for t in tensors] if self._compared else []
         roots = [(name, self.get(name, *call)) for name in self._roots]
         given = [f"{name}={getattr(v, 'name', v)}" for name, v in roots if v is not None]
+        given = [f"op={one[9:].upper()}" if one.startswith("reduceOp=") else one for one in given]
         return tensors, " ".join(shapes + given)
 
 
@@ -99,11 +113,23 @@ class _Notes:
         self._pulse, self._on_collective = pulse, on_collective
         self._nested = threading.local()  # all_gather_object calls all_gather
         self._begun: weakref.WeakKeyDictionary[Any, Visit] = weakref.WeakKeyDictionary()
+        self._results: dict[int, Visit] = {}  # address of a functional collective's result → call
         self._labels: dict[str, str] = {}
+        self._world = WORLD
+
+    def functional(self, module: ModuleType) -> list[Patch]:
+        """Return the patches of the functional collectives, once a script imports them."""
+        names = map("".join, itertools.product(_FUNCTIONAL_COLLECTIVES, _FORMS))
+        found = [(name, vars(module)[name]) for name in names if name in vars(module)]
+        patches: list[Patch] = [(module, name, self.around(name, f)) for name, f in found]
+        return [*patches, (module, "wait_tensor", self.around_wait)]
 
     def around(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return what is called instead of a function of torch.distributed, with that first."""
+        if kind == _RECONFIGURE:
+            return self.around_reconfigure
         arguments = _Arguments(kind, function)
+        is_collective = kind not in _BETWEEN_TWO + _LIFE
 
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._is_nested():
@@ -112,20 +138,42 @@ class _Notes:
             if group == dist.GroupMember.NON_GROUP_MEMBER:
                 return original(*args, **kwargs)
             tensors, detail = arguments.described(args, kwargs)
-            label = self._label(group) if kind in _COLLECTIVES else "life"
+            label = self._label(_process_group(group)) if is_collective else "life"
             if kind in _BETWEEN_TWO:
                 peer = (arguments.get(name, args, kwargs) for name in ("src", "dst"))
                 label = PEER + next((str(rank) for rank in peer if rank is not None), "")
             with self._once(), self._pulse.inside(kind, detail, _users_line(), label) as visit:
-                if self._on_collective is not None and kind in _COLLECTIVES:
+                if self._on_collective is not None and is_collective:
                     self._on_collective(kind, tensors, visit.where, label)
                 result = original(*args, **kwargs)
-            for work in result if isinstance(result, list) else [result]:
-                if isinstance(work, dist.Work):
-                    self._begun[work] = visit
+            for begun in result if isinstance(result, list) else [result]:
+                if isinstance(begun, dist.Work):
+                    self._begun[begun] = visit
+                elif isinstance(begun, Tensor):
+                    self._results[_address(begun)] = visit
             return result
 
         return around
+
+    def around_reconfigure(
+        self,
+        original: Callable[..., Any],
+        uuid: int,
+        handles: Any,
+        group: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Connect a group anew: from then on its calls are counted from 1, as a newcomer's are."""
+        label = f"{_RECONFIGURE} {uuid}"
+        with self._once(), self._pulse.inside(_RECONFIGURE, "", _users_line(), label) as visit:
+            work = original(uuid, handles, group, *args, **kwargs)
+        self._begun[work] = visit
+        if group is None or group is dist.group.WORLD:
+            self._world = f"group {uuid}"
+        else:
+            self._labels[group.group_name] = f"{group.group_name} {uuid}"
+        return work
 
     def around_wait(
         self, original: Callable[..., Any], work: Any, *args: Any, **kwargs: Any
@@ -133,7 +181,9 @@ class _Notes:
         """Wait for a collective that was begun before: the same visit, at the line that waits."""
         if self._is_nested():
             return original(work, *args, **kwargs)
-        begun = self._begun.get(work, Visit(UNKNOWN, group=PEER))
+        is_tensor = isinstance(work, Tensor)
+        begun = self._results.pop(_address(work), None) if is_tensor else self._begun.get(work)
+        begun = begun or Visit(UNKNOWN, group=PEER)
         with self._once(), self._pulse.inside(*begun[:2], _users_line(), begun.group, begun.seq):
             return original(work, *args, **kwargs)
 
@@ -160,12 +210,32 @@ class _Notes:
 
     def _label(self, group: Any) -> str:
         if group is None or group is dist.group.WORLD:
-            return WORLD
+            return self._world
         name = group.group_name
         if name not in self._labels:
             ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
             self._labels[name] = f"{name}:{ranks if len(ranks) < _LONGEST else ''}"
         return self._labels[name]
+
+
+def _process_group(group: Any) -> Any:
+    """Return a process group that a functional collective may be given in another form."""
+    if isinstance(group, DeviceMesh | tuple):
+        mesh, *dim = group if isinstance(group, tuple) else (group,)
+        return mesh.get_group(*dim)
+    if isinstance(group, str):
+        return c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type] # noqa: SLF001
+    if isinstance(group, list):
+        return c10d._find_pg_by_ranks_and_tag("", group)  # noqa: SLF001 - there is no public way
+    return group
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where a tensor's memory is, also of one that waits at its first use; 0 if nowhere."""
+    try:
+        return getattr(tensor, "elem", tensor).untyped_storage().data_ptr()
+    except RuntimeError:  # it has no memory while a graph is traced
+        return 0
 
 
 def _users_line() -> str:
