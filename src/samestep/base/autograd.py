@@ -19,6 +19,12 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
         nodes += [following for following, _ in node.next_functions]
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor that may be sharded."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 def tell_end_of_autograd(loss: Tensor, tell: Callable[[], None]) -> None:
     """Call `tell` within loss.backward(), once all gradients are computed and sent off.
 

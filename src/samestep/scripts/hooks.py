@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, dataloader
 
-from samestep.base.autograd import leaves_of, tell_end_of_autograd
+from samestep.base.autograd import leaves_of, own_part, tell_end_of_autograd
 from samestep.base.patches import patched
 from samestep.base.phases import Phases, make_phases
 from samestep.scripts.measuring.trace_digest import COLLATE
@@ -43,7 +43,7 @@ class Hooks:
         """Called before an optimizer changes the weights; of a closure, after its first call."""
         self.on_epoch: Callable[[int], None] = lambda _epoch: None
         self.on_profiler: Callable[[], None] = lambda: None
-        """Called when the script starts a profiler."""
+        """Called when the script prepares a profiler, and when it starts one."""
         self.on_own_updates: Callable[[], object] = lambda: None
         """Called when the script turns out to change its weights itself."""
         self.trained: list[Tensor] = []  # the weights of the optimizer; without one, of the loss
@@ -93,6 +93,8 @@ class Hooks:
                     (nn.Module, "train", self._around_train),
                     (nn.Module, "__call__", self._around_call),
                     (Optimizer, "zero_grad", self._around_zero_grad),
+                    # To prepare one already spoils a trace that runs, in PyTorch 2.11.
+                    (torch.autograd.profiler.profile, "_prepare_trace", self._around_profiler),
                     (torch.autograd.profiler.profile, "_start_trace", self._around_profiler),
                 )
             )
@@ -165,7 +167,7 @@ class Hooks:
         # FSDP frees weights between the passes: they have no storage to look at.
         whole = (leaf for leaf in leaves_of(loss) if leaf.untyped_storage().size())
         few = itertools.islice(whole, _FEW)
-        now = [leaf.detach().reshape(-1)[:_VALUES].clone() for leaf in few]
+        now = [own_part(leaf.detach()).reshape(-1)[:_VALUES].clone() for leaf in few]
         pairs = zip(self._some_weights, now, strict=False)
         changed = any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
         self._some_weights, self._own_updates = now, updates + changed

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import samestep
+from samestep.base.autograd import own_part
 from samestep.base.errors import is_users, raised_at, users_frame
 from samestep.launch.stall.pulse import Pulse
 from samestep.scripts.checking.events import Event, Job, encode, events_path
@@ -119,12 +120,6 @@ class Recorder:
 def is_tracing() -> bool:
     """Whether `torch.jit` is tracing, which would keep what a watcher calls."""
     return torch._C._is_tracing()  # noqa: SLF001 - its public name has no types
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor that may be sharded."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
 
 
 def checksum(tensor: Tensor) -> int | None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
+from samestep.base.autograd import own_part
 from samestep.base.trees import tree_leaves
-from samestep.scripts.checking.recorder import checksum, own_part, row_hashes
+from samestep.scripts.checking.recorder import checksum, row_hashes
 
 _MOST_BYTES = 1 << 22  # of an array
 _MOST_VALUES = 1 << 16  # of a tensor, spread over it: a step changes all of them

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -34,6 +34,7 @@ _MEMORY = 80 << 30
 _ANSWERED = "The script asks for CUDA: the CPU and Gloo answered in place of CUDA and NCCL."
 _ALONE = ("localhost", "::1")
 _STREAMS = ("current_stream", "default_stream", "stream")
+_SINGLE = ("gather_single", "gather_into_tensor")  # PyTorch 2.14, and Gloo has none of them
 _ON_CPU = (Tensor.cuda, Tensor.pin_memory, Tensor.record_stream)
 
 
@@ -227,6 +228,7 @@ def _patches(devices: _Devices, count: int) -> list[Patch]:
         (torch.accelerator, name, lambda _original, device: devices.choose(device))
         for name in ("set_device_index", "set_device_idx")
     ]
+    places = (dist, distributed_c10d)
     return [
         *cuda,
         *((nn.Module, name, _module_on_cpu(devices)) for name in ("to", "cuda")),
@@ -237,9 +239,15 @@ def _patches(devices: _Devices, count: int) -> list[Patch]:
         (DeviceMesh, "__init__", _mesh_on_cpu(devices)),
         (DistributedDataParallel, "_passing_sync_batchnorm_handle", _answer(None)),
         (SyncBatchNorm, "forward", _sync_batch_norm),
-        *((place, "init_process_group", _by_gloo) for place in (dist, distributed_c10d)),
-        *((place, "new_group", _by_gloo) for place in (dist, distributed_c10d)),
-        *((place, "barrier", _without(device_ids=None)) for place in (dist, distributed_c10d)),
+        *((place, "init_process_group", _by_gloo) for place in (*places, device_mesh)),
+        *((place, "new_group", _by_gloo) for place in places),
+        *((place, "barrier", _without(device_ids=None)) for place in places),
+        *(
+            (place, name, _gather_single)
+            for place in places
+            for name in _SINGLE
+            if name in vars(place)
+        ),
     ]
 
 
@@ -329,7 +337,9 @@ def _sync_batch_norm(_original: Callable[..., Any], norm: Any, x: Tensor) -> Ten
         return _BatchNorm.forward(norm, x)
     other = [dim for dim in range(x.dim()) if dim != 1]
     sums = torch.stack([x.sum(other), x.square().sum(other), torch.ones_like(x).sum(other)])
-    total, squares, count = dist.nn.functional.all_reduce(sums, group=group)  # type: ignore[no-untyped-call]
+    # What `all_reduce` there calls, which also warns that it is deprecated.
+    reduce = dist.nn.functional._AllReduce.apply  # noqa: SLF001
+    total, squares, count = reduce(dist.ReduceOp.SUM, group, sums)  # type: ignore[no-untyped-call]
     mean = total / count
     variance = squares / count - mean.square()
     if norm.track_running_stats:
@@ -350,9 +360,27 @@ def _by_gloo(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kwargs, args = kwargs | {"backend": args[0]}, args[1:]
         kwargs |= dict(zip(("init_method",), args, strict=False))
         args = ()
-    if kwargs.get("backend") is not None:
+    # Without a backend, a build for CUDA chooses NCCL.
+    if original.__name__ == "init_process_group" or kwargs.get("backend") is not None:
         kwargs = kwargs | {"backend": "gloo"}
     return original(*args, **_except(kwargs, "device_id", "pg_options"))
+
+
+def _gather_single(
+    _original: Callable[..., Any],
+    tensor: Tensor,
+    gather_tensor: Tensor | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Any:
+    root, parts = group_dst, None
+    if root is None:
+        root = dst or 0 if group is None else dist.get_group_rank(group, dst or 0)
+    if gather_tensor is not None and dist.get_rank(group) == root:
+        parts = [*gather_tensor.view(-1, *tensor.shape)]
+    return dist.gather(tensor, parts, dst, group, async_op, group_dst)
 
 
 def _except(given: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -85,11 +85,11 @@ class Tracer:
     def stop(self) -> None:
         """End the trace, unless it has ended."""
         if self._running:
+            self._running = False  # also if the profiler raises, as where another one has begun
             self._step.__exit__(None, None, None)
             self._phases.observer = None
             self._end_of_indexing()
             self._profile.stop()
-            self._running = False
 
     def keep(self, folder: Path, name: str) -> tuple[Operations, tuple[float, str] | None]:
         """Write the trace, compressed, and the memory's timeline; return what they say."""

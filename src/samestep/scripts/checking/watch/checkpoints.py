@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from samestep.base.autograd import own_part
 from samestep.base.patches import Patch, patched, patched_when_imported
 from samestep.scripts.checking.ranks_of_script import STOPPED
-from samestep.scripts.checking.recorder import Recorder, own_part
+from samestep.scripts.checking.recorder import Recorder
 from samestep.scripts.checking.samples import digests
 
 _MOST_LEAVES = 4000

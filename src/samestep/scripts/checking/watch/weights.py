@@ -31,8 +31,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from samestep.base.autograd import own_part
 from samestep.base.patches import patched
-from samestep.scripts.checking.recorder import Recorder, checksum, own_part
+from samestep.scripts.checking.recorder import Recorder, checksum
 from samestep.scripts.hooks import step_closure, tensors_of
 
 _Made = tuple[str, weakref.ref[nn.Module], weakref.ref[nn.Module], weakref.ref[Tensor]]
