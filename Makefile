@@ -8,6 +8,9 @@ TORCH ?= torch==2.13.0
 # in a folder of its own, since beside a CPU build of torch it breaks whatever imports it.
 TORCHVISION ?= torchvision==0.28.0
 EXTRAS := comet,cricket,huggingface,images,lightning,mlflow,optuna,plot,safetensors,tensorboard,wandb,yaml
+# Any version, so that pip may choose a build with gigabytes of CUDA: TORCH_NEWEST=torch==2.12.1.
+TORCH_NEWEST ?= torch
+VENV_NEWEST ?= .venv-newest
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 # More workers than two cores: many tests wait, those of tests/cluster for Slurm most of the time.
@@ -18,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest --dist loadgroup --numprocesses
 FAST := $(WORKERS) -m "not slow and not cluster"
 
-.PHONY: train test test-all test-times lint docs lowest constraints bench pictures gpu-kit dist clean help
+.PHONY: train test test-all test-times lint docs lowest newest constraints bench pictures gpu-kit dist clean help
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
@@ -77,8 +80,14 @@ dist: $(VENV)/.ready ## build the sdist, from it the wheel, and try the wheel in
 lowest: $(VENV)/.ready ## try samestep with the lowest version of each package that it needs
 	$(BIN)/python tools/smoke.py --lowest
 
+newest: ## run the tests with the newest versions of all packages: [TORCH_NEWEST=torch==2.12.1]
+	$(PYTHON) -m venv --clear $(VENV_NEWEST)
+	$(VENV_NEWEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(VENV_NEWEST)/bin/python -m pip install --quiet "$(TORCH_NEWEST)" --editable '.[$(EXTRAS)]' --group dev
+	$(VENV_NEWEST)/bin/python tools/newest.py --dist loadgroup --numprocesses $(FAST)
+
 constraints: $(VENV)/.ready-bench ## write constraints.txt anew from what is installed
 	$(PIP) freeze --exclude-editable | grep -vE '^(torch|torchvision|pip|triton|nvidia-.*)==' > constraints.txt
 
 clean: ## remove the virtual environment, what was built, and caches
-	rm -rf $(VENV) build dist site .gpu-kit .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_NEWEST) build dist site .gpu-kit .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -73,6 +74,16 @@ FAULTS = {
 def test_each_planted_fault_is_found_and_comes_with_advice(check):
     for changes, said in FAULTS[check]:
         says(check(replace(WITH_GPUS, **changes)), said)
+
+
+def test_a_version_of_torch_is_told_as_tried_newer_or_neither_and_the_table_has_those_tried():
+    table = (Path(__file__).parents[2] / "docs/project/versions.md").read_text()
+    rows = re.findall(r"^\| (2\.\d+\.\d+)", table, re.MULTILINE)
+    assert tuple(sorted({*rows})) == checks.TRIED_TORCH
+    newest = checks.TRIED_TORCH[-1]
+    said = {f"{newest}+cpu": ": tried", "99.0": f"newer | {newest}", "2.12.0": "not"}
+    for version, words in said.items():
+        says(checks.torch(replace(MACHINE, torch=version)), f"green: {words}")
 
 
 def test_the_facts_of_this_machine_pass_and_what_is_not_here_has_no_row():

@@ -34,6 +34,8 @@ _RESOLVE_S = 1.5
 _TRACKER = "api.wandb.ai"  # resolves wherever trackers can be reached
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
+TRIED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1")
+"""With which samestep's tests have run: docs/project/versions.md."""
 
 SMALL_SHM_BYTES = 1 << 30  # enough for a few workers with batches of images
 DOCKER_SHM_BYTES = 64 << 20  # a container's default; one batch of images can be more
@@ -189,9 +191,16 @@ def python(machine: Machine) -> Finding:
 
 
 def torch(machine: Machine) -> Finding:
-    """Check that samestep supports this PyTorch."""
+    """Check that samestep supports this PyTorch, and tell whether its tests have run with it."""
     advice = "Install PyTorch 2.11 or newer: pip install --upgrade torch."
-    return graded(machine.torch, advice, red_if=_version(machine.torch) < OLDEST_TORCH)
+    release, newest = machine.torch.partition("+")[0], TRIED_TORCH[-1]
+    tried = f"not tried; tried were {', '.join(TRIED_TORCH)}"
+    if release in TRIED_TORCH:
+        tried = "tried"
+    elif _version(release, 3) > _version(newest, 3):
+        tried = f"newer than the newest tried, {newest}"
+    found = f"{machine.torch}: {tried}"
+    return graded(found, advice, red_if=_version(machine.torch) < OLDEST_TORCH)
 
 
 def samestep(machine: Machine) -> Finding:
@@ -318,8 +327,8 @@ def _at_most(most: int | None, few: int, too_few: int, advice: str) -> Finding:
     return graded(f"{most:,} at most", advice, red_if=most < too_few, yellow_if=most < few)
 
 
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+def _version(text: str, numbers: int = 2) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:numbers])
 
 
 CHECKS: list[Check[Machine]] = [
