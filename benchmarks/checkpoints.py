@@ -6,6 +6,7 @@ All write the same tensors to the same disk, in turn. Writes `benchmarks/results
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -215,21 +217,26 @@ def _ways(folder: Path, state: dict[str, Any], mib: int) -> list[Way]:
 
 def _by_torch_checkpointing(state: dict[str, Any]) -> list[Way]:
     """Return PyTorch's newest package for this, if it is installed; its process lives on."""
-    try:
+    if importlib.util.find_spec("torch_checkpointing") is None:
+        return []
+
+    @cache
+    def manager() -> Any:
         from torch_checkpointing import CheckpointManager
         from torch_checkpointing.config import AsyncCheckpointSaverConfig
         from torch_checkpointing.staging import CheckpointStagerConfig
         from torch_checkpointing.storage import filesystem
-    except ImportError:
-        return []
-    # Without CUDA as its page on troubles says; ext4 refuses its direct I/O (findings/).
-    staging = CheckpointStagerConfig(use_async_staging=torch.cuda.is_available())
-    storage = filesystem.LocalFileSystemStorageConfig(use_direct_io=False)
-    save = AsyncCheckpointSaverConfig(staging_config=staging)
-    manager = CheckpointManager.Config(save=save, storage_config=storage).build()
+
+        # Without CUDA as its page on troubles says; ext4 refuses its direct I/O (findings/).
+        staging = CheckpointStagerConfig(use_async_staging=torch.cuda.is_available())
+        storage = filesystem.LocalFileSystemStorageConfig(use_direct_io=False)
+        save = AsyncCheckpointSaverConfig(staging_config=staging)
+        return CheckpointManager.Config(save=save, storage_config=storage).build()
 
     def by_it(folder: Path, turn: int) -> Callable[[], object]:
-        return manager.save(str(folder / f"its-{turn}"), {"model": state["model"]}).result
+        saved = manager().save(str(folder / f"its-{turn}"), {"model": state["model"]})
+        waits: Callable[[], object] = saved.result
+        return waits
 
     return [Way("torch_checkpointing", by_it)]
 
