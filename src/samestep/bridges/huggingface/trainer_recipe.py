@@ -126,7 +126,7 @@ def recipe(
         given.look_at(model)
     found = settings_of(args) | settings_of_callbacks(callbacks or ())
     monitor = found.get("monitor", "")  # of several, Trainer's eval_NAME_accuracy
-    by_name = eval_dataset if _is_by_name(eval_dataset) else ()
+    by_name = eval_dataset if isinstance(eval_dataset, Mapping) else ()
     if names := [name for name in by_name if monitor.startswith(f"{name}_")]:
         of_it = max(names, key=len)
         found["monitor"] = f"{of_it}/{monitor[len(of_it) + 1 :].removeprefix('eval_')}"
@@ -191,11 +191,11 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
 
 
 def _check_data(name: str, data: Any) -> None:
-    if name == "eval" and _is_by_name(data):
+    if name == "eval" and isinstance(data, Mapping):
         for of_it in data.values():
             _check_data("", of_it)
         return
-    if _is_by_name(data):
+    if isinstance(data, Mapping):
         raise UserError(
             f"{name}_dataset is a dict of {len(data)} data sets; a recipe has one.",
             remedy="Give one of them, or torch.utils.data.ConcatDataset.",
@@ -211,12 +211,8 @@ def _check_data(name: str, data: Any) -> None:
         raise UserError("samestep.huggingface.recipe(…) needs a train_dataset.")
 
 
-def _is_by_name(data: Any) -> bool:
-    return isinstance(data, Mapping) and not hasattr(data, "column_names")
-
-
 def _map_style(data: Any) -> Any:
-    if _is_by_name(data):
+    if isinstance(data, Mapping):
         return {name: _MapStyle(of_it) for name, of_it in data.items()}
     return None if data is None else _MapStyle(data)
 

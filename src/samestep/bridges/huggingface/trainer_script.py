@@ -30,11 +30,11 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
     found: list[Trainer] = []
 
     def train(_: object, trainer: Trainer, *arguments: Any, **named: Any) -> NoReturn:
-        if arguments or named:
-            given = next(iter(named), "resume_from_checkpoint")
+        given = dict(zip(["resume_from_checkpoint"], arguments, strict=False)) | named
+        if wanted := [name for name, value in given.items() if value]:
             raise UserError(
-                f"trainer.train({given}=…) cannot be taken over.",
-                remedy="Call trainer.train(), and continue a run with: samestep train RUN --resume",
+                f"trainer.train({wanted[0]}=…) cannot be taken over.",
+                remedy="Leave it out, and continue a run with: samestep train RUN --resume",
             )
         found.append(trainer)
         raise _FoundTrainer
@@ -46,6 +46,11 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
             yield
     except _FoundTrainer:
         pass
+    except SystemExit as error:
+        raise UserError(
+            f"{path} ends itself by exit({error.code or ''}) before it calls a Trainer's train().",
+            remedy="It is run without arguments: give those that it parses a default.",
+        ) from error
     finally:
         sys.argv, module.__name__ = arguments, name
     for own in vars(module).values():
