@@ -134,6 +134,7 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     for call, says in {
         "train(resume_from_checkpoint=True)": "--resume",
         "train": "calling",
+        "train(exit(2))": "without arguments",
     }.items():
         changed = SCRIPT.replace("train(resume_from_checkpoint=None)", call)
         file = written(tmp_path, (OURS, changed), imports)
