@@ -354,7 +354,7 @@ def test_each_collective_is_noted_once_with_what_must_be_alike(tmp_path):
     assert all(place.startswith(f"{__file__}:") for place in places)
 
 
-STALL_S = 0.7
+STALL_S = 1.5
 
 
 @contextmanager
