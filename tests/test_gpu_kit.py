@@ -88,31 +88,6 @@ def test_what_samestep_and_the_gpu_tests_need_is_asked_for_beside_the_code_of_gi
     assert not list(tmp_path.rglob("__pycache__"))
 
 
-@pytest.mark.slow
-def test_a_probe_says_what_is_there(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "gpu_probe.py"], capture_output=True, check=True
-    )
-    found = json.loads(done.stdout)
-    assert found["torch"] == torch.__version__
-    assert found["cores"] == len(os.sched_getaffinity(0))
-    probe = tmp_path / "probe.json"
-    probe.write_text(json.dumps({**found, "python": "3.12.3"}))
-    present = gpu_kit.present_packages(probe)
-    assert present["pytest"] == pytest.__version__
-    probe.write_text(json.dumps({**found, "python": "3.10.1"}))
-    with pytest.raises(gpu_kit.KitError):
-        gpu_kit.present_packages(probe)
-
-
-def test_a_kit_above_the_limit_is_refused_with_its_largest_files(tmp_path):
-    (tmp_path / "small").write_bytes(b"1")
-    assert gpu_kit.check_size(tmp_path, 1000) == 1
-    (tmp_path / "large.whl").write_bytes(bytes(1000))
-    with pytest.raises(gpu_kit.KitError, match=r"large\.whl"):
-        gpu_kit.check_size(tmp_path, 1000)
-
-
 def test_jpegs_become_cifar10s_binary_files_and_digits_a_small_mnist(tmp_path):
     folders = write_folders(tmp_path / "jpegs", num_train=60, num_test=20)
     packed, out = tmp_path / "packed", tmp_path / "data"

@@ -76,19 +76,3 @@ def test_the_repository_is_where_the_clone_came_from_if_that_is_on_the_web(remot
     from tools.site_face import repository
 
     assert repository(remote) == address
-
-
-def test_the_button_copies_what_is_typed_and_nothing_else(site, tmp_path):
-    browsers = pytest.importorskip("tools.browser")
-    if browsers.MISSING:
-        pytest.skip(f"{' and '.join(browsers.MISSING)} not installed (Debian)")
-    copied = """Array.from(document.querySelectorAll(".highlight code"), (code) => {
-      code.setAttribute("data-md-copying", "");  // as Material's button does
-      return code.innerText.trimEnd();
-    })"""
-    with browsers.chromium(tmp_path) as browser:
-        browser.driver.get((site / "examples" / "plain-slurm.html").as_uri())
-        blocks = browser.run(copied)
-    assert not [block for block in blocks if re.search(r"^\$ ", block, re.MULTILINE)]
-    submit = "sbatch examples/mnist_torchrun/run_distributed.slurm --data-dir data/mnist --epochs 2"
-    assert f"mkdir -p logs\n{submit}" in blocks

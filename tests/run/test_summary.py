@@ -4,15 +4,22 @@ import json
 import math
 import os
 import signal
+import tempfile
 from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from samestep.base.errors import UserError
 from samestep.base.run import summary
 from samestep.base.run.directory import Run, lock_run
+from samestep.base.run.records import RecordFile, as_uninterrupted
+from samestep.base.run.step_rows import CompactRecords
 from samestep.base.run.summary import GrowingSummary
 from samestep.show.reporting.run_data import read_run
 from samestep.show.reporting.run_table import as_json, read_runs, sorted_runs
@@ -386,3 +393,38 @@ def test_what_is_no_run_is_refused(tmp_path, name):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="runs/ID"):
         read_run(tmp_path / name)
+
+
+def same(records):
+    return [repr(sorted(record.items())) for record in records]
+
+
+VALUES = (
+    st.floats(allow_nan=False, allow_infinity=False)
+    | st.integers()
+    | st.sampled_from([None, "text", [1], True])
+)
+FIELDS = dict.fromkeys(("loss", "lr", "norm"), VALUES)
+STEPS = st.fixed_dictionaries({"event": st.just("step"), "samples": VALUES}, optional=FIELDS)
+OTHERS = st.sampled_from(["checkpoint", "evaluation", "resume", "start", "anything"])
+
+
+@given(st.lists(STEPS | OTHERS, max_size=30), st.integers(0, 5))
+def test_records_in_columns_are_the_records_that_were_written(events, back):
+    with tempfile.TemporaryDirectory() as folder:
+        written, step = [], 0
+        for event in events:
+            step = max(0, step - back) if event == "resume" else step + isinstance(event, dict)
+            more = {"event": event, "resumed": bool(back), "checkpoint": f"{step}.pt", "rows": 2}
+            more |= {"path": f"checkpoints/{step}.pt", "seconds": 1.0} if back else {}
+            written.append({**(event if isinstance(event, dict) else more), "step": step})
+        file = Path(folder, "events.jsonl")
+        file.write_text("".join(json.dumps(record) + "\n" for record in written))
+        expected = as_uninterrupted(RecordFile(file).read_all(), Path(folder))
+        found = CompactRecords(RecordFile(file), file.parent)
+        assert same([*found]) == same(expected), "with their types, and in their order"
+        assert same([*found.steps()]) == same([r for r in expected if r["event"] == "step"])
+        short = iter(found.in_short())
+        for record, after in pairwise([*expected, {"event": ""}]):
+            if (record["event"], after["event"]) != ("step", "step"):
+                assert record in short, "in their order, with the last of each row of steps"

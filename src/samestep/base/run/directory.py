@@ -25,7 +25,7 @@ from samestep.base.errors import UserError
 from samestep.base.machine import usable_cores
 from samestep.base.nearby import nearby
 from samestep.base.run.files import Held, cannot_write, hold, open_regular, read_object, write_text
-from samestep.base.run.records import RUN_FORMAT, Record, check_format, first_start
+from samestep.base.run.records import RUN_FORMAT, Record, check_format
 from samestep.base.run.summary import (
     SUMMARY,
     GrowingSummary,
@@ -34,6 +34,7 @@ from samestep.base.run.summary import (
     SummaryFile,
     catch_up,
     check_ours,
+    first_start,
     read_growing,
 )
 from samestep.base.version import __version__

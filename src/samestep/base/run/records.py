@@ -6,7 +6,7 @@ them. `Run.append` writes records, and `RecordFile` reads them, from runs of all
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
@@ -434,13 +434,6 @@ def check_format(start: Record, path: Path) -> None:
         )
 
 
-def samples_per_step(plan: Mapping[str, Any]) -> float:
-    """Return the samples of most steps by a `start` record, or their mean if they are by tokens."""
-    if plan.get("batch_tokens") and plan["steps_per_epoch"]:
-        return float(plan["num_samples"] / plan["steps_per_epoch"])
-    return float(plan["global_batch_size"])
-
-
 def read_records(path: str | PathLike[str], *, superseded: bool = False) -> Iterator[Record]:
     """Yield the records of a run as one uninterrupted run would have written them.
 
@@ -468,17 +461,23 @@ def read_records(path: str | PathLike[str], *, superseded: bool = False) -> Iter
     yield from records if superseded else as_uninterrupted(records, path)
 
 
-def first_start(path: Path) -> Record:
-    """Return the `start` record in the first line of a run's records; {} if there is none."""
-    try:
-        with open_regular(path / "events.jsonl") as file:
-            record = _parse(file.readline(), checked=False)
-    except OSError:
-        return {}
-    return record if record is not None and record["event"] == "start" else {}
+def samples_per_step(plan: Mapping[str, Any]) -> float:
+    """Return the samples of most steps by a `start` record, or their mean if they are by tokens."""
+    if plan.get("batch_tokens") and plan["steps_per_epoch"]:
+        return float(plan["num_samples"] / plan["steps_per_epoch"])
+    return float(plan["global_batch_size"])
 
 
-def as_uninterrupted(written: Iterable[Record], path: Path) -> list[Record]:
+def up_to_step(record: Record, step: int) -> Record | None:
+    """Return a record of a step up to this one, or of none; else None."""
+    return record if (record.get("step") or 0) <= step else None
+
+
+def as_uninterrupted(
+    written: Iterable[Record],
+    path: Path,
+    until: Callable[[Record, int], Record | None] = up_to_step,
+) -> list[Record]:
     """Leave out of a run's records those that a later attempt has superseded."""
     records: list[Record] = []
     for record in written:
@@ -490,7 +489,8 @@ def as_uninterrupted(written: Iterable[Record], path: Path) -> list[Record]:
             # The end of an epoch has the same step as a checkpoint that a signal caused right
             # before it, so the step does not decide. Where a kill came between the checkpoint
             # and its record, nothing came after it.
-            records = [r for r in records if (r.get("step") or 0) <= record["step"]]
+            kept = (until(r, record["step"]) for r in records)
+            records = [r for r in kept if r is not None]
             file = f"checkpoints/{record['checkpoint']}"
             saved = [n for n, r in enumerate(records) if r.get("path") == file]
             after = saved[-1] + 1 if saved else len(records)

@@ -20,14 +20,8 @@ import msgspec
 from samestep.base.errors import UserError
 from samestep.base.run.files import open_regular, read_object, write_atomically
 from samestep.base.run.index import read_index
-from samestep.base.run.records import (
-    RUN_FORMAT,
-    Record,
-    RecordFile,
-    as_uninterrupted,
-    parse_lines,
-    samples_per_step,
-)
+from samestep.base.run.records import RUN_FORMAT, Record, RecordFile, parse_lines, samples_per_step
+from samestep.base.run.step_rows import CompactRecords
 
 SUMMARY = "summary.json"
 State = Literal["running", "completed", "stopped", "failed", "killed", "damaged"]
@@ -192,6 +186,16 @@ class GrowingSummary:
         return [value for value in values if value is not None]
 
 
+def first_start(path: Path) -> Record:
+    """Return the `start` record in the first line of a run's records; {} if there is none."""
+    try:
+        with open_regular(path / "events.jsonl") as file:
+            record = next(iter(parse_lines(file.readline())), None)
+    except OSError:
+        return {}
+    return record if record is not None and record["event"] == "start" else {}
+
+
 def read_growing(run: Path) -> tuple[GrowingSummary, RecordFile]:
     """Return the summary of a run by its records, and their file, which says what is damaged.
 
@@ -199,7 +203,7 @@ def read_growing(run: Path) -> tuple[GrowingSummary, RecordFile]:
     a newer version.
     """
     growing, file = GrowingSummary(run), RecordFile(run / "events.jsonl", checked=True)
-    for record in as_uninterrupted(file.read_all(), run):
+    for record in CompactRecords(file, run):
         growing.add(record)
     return growing, file
 

@@ -18,7 +18,7 @@ from samestep.base.run.code_pieces import Pieces
 from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.files import toml_of
 from samestep.base.run.index import best_file
-from samestep.base.run.records import first_start
+from samestep.base.run.summary import first_start
 from samestep.base.settings import (
     ALSO_ACCEPTED,
     Settings,

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samestep.base.errors import UserError
-from samestep.base.run.records import RecordFile, first_start
+from samestep.base.run.records import RecordFile
+from samestep.base.run.summary import first_start
 from samestep.base.settings import Settings
 from samestep.base.startup import forget_signals
 from samestep.base.tracker_choice import check_installed, chosen

@@ -189,13 +189,13 @@ class Lines:
         self.run = run
         self.found: dict[str, list[tuple[Role, str, Floats, Floats]]] = {}
         """Chart → (role, label, steps, values) of each of its curves."""
-        steps = run.of("step")
-        self._samples = _steps(steps), _numbers([r["samples"] for r in steps])
-        names = sorted({name for name in set().union(*steps) if name not in _OF_A_STEP})
-        for name in ("loss", *names):
-            self._add(name, "steps", "training, steps", steps)
+        rows = run.steps
+        steps, samples = (_numbers(rows.numbers(name) or ()) for name in ("step", "samples"))
+        self._samples = steps, samples
+        for name in ("loss", *sorted(rows.names - _OF_A_STEP)):
+            self._add_curve(name, "steps", "training, steps", steps, rows.numbers(name))
         for name, _, _ in _MEASURED:
-            self._add(name, "steps", "steps", steps, chart=f"_{name}")
+            self._add_curve(f"_{name}", "steps", "steps", steps, rows.numbers(name))
         logged = [r for r in run.of("metrics") if isinstance(r.get("step"), int)]
         self._add_each("steps", "logged", logged, "values")
         epochs = run.of("epoch")
@@ -224,9 +224,14 @@ class Lines:
         chart: str = "",
     ) -> None:
         values = [table.get(name) for table in (records if tables is None else tables)]
-        if values and {*map(type, values)} <= {int, float, type(None)}:
-            curve = role, label, _steps(records), _numbers(values)
-            self.found.setdefault(chart or name, []).append(curve)
+        if {*map(type, values)} <= {int, float, type(None)}:
+            self._add_curve(chart or name, role, label, _steps(records), values)
+
+    def _add_curve(
+        self, chart: str, role: Role, label: str, at: Floats, values: Sequence[object] | None
+    ) -> None:
+        if values:
+            self.found.setdefault(chart, []).append((role, label, at, _numbers(values)))
 
     def _add_each(self, role: Role, label: str, records: Sequence[Record], inside: str) -> None:
         """Add what the records have in a table of their own, a chart for each of its names."""

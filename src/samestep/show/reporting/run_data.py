@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any
 
 from samestep.base.run.directory import no_run, read_summary, seconds_since_sign
 from samestep.base.run.files import read_object
-from samestep.base.run.records import SYSTEM, Record, RecordFile, as_uninterrupted, metric_values
+from samestep.base.run.records import SYSTEM, Record, RecordFile, metric_values
+from samestep.base.run.step_rows import CompactRecords, StepRows
 from samestep.base.words import duration
 
 TRAIN_LOSS = "train_loss"
@@ -31,7 +32,10 @@ class RunData:
     status: str
     """How it ended, or that it has not."""
     records: tuple[Record, ...] = ()
-    """As one uninterrupted run would have written them."""
+    """As one uninterrupted run would have written them; of `step` records in a row only the last,
+    since all of them are in `steps`."""
+    steps: StepRows = field(default_factory=StepRows)
+    """All `step` records."""
     plan: Record = field(default_factory=dict)
     """The latest `start` record; empty if there is none."""
     settings: Mapping[str, object] | None = None
@@ -49,8 +53,10 @@ class RunData:
     problems: tuple[str, ...] = ()
     """What is not there, or cannot be read; a sentence each."""
 
-    def of(self, event: str, split: str | None = None) -> list[Record]:
+    def of(self, event: str, split: str | None = None) -> Sequence[Record]:
         """Return the records of one kind, of evaluations those of one split."""
+        if event == "step":
+            return self.steps
         found = self._by_event.get(event, ())
         return [r for r in found if split is None or r.get("split") == split]
 
@@ -115,7 +121,7 @@ def read_run(path: Path) -> RunData:
     if not (path / "events.jsonl").is_file() and not (path / "settings.toml").is_file():
         raise no_run(path)
     problems: list[str] = []
-    records = _records(path / "events.jsonl", problems)
+    records, steps = _records(path / "events.jsonl", problems)
     starts = [record for record in records if record["event"] == "start"]
     plan = starts[-1] if starts else {}
     result, environment = (read_object(path / name) for name in ("result.json", "environment.json"))
@@ -138,6 +144,7 @@ def read_run(path: Path) -> RunData:
         recipe=Path(str(name)).stem,
         status=_status(path),
         records=tuple(records),
+        steps=steps,
         plan=plan,
         settings=settings,
         own_loop=table is not None and "recipe" not in table,
@@ -149,24 +156,24 @@ def read_run(path: Path) -> RunData:
     )
 
 
-def _records(file: Path, problems: list[str]) -> list[Record]:
-    """Return every record that can be read, those that were superseded left out."""
+def _records(file: Path, problems: list[str]) -> tuple[list[Record], StepRows]:
+    """Return the records that can be read, those that were superseded left out."""
     lines = RecordFile(file, checked=True)
     try:
         file.stat()
-        found = lines.read_all()
+        found = CompactRecords(lines, file.parent)
     except OSError:
         problems.append("events.jsonl is missing: nothing is known of its training")
-        return []
+        return [], StepRows()
     if lines.torn:
         problems.append("the last line of events.jsonl is half-written, and left out")
     if damaged := lines.damaged:
         shown = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
         plural = "s" if len(damaged) > 1 else ""
         problems.append(f"events.jsonl is damaged in line{plural} {shown}, left out")
-    if not found:
+    if not (records := found.in_short()):
         problems.append("events.jsonl holds no record yet")
-    return as_uninterrupted(found, file.parent)
+    return records, found.steps()
 
 
 def _settings(file: Path, problems: list[str]) -> dict[str, Any] | None:

@@ -23,7 +23,8 @@ import psutil
 
 from samestep.base.errors import UserError
 from samestep.base.run.files import Held, hold, read_object
-from samestep.base.run.records import SYSTEM, first_start
+from samestep.base.run.records import SYSTEM
+from samestep.base.run.summary import first_start
 from samestep.base.tracker_choice import PACKAGES, TRACKERS, why_unreachable, without_credentials
 from samestep.show.tracking import Server, Started, TrackedResult, TrackedRun
 from samestep.show.tracking.processes import (
