@@ -3,13 +3,13 @@
     python benchmarks/elastic.py [PART ...] [--times 6] [--runs 40] [--kills 300] [--seed 1]
 
 Parts: `gaps`, from a kill to the next step, beside `torchrun --max-restarts` with a checkpoint
-every 100 steps, by hand; `kills` at random moments; `throughput` with a kill every 20 s; `cost`
-when nobody dies. Writes each part into `benchmarks/results/elastic.md`, after each of its rows.
+every 100 steps, by hand, and torchft where it is installed; `kills` at random moments; `throughput`
+with a kill every 20 s; `cost` when nobody dies. Writes each part into
+`benchmarks/results/elastic.md`, after each of its rows.
 """
 
 import argparse
 import json
-import math
 import os
 import random
 import shutil
@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -31,7 +32,7 @@ from report import machine
 import samestep
 
 PAGE = Path(__file__).parent / "results" / "elastic.md"
-PEER = Path(__file__).parent / "peers" / "ddp_restarts.py"
+PEERS = Path(__file__).parent / "peers"
 CONVNET = """
 import torch
 from torch import nn
@@ -53,10 +54,11 @@ TITLES = {
 TIMES = """\
 Seconds from a SIGKILL of a rank until a step has ended that was not taken before; {times} kills
 each, rank after rank. torchrun: `--max-restarts`, a checkpoint every 100 steps, by hand; missing
-where it did not come back within 40 s."""
+where it did not come back within 40 s. torchft: each rank a replica on Gloo, as in its examples;
+what a dead replica had of a step is lost there."""
 HEAD = (
-    "| training | ranks | samestep, median (worst) | torchrun, median (worst) | times sooner |",
-    "|---|---:|---:|---:|---:|",
+    "| training | ranks | samestep, median (worst) | torchrun | sooner | torchft | sooner |",
+    "|---|---:|---:|---:|---:|---:|---:|",
 )
 OF_KILLS = """\
 Spiral, 3 ranks, any of them, sometimes two at once, sometimes one more while the others regroup, or
@@ -75,9 +77,10 @@ Steps in {window:.0f} s with three kills, over those of the same training undist
 |---|---:|
 """
 OF_COST = """\
-CPU seconds of the whole command with `--elastic`, over those without, in turn; 2 ranks.
+Seconds of an epoch's steps with `--elastic`, the median of all but the first, over those without,
+in turn; 2 ranks on 2 cores.
 
-| training | each pair |
+| training | median (each pair) |
 |---|---:|
 """
 _WINDOW_S = 60.0
@@ -122,8 +125,8 @@ def ranks_of(process: psutil.Popen) -> list[psutil.Process]:
 
 
 def workers_of(process: psutil.Popen) -> list[psutil.Process]:
-    """Return the ranks of torchrun."""
-    return [c for c in process.children() if PEER.name in " ".join(c.cmdline())]
+    """Return the ranks of a peer."""
+    return [c for c in process.children() if f"{PEERS}/" in " ".join(c.cmdline())]
 
 
 def newest_step(file: Path, read: Callable[[str], int]) -> int:
@@ -140,6 +143,17 @@ def all_train(events: Path, num_ranks: int) -> bool:
     lines = events.read_text().splitlines() if events.exists() else []
     told = [line for line in lines if '"world_size"' in line and line.endswith("}")]
     return bool(told) and bool(json.loads(told[-1])["world_size"] == num_ranks)
+
+
+def all_write(file: Path, num_ranks: int) -> bool:
+    """Whether all ranks have taken part in the newest steps of a peer."""
+    lines = file.read_text().splitlines()[-100:] if file.exists() else []
+    return len({line.split()[0] for line in lines}) == num_ranks
+
+
+def of_line(line: str) -> int:
+    """Return the step in a peer's line, of a rank and a step."""
+    return int(line.rsplit(maxsplit=1)[-1])
 
 
 def of_record(line: str) -> int:
@@ -179,28 +193,38 @@ def wait_for(holds: Callable[[], bool], most_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def measure_gaps(what: str, num_ranks: int, times: int, scratch: Path) -> tuple[list[float], ...]:
-    """Return the gaps of samestep and of torchrun, measured in turn."""
-    ours, theirs = scratch / "ours", scratch / "theirs"
-    for folder in (ours, theirs):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+def peers(num_ranks: int) -> dict[str, list[str]]:
+    """Return the commands of others, to which folder, steps and the training are added."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+    torchrun += ["--max-restarts", "1000", "--monitor-interval", "0.1"]
+    found = {"torchrun": [*torchrun, f"{PEERS}/ddp_restarts.py", str(num_ranks)]}
+    if find_spec("torchft"):
+        found["torchft"] = [sys.executable, f"{PEERS}/ddp_torchft.py", str(num_ranks)]
+    return found
+
+
+def measure_gaps(what: str, num_ranks: int, times: int, scratch: Path) -> dict[str, list[float]]:
+    """Return the gaps of samestep and of its peers, measured in turn."""
+    ours = scratch / "ours"
+    shutil.rmtree(ours, ignore_errors=True)
+    ours.mkdir()
     flags: tuple[str, ...] = ("--elastic", "--elastic-limit", "1000", "--log-every", "1")
     flags = (*flags, "--epochs", "100000", "--checkpoint-every-epochs", "100")
     with started(command_of(what, num_ranks, ours, *flags), ours) as process:
         events = ours / "run" / "events.jsonl"
         steps = partial(newest_step, events, of_record)
         whole = partial(all_train, events, num_ranks)
-        mine = [*gaps(process, ranks_of, steps, whole, times, num_ranks)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    torchrun += ["--max-restarts", "1000", "--monitor-interval", "0.1", str(PEER), str(theirs)]
-    with started([*torchrun, "1000000", what], theirs) as process:
-        file = theirs / "steps.txt"
-        its = list[float]()
-        with suppress(TimeoutError):
-            steps = partial(newest_step, file, int)
-            its.extend(gaps(process, workers_of, steps, lambda: True, times, num_ranks))
-    return mine, its
+        found = {"samestep": [*gaps(process, ranks_of, steps, whole, times, num_ranks)]}
+    for name, command in peers(num_ranks).items():
+        shutil.rmtree(theirs := scratch / name, ignore_errors=True)
+        theirs.mkdir()
+        found[name] = []
+        with started([*command, str(theirs), "1000000", what], theirs) as process:
+            steps = partial(newest_step, theirs / "steps.txt", of_line)
+            whole = partial(all_write, theirs / "steps.txt", num_ranks)
+            with suppress(TimeoutError):
+                found[name].extend(gaps(process, workers_of, steps, whole, times, num_ranks))
+    return found
 
 
 def trained(folder: Path, flags: tuple[str, ...], what: str = "spiral", num_ranks: int = 3) -> Path:
@@ -288,9 +312,12 @@ def of_gaps(asked: argparse.Namespace, scratch: Path) -> Iterator[str]:
     rows = [TIMES.format(times=asked.times), "", *HEAD]
     for what in ("spiral", "convnet"):
         for num_ranks in (2, 3, 4):
-            mine, its = measure_gaps(what, num_ranks, asked.times, scratch)
-            ratio = statistics.median(its) / statistics.median(mine) if its else math.nan
-            rows.append(f"| {what} | {num_ranks} | {told(mine)} | {told(its)} | {ratio:.0f} |")
+            found = measure_gaps(what, num_ranks, asked.times, scratch)
+            cells = [what, num_ranks, told(mine := found["samestep"])]
+            for its in (found["torchrun"], found.get("torchft", [])):
+                sooner = f"{statistics.median(its) / statistics.median(mine):.0f}" if its else "–"
+                cells += [told(its), f"{sooner} ×"]
+            rows.append(f"| {' | '.join(map(str, cells))} |")
             yield "\n".join(rows)
 
 
@@ -325,14 +352,11 @@ def of_throughput(asked: argparse.Namespace, scratch: Path) -> Iterator[str]:
         yield told
 
 
-def cpu_seconds(what: str, folder: Path, *flags: str) -> float:
-    """Return the CPU seconds that a training takes with all that it starts."""
-    before = os.times()
-    trained(folder, ("--epochs", "40" if what == "spiral" else "12", *flags), what, 2)
-    after = os.times()
-    return (
-        after.children_user + after.children_system - before.children_user - before.children_system
-    )
+def step_seconds(what: str, folder: Path, *flags: str) -> float:
+    """Return the seconds of an epoch's steps: the median of those after the first."""
+    run = trained(folder, ("--epochs", "41" if what == "spiral" else "13", *flags), what, 2)
+    epochs = [r for r in samestep.read_records(run) if r["event"] == "epoch"]
+    return statistics.median(record["train_seconds"] for record in epochs[1:])
 
 
 def of_cost(asked: argparse.Namespace, scratch: Path) -> Iterator[str]:
@@ -341,9 +365,10 @@ def of_cost(asked: argparse.Namespace, scratch: Path) -> Iterator[str]:
     for what in ("spiral", "convnet"):
         pairs = []
         for _ in range(asked.pairs):
-            mine, its = (cpu_seconds(what, scratch / "c", *f) for f in (("--elastic",), ()))
-            pairs.append(f"{mine / its:.3f}")
-        told += f"| {what} | {', '.join(pairs)} |\n"
+            mine, its = (step_seconds(what, scratch / "c", *f) for f in (("--elastic",), ()))
+            pairs.append(mine / its)
+        each = ", ".join(f"{ratio:.3f}" for ratio in sorted(pairs))
+        told += f"| {what} | {statistics.median(pairs):.3f} ({each}) |\n"
         yield told
 
 

@@ -1,27 +1,22 @@
 """The usual way: DDP under `torchrun --max-restarts`, a checkpoint every 100 steps, by hand.
 
-    torchrun … ddp_restarts.py FOLDER STEPS spiral|convnet
+    torchrun … ddp_restarts.py RANKS FOLDER STEPS spiral|convnet
 
-Rank 0 appends a line to FOLDER/steps.txt after each step.
+Each rank appends its number and the step to FOLDER/steps.txt after each step.
 """
 
 import sys
 from pathlib import Path
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 EVERY = 100
 
 
-def main() -> None:
-    """Train, from the newest checkpoint if there is one."""
-    folder, steps, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
-    rank, size = distributed.get_rank(), distributed.get_world_size()
-    torch.manual_seed(0)
+def model_and_data(what: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a model, its inputs and its targets."""
     if what == "spiral":
         inputs = torch.randn(7000, 2)
         model: nn.Module = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 2))
@@ -31,7 +26,23 @@ def main() -> None:
             *(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3), nn.ReLU()),
             *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(800, 2)),
         )
-    targets = (inputs.flatten(1)[:, 0] > 0).long()
+    return model, inputs, (inputs.flatten(1)[:, 0] > 0).long()
+
+
+def batch_of(inputs: Tensor, step: int, rank: int, size: int) -> Tensor:
+    """Return the places of a rank's share of 32 samples."""
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(step))
+    return order[rank * (32 // size) : (rank + 1) * (32 // size)]
+
+
+def main() -> None:
+    """Train, from the newest checkpoint if there is one."""
+    folder, steps, what = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(0)
+    model, inputs, targets = model_and_data(what)
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(wrapped.parameters())
     file, step = folder / "checkpoint.pt", 0
@@ -40,21 +51,18 @@ def main() -> None:
         wrapped.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         step = saved["step"]
-    batch = 32 // size
     while step < steps:
-        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(step))
-        mine = order[rank * batch : (rank + 1) * batch]
+        mine = batch_of(inputs, step, rank, size)
         optimizer.zero_grad()
         nn.functional.cross_entropy(wrapped(inputs[mine]), targets[mine]).backward()
         optimizer.step()
         step += 1
-        if rank == 0:
-            with (folder / "steps.txt").open("a") as lines:
-                lines.write(f"{step}\n")
-            if step % EVERY == 0:
-                state = {"model": wrapped.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save(state | {"step": step}, file.with_suffix(".new"))
-                file.with_suffix(".new").replace(file)
+        with (folder / "steps.txt").open("a") as lines:
+            lines.write(f"{rank} {step}\n")
+        if rank == 0 and step % EVERY == 0:
+            state = {"model": wrapped.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state | {"step": step}, file.with_suffix(".new"))
+            file.with_suffix(".new").replace(file)
     distributed.destroy_process_group()
 
 
