@@ -256,6 +256,8 @@ def killed_run(folder: Path, flags: tuple[str, ...], kills: int, chance: random.
                 for rank in chance.sample(ranks, chance.choice((1, 1, 1, 2))):
                     rank.send_signal(signal.SIGKILL)
                     done += 1
+    if process.returncode:
+        raise RuntimeError((folder / "output.txt").read_text()[-4000:])
     return done
 
 

@@ -65,17 +65,6 @@ def measured(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.slow
-def test_what_may_not_be_is_refused_with_code_2(tmp_path):
-    before = files(RESULTS)
-    for words in (
-        *(("startup",), ("startup", "--dry", "--out", RESULTS / "gpu")),
-        *(("page",), ("page", tmp_path, "--out", tmp_path)),
-    ):
-        assert bench(*words, CUDA_VISIBLE_DEVICES="").returncode == 2, words
-    assert files(RESULTS) == before
-
-
 def test_the_page_says_which_targets_were_reached(measured, tmp_path):
     assert bench("page", measured, "--out", tmp_path).returncode == 0
     lines = (tmp_path / "gpu.md").read_text().splitlines()

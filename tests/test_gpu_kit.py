@@ -71,13 +71,6 @@ def test_a_package_that_is_too_old_is_fetched_and_versions_that_exclude_each_oth
         gather({}, wheels, tmp_path, "both<2", "one")
 
 
-@pytest.mark.parametrize("present", [{}, {"torch": "2.10.0+cu130"}])
-def test_torch_is_never_carried(present, tmp_path):
-    with pytest.raises(gpu_kit.KitError):
-        gather(present, {"torch": ("2.11.0", [])}, tmp_path, "torch>=2.11")
-    assert gather({"torch": "2.11.0+cu130"}, {}, tmp_path, "torch>=2.11") == {}
-
-
 def test_what_samestep_and_the_gpu_tests_need_is_asked_for_beside_the_code_of_git(tmp_path):
     names = {r.name for r in gpu_kit.requirements(ROOT / "pyproject.toml")}
     assert names >= {"torch", "msgspec", "lightning", "accelerate", "pytest-timeout"}

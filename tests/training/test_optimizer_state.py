@@ -60,6 +60,7 @@ class Free(Slowing):
 
     def step(self, closure=None):
         assert self.param_groups[0]["training"]
+        self.state["steps"] = self.state.get("steps", torch.zeros(1)) + 1  # as MADGRAD has it
         super().step()
 
     @torch.no_grad()
@@ -75,7 +76,21 @@ class Free(Slowing):
         self._move(True, 1 - 1 / 0.3)
 
     def eval(self):
+        assert self.state, "like SPlus, it has nothing to evaluate before the first step"
         self._move(False, 0.7)
+
+
+class Relative(Slowing):
+    """It finds its learning rate itself, like Adafactor."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, None)
+
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        assert group["lr"] == (1 / group["k"] if group["k"] else None), "nobody else has set it"
+        group["lr"] = 1 / (group["k"] + 1)
+        super().step()
 
 
 RECIPE = f"""{tiny.RECIPE.replace('"checkpoint_every_steps": 4,', "")}
@@ -155,7 +170,7 @@ def several(params, lr):
     return [Around([first], lr), Slowing([second], lr)]
 
 
-KINDS = {"groups": Slowing, "joint": Joint, "around another": Around, "several": several}
+KINDS = {"groups": Slowing, "joint": Joint, "around": Around, "several": several, "rate": Relative}
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
@@ -201,6 +216,9 @@ def test_an_optimizer_that_a_checkpoint_would_not_bring_back_is_told_in_the_firs
     model, optimizer, update, _ = made(Slowing, torch.float32)
     update._sharded, optimizer.step = True, lambda: 1 / 0  # as of one that takes no DTensor
     with pytest.raises(UserError, match=r"ZeroDivision.*--strategy ddp"):
+        take(model, update, range(1))
+    optimizer.step = lambda: torch.autograd.grad(model.weight.grad.sum(), model.weight)
+    with pytest.raises(UserError, match="create_graph"):
         take(model, update, range(1))
 
 

@@ -151,6 +151,8 @@ class _Records(Callback):
         lrs = [learning_rate(work.plan, work.settings, first)]
         taken = StepsTaken(first, batch.size, lrs, logged, result)
         self.metric = None
+        if work.learner.average is not None:
+            work.learner.average.update()
         position.step += 1
         watched.step(position.step)
         position.step_in_epoch += 1

@@ -256,8 +256,9 @@ class LitRecipe(pl.LightningModule):
         share_buffers(self.model, world)
         for optimizer in self.trainer.optimizers if self.trainer.state.fn == "fit" else ():
             if has_modes(optimizer):
-                self._drawn.enter_context(OwnAverage(self.model, optimizer).in_place())
-        dtype, own = self._dtype_of_weights(), self.recipe.evaluation_loss is not None
+                own = OwnAverage(self.model, optimizer, has_stepped=self.trainer.global_step > 0)
+                self._drawn.enter_context(own.in_place())
+        dtype, has_own = self._dtype_of_weights(), self.recipe.evaluation_loss is not None
         placed = place_loss(self.recipe.evaluated_loss, self.device, dtype)
         self._totals = Totals(
             evaluating(self.recipe, placed, self.moment),
@@ -265,7 +266,7 @@ class LitRecipe(pl.LightningModule):
             world,
             terms=terms_of(self.recipe),
             reduction=self.recipe.reduction,
-            parts=None if own else self.parts,
+            parts=None if has_own else self.parts,
             measure=self.measure,
         )
 

@@ -5,6 +5,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import Parameter, getsource, signature
+from itertools import repeat
 from textwrap import dedent
 from typing import Any, Literal
 
@@ -110,9 +111,10 @@ def optimizer_of(
     optimizer = joined(several, model, place, may_unfreeze=recipe.after_epoch is not None)
     _check_covers(optimizer, model, place)
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # one for all groups, a scheduler would set it for each
+        if isinstance(group.get("lr"), Tensor):  # one for all, a scheduler would set it for each
             group["lr"] = group["lr"].clone()
-        group[RATIO] = float(group["lr"]) / settings.lr
+        # One that finds its rate itself has none, or None, such as Adafactor.
+        group[RATIO] = None if group.get("lr") is None else float(group["lr"]) / settings.lr
     if lr != settings.lr:  # else they are exact as they are
         set_lr(optimizer, lr)
     if has_modes(optimizer):
@@ -194,11 +196,10 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the next step; groups of a recipe's own keep their ratios."""
     if isinstance(lr, GroupRates):
         check_groups(optimizer, lr)
-        for group, rate in zip(optimizer.param_groups, lr.each, strict=True):
-            group["lr"] = rate * group.get(RATIO, 1.0)
-        return
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get(RATIO, 1.0)
+    rates = lr.each if isinstance(lr, GroupRates) else repeat(lr, len(optimizer.param_groups))
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if (ratio := group.get(RATIO, 1.0)) is not None:
+            group["lr"] = rate * ratio
 
 
 def rates_of(
@@ -213,7 +214,8 @@ def rates_of(
         seen[kind := type(one).__name__] += 1
         rate = lr.each[place] if isinstance(lr, GroupRates) else lr
         ratio = 1.0 if scheduled else one.param_groups[0][RATIO]
-        found[f"lr_{kind}" + (f"_{seen[kind]}" if seen[kind] > 1 else "")] = rate * ratio
+        if ratio is not None:
+            found[f"lr_{kind}" + (f"_{seen[kind]}" if seen[kind] > 1 else "")] = rate * ratio
         place += len(one.param_groups)
     return found
 
@@ -324,6 +326,11 @@ class Update:
             with update:
                 self._ordinary_step()
         except Exception as error:
+            if "does not have a grad_fn" in str(error):
+                raise UserError(
+                    f"{told}, takes the gradient of a gradient, for which backward would have to "
+                    "keep its graph (create_graph=True). Choose one that needs gradients only."
+                ) from error
             parts = (
                 "With --strategy fsdp, an optimizer is given a rank's parts of the weights, which "
                 "not every optimizer can step. Use --strategy ddp."
@@ -432,22 +439,26 @@ class OwnAverage:
     so they are kept meanwhile, and an evaluation changes no bit of the training.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, has_stepped: bool = False
+    ) -> None:
         self._optimizer = optimizer
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._named = {n: p for n, p in model.named_parameters() if id(p) in ids}
-        self._held = False
+        self._held, self._has_stepped = False, has_stepped
 
     def update(self) -> None:
-        """Do nothing: the optimizer's step has done it."""
+        """Note a step, which has made them: before the first, the weights are those trained."""
+        self._has_stepped = True
 
     def state(self) -> dict[str, Tensor]:
         """Return a copy of each weight as it is evaluated, by its name."""
         with self.in_place():
             return {name: p.detach().clone() for name, p in self._named.items()}
 
-    def load(self, saved: dict[str, Tensor] | None) -> None:
-        """Do nothing: a checkpoint's weights and state of the optimizer make them."""
+    def load(self, _: dict[str, Tensor] | None) -> None:
+        """Note that steps were taken: a checkpoint's weights and optimizer make them."""
+        self._has_stepped = True
 
     def hold(self) -> None:
         """Take the model's weights, which are those of a checkpoint's evaluation."""
@@ -456,7 +467,7 @@ class OwnAverage:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Give the model the weights to evaluate within this context."""
-        if self._held:
+        if self._held or not self._has_stepped:
             yield
             return
         weights = parts_of_rank(self._named.values())

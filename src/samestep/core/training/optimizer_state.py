@@ -34,7 +34,7 @@ _KERNELS = frozenset({"fused", "foreach", "capturable"})
 """What decides how an optimizer computes here, and where its step counts lie."""
 
 _SET_HERE = _KERNELS | {"params", "lr", RATIO}
-"""Entries of a group that are never loaded, whatever has changed them."""
+"""Entries of a group that are never loaded, whatever has changed them; see `_set_here`."""
 
 _ARGUMENTS = frozenset({"alpha", "betas", "eps", "etas", "lr_decay", "momentum", "weight_decay"})
 """Settings of torch's own optimizers, which none of them changes."""
@@ -77,7 +77,7 @@ def what_groups_keep(
             "gathered": sorted(
                 name
                 for name, value in group.items()
-                if name not in _SET_HERE
+                if name not in _set_here(group)
                 and name not in scheduled
                 and not (name in new and alike(value, new[name]))
             ),
@@ -85,6 +85,11 @@ def what_groups_keep(
         }
         for group, new in zip(optimizer.param_groups, made, strict=True)
     ]
+
+
+def _set_here(group: Group) -> frozenset[str]:
+    """Return what is never loaded of a group: its rate only if it is not found by itself."""
+    return _SET_HERE if group.get(RATIO, 1.0) is not None else _SET_HERE - {"lr"}
 
 
 def _dtypes(group: Group) -> list[str]:

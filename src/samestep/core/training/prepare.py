@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings
+from samestep.base.trees import map_tensors
+from samestep.core.training.joint import members_of
 from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World
 
@@ -115,14 +117,18 @@ def match_layouts(optimizer: torch.optim.Optimizer, *, owned: bool = False) -> N
     Fused kernels treat both as plain vectors, so another layout would mix up the weights. State
     that may lie in a file, which is not `owned`, is copied in any case.
     """
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if not isinstance(value, torch.Tensor):
+    for one in members_of(optimizer):
+        for parameter, state in one.state.items():
+            if not isinstance(parameter, torch.Tensor):  # such as MADGRAD's count of steps
+                one.state[parameter] = state if owned else map_tensors(torch.clone, state)
                 continue
-            if value.shape != parameter.shape:
-                state[name] = value if owned else value.clone()
-            elif not (owned and value.stride() == parameter.stride()):
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+            for name, value in state.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if value.shape != parameter.shape:
+                    state[name] = value if owned else value.clone()
+                elif not (owned and value.stride() == parameter.stride()):
+                    state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _synchronise(model: nn.Module, world: World) -> nn.Module:
