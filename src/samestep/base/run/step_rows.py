@@ -18,7 +18,7 @@ _AT_ONCE = 4096
 
 
 class _Column:
-    """The values of one field: numbers as floats, what is no number by its row."""
+    """The values of one field: numbers as floats, all else by its row."""
 
     def __init__(self) -> None:
         self.kinds, self.numbers = bytearray(), array("d")
