@@ -40,6 +40,7 @@ class Model(nn.Linear):
         pass
 
 def data():
+    die("data")
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(100, 4, generator=generator)
     y = (x[:, 0] > 0).long()
@@ -136,6 +137,14 @@ def test_a_new_rank_joins_and_what_nobody_holds_any_more_comes_from_the_newest_c
     times = Counter((one["event"], one["step"]) for one in records(run, "step", "epoch"))
     assert set(times.values()) == {1}
     assert len(times) == 300 + 60
+
+
+@pytest.mark.slow
+def test_all_ranks_may_die_and_their_successors_too_before_they_can_join(tmp_path):
+    deaths = {**dict.fromkeys((0, 1), ("step", 7)), **dict.fromkeys((2, 3), ("data", 0))}
+    ended, run = train(tmp_path, "--elastic", deaths=deaths, nproc="2")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert result(run)["steps"] == 20
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ class Keeper:
             self._start(slot)
         self._name_next(time.time())
         asked = 0.0
-        while self.living and not self._is_over():
+        while (self.living or self._starts_more()) and not self._is_over():
             try:
                 time.sleep(_LOOK_EVERY_S)
                 self._bury()
@@ -172,6 +172,10 @@ class Keeper:
         command = [sys.executable, *safe, "-m", "samestep", *self.arguments]
         process = self.places.start(member, slot, self.port, command)
         self.living[member] = _KeptRank(member, slot, process)
+
+    def _starts_more(self) -> bool:
+        """Whether a new rank is due, although none lives."""
+        return bool(self.due) and self.elastic.replaces and not self.stopping
 
     def _is_over(self) -> bool:
         """Whether those that trained last have ended well."""
