@@ -1,6 +1,7 @@
 """What transformers.Trainer takes as a recipe: its training, on any number of ranks."""
 
 import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -128,7 +129,10 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     how = ("--max-steps", "4", *ALONE)
     train_here(written(tmp_path), *how, "--run-dir", str(tmp_path / "recipe"))
     imports = ("import samestep.huggingface\n", "")
-    train_here(written(tmp_path, (OURS, SCRIPT), imports), *how, "--run-dir", str(tmp_path / "run"))
+    script = written(tmp_path, (OURS, SCRIPT), imports)
+    Path(script).rename(tmp_path / "parts.py")  # what it needs is in a module beside it
+    Path(script).write_text(f"from parts import *  # a recipe by others\n{SCRIPT}")
+    train_here(script, *how, "--run-dir", str(tmp_path / "run"))
     mine, theirs = (last_state(tmp_path / name)["model"] for name in ("run", "recipe"))
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
     for call, says in {

@@ -8,6 +8,9 @@ from pathlib import Path
 from samestep.base.errors import UserError
 from samestep.base.nearby import nearby
 
+_OF_TRAINERS = re.compile(r"(sentence_)?transformers|trl")
+"""Packages whose trainers are Transformers' Trainer or made from it."""
+
 
 def names_recipe(tree: ast.Module) -> bool:
     """Whether a file ends up with a `recipe`, assigned or imported at its top level."""
@@ -61,19 +64,46 @@ def cannot_have_recipe(source: bytes) -> bool:
     return re.search(rb"\brecipe\b|import\s*\*", source) is None
 
 
-def trains_by_trainer(source: bytes) -> bool:
-    """Whether a script takes a Trainer from transformers and calls a `train`."""
-    if b"transformers" not in source:
-        return False
+def _binds_recipe(node: ast.AST) -> bool:
+    """Whether a node, wherever it stands, gives something the name `recipe`."""
+    match node:
+        case ast.alias(name=name, asname=other):
+            return (other or name) == "recipe"
+        case ast.Name(id=name, ctx=ast.Store()):
+            return name == "recipe"
+    return False
+
+
+def trains_by_trainer(path: Path, folder: Path) -> bool:
+    """Whether a script without a recipe takes a Trainer of transformers and calls a `train`.
+
+    Either may be in modules of its own, from its `folder`.
+    """
     takes = trains = False
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.ImportFrom(module=str(module), names=names) if "transformers" in module:
-                takes = takes or any(alias.name.endswith("Trainer") for alias in names)
-            case ast.Attribute(value=ast.Name(id="transformers"), attr=name):
-                takes = takes or name.endswith("Trainer")
-            case ast.Call(func=ast.Attribute(attr="train")):
-                trains = True
+    waiting, read = [path], set[Path]()
+    while waiting:
+        read.add(file := waiting.pop())
+        try:
+            nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+        except (OSError, SyntaxError, ValueError):  # running it says more
+            continue
+        if file == path and any(_binds_recipe(node) for node in nodes):
+            return False
+        modules: list[str] = []
+        for node in nodes:
+            match node:
+                case ast.Import(names=names):
+                    modules += [alias.name for alias in names]
+                case ast.ImportFrom(module=str(module), names=names):
+                    modules.append(module)
+                    by_name = any(alias.name.endswith("Trainer") for alias in names)
+                    takes |= by_name and _OF_TRAINERS.match(module) is not None
+                case ast.Attribute(value=ast.Name(id="transformers"), attr=name):
+                    takes |= name.endswith("Trainer")
+                case ast.Call(func=ast.Attribute(attr="train")):
+                    trains = True
+        own = (folder / f"{name.replace('.', '/')}.py" for name in modules)
+        waiting += [one for one in own if one not in read and one.is_file()]
     return takes and trains
 
 

@@ -436,7 +436,7 @@ def _from_file(path: Path, original: Path) -> Recipe:
             f"Start it as it is: python {path}, or torchrun --nproc-per-node 2 {path}. "
             "`samestep verify` and `samestep profile` take it as well; other verbs need a recipe."
         )
-    trains = _is_of_trainer(path, source)
+    trains = _is_of_trainer(path, original, source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -476,13 +476,13 @@ def _from_file(path: Path, original: Path) -> Recipe:
     return replace(recipe, name=original.stem, file=file)
 
 
-def _is_of_trainer(path: Path, source: bytes) -> bool:
+def _is_of_trainer(path: Path, original: Path, source: bytes) -> bool:
     """Whether a file is a script that trains by a Trainer; refuse others without a recipe."""
-    if not cannot_have_recipe(source):
-        return False
-    if not trains_by_trainer(source):  # it would train as it is imported
+    if trains_by_trainer(path, original.parent):  # it would train as it is imported
+        return True
+    if cannot_have_recipe(source):
         raise _no_recipe(path, "no `recipe`")
-    return True
+    return False
 
 
 def _no_recipe(path: Path, found: str) -> UserError:
