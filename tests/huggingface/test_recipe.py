@@ -159,7 +159,7 @@ OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {})
         ({"fsdp": True}, {}, "fsdp=True.*--strategy fsdp"),
         ({"torch_compile": True}, {}, "--compile on"),
         ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha"),
-        ({"optim": "adafactor"}, {}, "optim='adafactor'"),
+        ({"optim": "adamw_anyprecision"}, {}, "optim='adamw_any"),
         ({"data_seed": 3}, {}, "data_seed"),
         ({"num_train_epochs": 1.5}, {}, "max_steps"),
         ({"save_steps": 0.1}, {}, "save_steps"),

@@ -62,7 +62,9 @@ _REFUSED = {
 }
 """What else changes a training, and what to do instead."""
 _OWN_OPTIMIZER = "Make the optimizer: optimizers=(optimizer, None)."
-_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "sgd", "adagrad", "rmsprop")
+_OPTIMIZERS = (
+    *("adamw_torch", "adamw_torch_fused", "adamw_hf", "sgd", "adagrad", "rmsprop", "adafactor"),
+)
 
 
 def check_arguments(args: TrainingArguments) -> None:
