@@ -57,6 +57,22 @@ falling = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1 / (1 + step))
 trainer = Trainer(model, args, optimizers=(sgd, falling), **given)
 recipe = samestep.huggingface.from_trainer(trainer)
 """
+METHODS = """class Own(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**{**inputs, "labels": None})
+        loss = torch.nn.functional.cross_entropy(outputs.logits, inputs.pop("labels"))
+        loss = loss * (1 + self.state.global_step)
+        return (loss, outputs) if return_outputs else loss
+    def create_optimizer(self, model=None):
+        head = self.model.classifier.parameters()
+        groups = [{"params": self.model.bert.parameters(), "lr": 1e-3}, {"params": head}]
+        self.optimizer = torch.optim.Adam(groups, lr=1e-2)
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        last = lambda step: 1 - step / num_training_steps
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, last)
+trainer = Own(model, args, **given)
+recipe = samestep.huggingface.from_trainer(trainer)
+"""
 ALONE = ("--threads", "1", "--device", "cpu")
 
 
@@ -73,12 +89,13 @@ def records(folder, event):
     return [one for one in samestep.read_records(folder) if one["event"] == event]
 
 
-@pytest.mark.parametrize("kind", ["tokens", "classes", "own optimizer"])
+@pytest.mark.parametrize("kind", ["tokens", "classes", "own optimizer", "own methods"])
 def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
     """Padded tokens in micro-steps, or classes with smoothed labels; schedule, decay, metrics."""
     changes = [("TOKENS = True", f"TOKENS = {kind == 'tokens'}")]
     changes += [("label_smoothing_factor=0.1, ", "")] * (kind == "tokens")
     changes += [(OURS, OWN)] * (kind == "own optimizer")
+    changes += [(OURS, METHODS)] * (kind == "own methods")
     by_name = kind == "classes"
     changes += [('eval_dataset": validation', 'eval_dataset": {"a": validation}')] * by_name
     file = written(tmp_path, *changes)
@@ -145,9 +162,9 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
         assert says in refused("train", file, "--run-dir", str(tmp_path / "other"))
 
 
-class OwnLoss(transformers.Trainer):
-    def compute_loss(self, *given, **more):
-        return super().compute_loss(*given, **more)
+class OwnSteps(transformers.Trainer):
+    def training_step(self, *given, **more):
+        return super().training_step(*given, **more)
 
 
 OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {})
@@ -168,7 +185,7 @@ OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {})
         ({}, {"callbacks": [OwnCallback()]}, "OwnCallback"),
         ({}, {"test_dataset": {"one": [], "other": []}}, "a dict of 2 data sets"),
         ({}, {"train_dataset": iter([])}, "is a stream"),
-        ({}, {"trainer": OwnLoss}, "its own compute_loss.*compute_loss_func"),
+        ({}, {"trainer": OwnSteps}, "its own training_step.*open_run"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(tmp_path, arguments, given, told):

@@ -9,8 +9,8 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +27,13 @@ from transformers import (
 )
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_pt_utils import (
-    LabelSmoother,
-    nested_concat,
-    nested_detach,
-    nested_numpify,
-)
+from transformers.trainer_pt_utils import LabelSmoother, nested_detach
 from transformers.utils import find_labels
 
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.base.trees import num_rows
+from samestep.bridges.huggingface.predictions import Predictions
 from samestep.bridges.huggingface.training_arguments import (
     check_arguments,
     groups_by_length,
@@ -53,12 +49,12 @@ leave_ranks_alone()
 _IGNORED = -100  # the label of what no loss counts
 _SMOOTHED_BY = inspect.signature(LabelSmoother.__call__).parameters
 _OVERRIDES = (
-    *("training_step", "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler"),
-    *("get_train_dataloader", "get_eval_dataloader", "_get_train_sampler", "prediction_step"),
-    *("evaluate", "evaluation_loop", "get_decay_parameter_names", "_inner_training_loop"),
-    *("get_batch_samples", "compute_loss_context_manager", "get_optimizer_cls_and_kwargs"),
+    *("training_step", "create_optimizer_and_scheduler", "get_batch_samples", "prediction_step"),
+    *("get_train_dataloader", "get_eval_dataloader", "_get_train_sampler", "evaluation_loop"),
+    *("evaluate", "_inner_training_loop", "compute_loss_context_manager"),
 )
 """Methods of a Trainer that would not be called."""
+_OF_OPTIMIZER = ("create_optimizer", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs")
 
 
 def recipe(
@@ -146,7 +142,7 @@ def recipe(
         lengths=given.lengths if groups_by_length(args) else None,
         optimizer=given.optimizer,
         schedule=given.schedule,
-        metrics={"compute_metrics": _Predictions(compute_metrics)} if given.predicts else {},
+        metrics={"compute_metrics": Predictions(compute_metrics)} if given.predicts else {},
         settings=found | settings,
     )
 
@@ -160,21 +156,14 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
         UserError: as of `recipe`; or the Trainer's class has methods that would not be called.
     """
     kind = type(trainer)
-    own = [n for n in _OVERRIDES if getattr(kind, n, None) is not getattr(Trainer, n, None)]
-    if own:
+    if own := [name for name in _OVERRIDES if _has_own(kind, name)]:
         raise UserError(
             f"{kind.__name__}{defined_at(kind)} has its own {listed(own)}, which samestep would "
             "not call.",
             remedy="Write a Recipe, or keep the loop: samestep.open_run.",
         )
-    if kind.compute_loss is not Trainer.compute_loss:
-        raise UserError(
-            f"{kind.__name__}{defined_at(kind)} has its own compute_loss, which samestep would not "
-            "call.",
-            remedy="Give the loss as a function: compute_loss_func=…",
-        )
     init = getattr(trainer, "model_init", None)
-    return recipe(
+    made = recipe(
         init if init is not None else trainer.model,
         trainer.args,
         trainer.train_dataset,
@@ -188,6 +177,31 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
         callbacks=trainer.callback_handler.callbacks,
         **settings,
     )
+    given: _ForTrainer = cast("Any", made.model).__self__
+    parts: dict[str, Any] = {}
+    if _has_own(kind, "compute_loss"):
+        parts["forward"] = given.computed_by(trainer)
+    if any(_has_own(kind, name) for name in _OF_OPTIMIZER):
+        parts["optimizer"] = functools.partial(_optimizer_of, trainer)
+    if _has_own(kind, "create_scheduler"):
+        parts["schedule"] = functools.partial(_schedule_of, trainer)
+    return replace(made, **parts)
+
+
+def _has_own(kind: type, name: str) -> bool:
+    return getattr(kind, name, None) is not getattr(Trainer, name, None)
+
+
+def _optimizer_of(trainer: Trainer, model: nn.Module, _: Settings) -> torch.optim.Optimizer:
+    """Return what a Trainer's own methods make for a model."""
+    trainer.model, trainer.optimizer = model, None
+    made: torch.optim.Optimizer = trainer.create_optimizer() or trainer.optimizer
+    return made
+
+
+def _schedule_of(trainer: Trainer, optimizer: torch.optim.Optimizer, plan: Any) -> Any:
+    trainer.lr_scheduler = None
+    return trainer.create_scheduler(plan.total_steps, optimizer) or trainer.lr_scheduler
 
 
 def _check_data(name: str, data: Any) -> None:
@@ -345,10 +359,26 @@ class _ForTrainer:
 
     def forward(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         """Return the loss, and in evaluations what `compute_metrics` is given."""
-        about, inputs, labels, more = self.about, dict(batch), None, {}
-        wanted = tuple(inputs.get(name) for name in about.labels)
+        inputs = dict(batch)
         # A share without labels has a loss of 0 by this; its mean would be NaN.
         items = {"num_items_in_batch": torch.as_tensor(self.terms(batch)).clamp(min=1)}
+        return self.found(model, batch, *self._computed(model, inputs, items))
+
+    def computed_by(self, trainer: Trainer) -> Callable[..., dict[str, Any]]:
+        """Return the forward in which a Trainer's own `compute_loss` is called."""
+        takes = inspect.signature(trainer.compute_loss).parameters
+
+        def forward(model: nn.Module, batch: Any, *, step: int, epoch: int) -> dict[str, Any]:
+            trainer.state.global_step, trainer.state.epoch = step, float(epoch)
+            items = {"num_items_in_batch": torch.as_tensor(self.terms(batch)).clamp(min=1)}
+            items = items if "num_items_in_batch" in takes else {}
+            loss, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True, **items)
+            return self.found(model, batch, loss, outputs)
+
+        return forward
+
+    def _computed(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> tuple[Any, Any]:
+        about, labels, more = self.about, None, {}
         if (self.loss_func or about.smoother) and "labels" in inputs:
             labels = inputs.pop("labels")
         elif about.takes_items and "labels" in inputs:
@@ -368,9 +398,14 @@ class _ForTrainer:
             )
         else:
             loss = outputs["loss"] if named else outputs[0]
+        return loss, outputs
+
+    def found(self, model: nn.Module, batch: Any, loss: Any, outputs: Any) -> dict[str, Any]:
+        """Return the loss of a batch, and in evaluations what `compute_metrics` is given."""
         found: dict[str, Any] = {"loss": loss}
         if self.predicts and not model.training:
-            kept = about.not_predicted
+            wanted = tuple(batch.get(name) for name in self.about.labels)
+            named, kept = isinstance(outputs, Mapping), self.about.not_predicted
             logits: Any = tuple(v for n, v in outputs.items() if n not in kept) if named else ()
             logits = nested_detach(logits if named else outputs[1:])
             logits = logits[0] if len(logits) == 1 else logits
@@ -438,52 +473,3 @@ class _ForTrainer:
         made = copy.copy(given)
         made.optimizer = optimizer
         return made
-
-
-@dataclass
-class _Seen:
-    """Predictions of a batch; it travels as a tensor does."""
-
-    predictions: Any
-    labels: Any
-
-    def detach(self) -> "_Seen":
-        return self
-
-    def to(self, _device: Any) -> "_Seen":
-        return self
-
-
-class _Predictions:
-    """A metric object: gathers all predictions and labels, and calls `compute_metrics` once."""
-
-    evaluated_alone = True
-    _reductions = {"seen": None}  # noqa: RUF012 - as of a metric of torchmetrics
-
-    def __init__(self, function: Any) -> None:
-        self.function, self.device = function, "cpu"
-        self.reset()
-
-    def to(self, _device: Any) -> None:
-        """Stay on the CPU."""
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self.seen: list[_Seen] = []
-        self._update_count = 0
-
-    def update(self, outputs: dict[str, Any], _batch: Any) -> None:
-        """Take in a batch."""
-        arrays = (nested_numpify(outputs[name]) for name in ("predictions", "labels"))
-        self.seen.append(_Seen(*arrays))
-        self._update_count += 1
-
-    def compute(self) -> dict[str, float]:
-        """Return what `compute_metrics` returns of all predictions, padded by -100."""
-        join = functools.partial(nested_concat, padding_index=_IGNORED)
-        predictions = functools.reduce(join, [one.predictions for one in self.seen])
-        labels = functools.reduce(join, [one.labels for one in self.seen])
-        values = self.function(EvalPrediction(predictions=predictions, label_ids=labels))
-        return {
-            n.removeprefix("eval_"): getattr(v, "item", lambda v=v: v)() for n, v in values.items()
-        }
