@@ -6,6 +6,7 @@ import io
 import os
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.serialization import config as torch_config
 
 from samestep.base.run.files import write_atomically
 from samestep.base.run.host_copy import on_host
+from samestep.base.trees import map_tensors
 
 FORMAT = 1
 """What this version writes and reads; a file says which one it is in."""
@@ -105,14 +107,35 @@ def save(folder: Path, name: str, state: dict[str, Any]) -> str:
 
 
 def why_not_kept(state: Any) -> str:
-    """Return why a checkpoint with this state could not be loaded; nothing if it could."""
+    """Return why a checkpoint with this state could not be loaded; nothing if it could.
+
+    Tensors may be large, and only the rest can be of any type.
+    """
+    if _is_plain(state):
+        return ""
     try:
-        torch.save(state, file := io.BytesIO())
+        torch.save(map_tensors(lambda _: torch.empty(0), state), file := io.BytesIO())
         file.seek(0)
         torch.load(file, weights_only=True)  # objects of other classes could run code
     except Exception as error:
         return why_not_loaded(error)
     return ""
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, bytes, type(None), torch.dtype}
+_DEEPEST = 32
+
+
+def _is_plain(state: Any, depth: int = 0) -> bool:
+    """Whether a state is made of what every checkpoint may hold; to try it takes 100 times that."""
+    kind = type(state)
+    if kind in _PLAIN:
+        return True
+    if depth > _DEEPEST:
+        return False
+    if kind in (dict, OrderedDict):
+        return all(type(k) in _PLAIN and _is_plain(v, depth + 1) for k, v in state.items())
+    return kind in (list, tuple) and all(_is_plain(one, depth + 1) for one in state)
 
 
 def why_not_loaded(error: Exception) -> str:

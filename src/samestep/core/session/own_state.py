@@ -18,7 +18,6 @@ from samestep.base.errors import UserError, blame, listed
 from samestep.base.run import checkpoints
 from samestep.base.run.directory import names_secret
 from samestep.base.run.records import TAKEN_NAMES
-from samestep.base.trees import map_tensors
 from samestep.core.session.declared import plain_value
 from samestep.core.training.model_state import load_model
 from samestep.core.training.optimizer_state import with_inner
@@ -83,8 +82,7 @@ def state_of(name: str, one: Stateful) -> Any:
         state = one.state_dict()
     except Exception as error:
         blame(f"state[{name!r}].state_dict() failed", error)
-    # Tensors may be large, and only the rest can be of any type.
-    if why := checkpoints.why_not_kept(map_tensors(lambda _: torch.empty(0), state)):
+    if why := checkpoints.why_not_kept(state):
         raise UserError(
             f"state[{name!r}].state_dict() holds what a checkpoint would not give back: {why}. It "
             "may hold tensors, numbers, texts, and lists and dicts of them."

@@ -17,7 +17,6 @@ from torch.optim.sgd import sgd
 from samestep.base.errors import UserError, blame, defined_at, listed
 from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.settings import Settings
-from samestep.base.trees import map_tensors
 from samestep.core.recipe import Recipe
 from samestep.core.training.joint import Joint, joined, kind_of, members_of
 from samestep.core.training.optimizer_state import RATIO, Trial
@@ -365,7 +364,7 @@ def check_trial(
     told, state = f"The recipe's optimizer, {kind_of(optimizer)}", optimizer.state_dict()
     told += f"{defined_at(maker)},"
     # Tensors may be large, and it is the rest that can be of any type.
-    if why := why_not_kept(map_tensors(lambda _: torch.empty(0), state)):
+    if why := why_not_kept(state):
         raise UserError(
             f"{told} holds what a checkpoint cannot: {why}. Its state and groups may hold tensors, "
             "numbers, texts, and lists and dicts of them."
