@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -280,11 +281,15 @@ def of_kills(asked: argparse.Namespace, scratch: Path) -> Iterator[str]:
     totals = {name: Counter[str]() for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     each = -(-asked.kills // asked.runs)
-    for number in range(asked.runs):
+    done = 0
+    for number in count():
+        if number >= asked.runs and done >= asked.kills:  # a run may end before its last kill
+            return
         name = names[number % 4 == 3]
         total, run = totals[name], scratch / "killed" / "run"
         total["runs"] += 1
-        total["kills"] += killed_run(run.parent, (*always, *kinds[name]), each, chance)
+        total["kills"] += (killed := killed_run(run.parent, (*always, *kinds[name]), each, chance))
+        done += killed
         records = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
         result = json.loads((run / "result.json").read_text())
         its = json.loads((whole[name] / "result.json").read_text())
