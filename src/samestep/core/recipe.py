@@ -75,14 +75,21 @@ class Splits:
     """The data sets of one recipe: each a pair of tensors, a map-style `Dataset`, or a stream.
 
     A pair of tensors stays in memory and is gathered a whole batch at a time. A `Dataset` yields
-    (input, target) and goes through `torch.utils.data.DataLoader`.
+    (input, target) and goes through `torch.utils.data.DataLoader`. Of a `DataLoader` its data set,
+    its `collate_fn` and the order of its sampler are used.
     """
 
-    train: InMemory | torch.utils.data.Dataset[Any]
-    validation: InMemory | torch.utils.data.Dataset[Any] | Mapping[str, Any] | None = None
+    train: InMemory | torch.utils.data.Dataset[Any] | torch.utils.data.DataLoader[Any]
+    validation: (
+        InMemory
+        | torch.utils.data.Dataset[Any]
+        | torch.utils.data.DataLoader[Any]
+        | Mapping[str, Any]
+        | None
+    ) = None
     """Or several, by name: `{"seen": …, "unseen": …}`. The first is the one that the loss and the
     metrics of a validation are of, and each is measured as `seen/loss`, `unseen/accuracy` …"""
-    test: InMemory | torch.utils.data.Dataset[Any] | None = None
+    test: InMemory | torch.utils.data.Dataset[Any] | torch.utils.data.DataLoader[Any] | None = None
     classes: tuple[str, ...] = ()
     """Class names; targets are indices into it, outputs are (batch, classes). With them, a test
     reports the accuracy of each class and the confusion matrix; checkpoints keep them."""

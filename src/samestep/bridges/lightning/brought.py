@@ -35,6 +35,8 @@ from torch.utils.data import (
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.bridges.lightning.stand_in import StandIn
+from samestep.core.data.loaders import Loaded
+from samestep.core.data.samplers import SamplerOrder
 from samestep.core.recipe import Recipe, Splits
 
 _LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
@@ -220,9 +222,11 @@ class _Brought:
         if train is None:
             raise UserError(f"There is no train_dataloader{defined_at(type(source))}.")
         self.trainer.samples = len(train)
+        if isinstance(train, Loaded):
+            self.trainer.samples = SamplerOrder(train.sampler, len(train), 0).num_drawn
         return Splits(train=train, validation=validation, test=test)
 
-    def _opened(self, source: Any, base: type, stage: str) -> _Data | None:
+    def _opened(self, source: Any, base: type, stage: str) -> _Data | Loaded | None:
         if isinstance(source, Mapping):
             loader = source.get(stage)
         elif _has_own(source, base, _LOADERS[stage]):
@@ -245,11 +249,12 @@ class _Brought:
         if isinstance(sampler, SubsetRandomSampler):
             dataset = Subset(dataset, sampler.indices)
         elif not _reads_all(loader) and "order" not in self.settings:
-            raise UserError(
-                f"{where} has a sampler of its own, {type(sampler).__name__}. samestep draws the "
-                "order of all samples, the same on any number of ranks: give order=… to "
-                'samestep.lightning.recipe ("shuffled" or "sequential"), or a Subset as data.'
-            )
+            own = sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
+            if stage == "train":
+                data = _data_of(dataset, stage, loader.collate_fn)
+                return Loaded(data, default_collate, own)
+            drawn = SamplerOrder(own, len(dataset), 0).order(0, 0)  # type: ignore[arg-type]
+            dataset = Subset(dataset, drawn.tolist())
         return _data_of(dataset, stage, loader.collate_fn)
 
     @partial(torch.compiler.disable, recursive=False)

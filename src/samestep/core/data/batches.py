@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from samestep.base.errors import UserError, defined_at, made_by
 from samestep.base.settings import Settings
 from samestep.core.data.blocks import Lap, untimed
+from samestep.core.data.loaders import Loaded
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.order import SHUFFLED, ordering_of
 from samestep.core.data.source import ReadOptions, Source
@@ -38,7 +39,7 @@ def open_source(
     """
     reading = ReadOptions(world=world, **how)
     # A subclass may read its samples in a way of its own.
-    if type(data) is TensorDataset and len(data.tensors) == 2:
+    if type(data) is TensorDataset and len(data.tensors) == 2 and reading.collate is None:
         data = (data.tensors[0], data.tensors[1])
     elif type(data) is Subset and reading.collate is None:  # as random_split makes it
         tensors = data.dataset.tensors if type(data.dataset) is TensorDataset else ()
@@ -71,13 +72,13 @@ def open_source(
         return LoaderSource(data, reading, num_workers)
     raise UserError(
         f"{reading.data} is {shown(data)}; it must be (inputs, targets) tensors, "
-        "a map-style Dataset with __len__ and __getitem__, or an IterableDataset. Of a DataLoader "
-        "give its dataset, and its collate_fn as the recipe's collate."
+        "a map-style Dataset with __len__ and __getitem__, an IterableDataset, or a DataLoader of "
+        "either."
     )
 
 
 def open_split(
-    data: InMemory | Dataset[Any],
+    data: Any,
     world: World,
     recipe: Recipe,
     settings: Settings,
@@ -90,7 +91,14 @@ def open_split(
     The split "training" is read in the order that the settings ask for.
     """
     trains = split == "training" and not is_stream(data)
-    ordering = ordering_of(recipe, settings, data) if trains else SHUFFLED
+    ordering, collate = SHUFFLED, recipe.collate
+    if isinstance(data, Loaded):
+        if trains and data.sampler is not None:
+            ordering = data.ordering(settings)
+        # A recipe that has one, too, is a verification's: it is what all loaders have.
+        collate, data = collate or data.own_collate, data.dataset
+    if trains and ordering is SHUFFLED:
+        ordering = ordering_of(recipe, settings, data)
     # With --batch-tokens a step has no fixed number of samples; an evaluation needs one.
     batch_size = settings.batch_size or settings.batch_size_per_rank or _EVALUATED_TOGETHER
     with made_by(recipe.data):
@@ -102,7 +110,7 @@ def open_split(
             num_workers=settings.num_workers,
             transform=recipe.transform,
             augment=recipe.augment,
-            collate=recipe.collate,
+            collate=collate,
             whole=recipe.forward is not None,
             loss_batch=batch_size if recipe.loss_over == "batch" else None,
             slots=batch_size if recipe.carry is not None else None,

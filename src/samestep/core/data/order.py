@@ -20,6 +20,7 @@ from torch import Tensor
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.settings import OrderName, Settings
 from samestep.core.data.keyed_random import mix, sample_keys
+from samestep.core.data.samplers import SamplerOrder
 from samestep.core.recipe import InMemory, PerSample, Recipe
 
 LAZY_FROM = 1 << 24
@@ -53,6 +54,8 @@ class Ordering:
     """(samples,) float64, where samples of similar length are put into a batch."""
     batch_tokens: int | None = None
     """The most tokens of a batch, padding included; None where batches are of equal size."""
+    sampler: SamplerOrder | None = None
+    """Of a loader that the recipe brings."""
 
     @cached_property
     def token_cut(self) -> TokenCut | None:
@@ -102,7 +105,9 @@ class Ordering:
     def record(self, num_samples: int) -> dict[str, Any]:
         """Return what a checkpoint says of the order; nothing of the one that it always was."""
         found: dict[str, Any] = {}
-        if self.order != "shuffled":
+        if self.sampler is not None:
+            found["sampler"] = self.sampler.digest
+        elif self.order != "shuffled":
             found["order"] = self.order
         elif num_samples >= LAZY_FROM:
             found["permutation"] = "lazy"
@@ -158,6 +163,8 @@ def epoch_order(
     Shuffled, sequential and in columns each sample comes once. Drawn with replacement, an epoch has
     as many draws as there are samples.
     """
+    if ordering.sampler is not None:
+        return ordering.sampler.order(epoch, global_batch)
     if ordering.lengths is not None:
         order = epoch_order(num_samples, seed, epoch)[0:num_samples]
         if ordering.token_cut is not None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from samestep.core.data.loaders import without_loaders
 from samestep.core.recipe import Recipe, Splits
 from samestep.launch.ranks.world import World
 
@@ -44,6 +45,7 @@ def load_splits(
         splits = world.on_every(lambda: first or load())
     else:
         splits = world.on_every(load)
+    splits = world.on_every(lambda: without_loaders(splits, recipe.collate))
     given = {name: getattr(splits, name) for name in SPLITS if name in wanted}
     if splits.by_name and "validation" in given:
         # Also in the order of their names, so that all ranks prepare them in the same.

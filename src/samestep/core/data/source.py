@@ -76,6 +76,9 @@ class ReadOptions:
         return f"The recipe's {self.split} data" if self.split else "The data"
 
 
+_MOST_SAMPLES = 1 << 48
+
+
 class Source(ABC):
     """What yields blocks to train on and batches to evaluate: a data set, or a stream."""
 
@@ -97,6 +100,11 @@ class Source(ABC):
     def is_stream(self) -> bool:
         """Whether it is read from its beginning on, not by index."""
         return self.num_samples == 0
+
+    @property
+    def collates(self) -> bool:
+        """Whether a function of the user's puts samples together."""
+        return self._collates
 
     def agree(self) -> None:  # noqa: B027 - of data of known length the ranks compare more
         """Check that all ranks read the same stream."""
@@ -232,8 +240,15 @@ class OrderedSource(Source):
                 f"{reading.data} has no samples. Check the files that it reads, or leave out the "
                 "split that has none."
             )
+        if num_samples > _MOST_SAMPLES:
+            raise UserError(
+                f"{reading.data} says that it has {num_samples:,} samples. One that repeats itself "
+                "without end has no epochs: leave out the repetition, and give --epochs."
+            )
         super().__init__(reading)
-        self.num_samples = num_samples
+        sampler = reading.ordering.sampler
+        self.num_samples = num_samples if sampler is None else sampler.num_drawn
+        self._all = range(num_samples)
         self.token_cut = reading.ordering.token_cut
         self._table: tuple[int, Tensor] | None = None
         """An epoch, and the keys of all samples in it."""
@@ -280,9 +295,9 @@ class OrderedSource(Source):
         if self._reading.slots is not None:
             yield from self._in_columns(batch_size, self._reading.slots)
             return
-        every, world, whole = range(self.num_samples), self._world, self._reading.loss_batch
+        every, world, whole = self._all, self._world, self._reading.loss_batch
         # What is shared out: samples, or batches of them that stay whole.
-        units = range(self.num_samples if whole is None else -(-self.num_samples // whole))
+        units = range(len(every) if whole is None else -(-len(every) // whole))
         batches = [
             (part, span[k : k + batch_size], k + batch_size >= len(span))
             for part in held_parts(world)
@@ -299,7 +314,7 @@ class OrderedSource(Source):
 
     def _in_columns(self, batch_size: int, slots: int) -> Iterator[Batch]:
         """Yield this rank's share of the slots, each with its samples one after the other."""
-        every, world = range(self.num_samples), self._world
+        every, world = self._all, self._world
         slots = min(slots, len(every))
         columns = [share(every, slot, slots) for slot in range(slots)]
         # A loss over the whole batch needs all slots at once.
@@ -322,7 +337,7 @@ class OrderedSource(Source):
 
     def peek(self, samples: int) -> Batch:
         """Return the first samples, as an evaluation reads them."""
-        first = range(min(samples, self.num_samples))
+        first = self._all[:samples]
         ((inputs, targets),) = self._read_in_turn([first])
         part = held_parts(self._world).start
         return Batch(*self._finish(inputs, targets, len(first)), len(first), part=part)
@@ -332,10 +347,10 @@ class OrderedSource(Source):
 
         Virtual ranks look them up: each asks by itself, for few.
         """
-        if not self._world.virtual_ranks or self.num_samples >= LAZY_FROM:
+        if not self._world.virtual_ranks or len(self._all) >= LAZY_FROM:
             return super()._keys(epoch, indices)
         if self._table is None or self._table[0] != epoch:
-            every = torch.arange(self.num_samples, device=indices.device)
+            every = torch.arange(len(self._all), device=indices.device)
             self._table = epoch, super()._keys(epoch, every)
         return self._table[1][indices]
 

@@ -253,7 +253,8 @@ def planned(request: Request, train: Source | Plan, world_size: int) -> Plan:
 
 def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:
     """Return what compiled whole steps cannot take."""
-    return recipe.own_parts() + ("stream",) * train.is_stream
+    collates = train.collates and recipe.collate is None  # by the function of a loader
+    return recipe.own_parts() + ("stream",) * train.is_stream + ("collate",) * collates
 
 
 def _make_learner(
