@@ -194,6 +194,12 @@ def test_several_modules_have_their_names_in_front_and_tied_weights_are_written_
     samestep.export(run, tmp_path / "w.pt")
     kept = torch.load(tmp_path / "w.pt", weights_only=True)
     assert kept["told._extra_state"] == {"seen": 3}
+    for part in (None, "other"):
+        found = samestep.load(run, model=nn.Linear(2, 2), part=part)
+        assert torch.equal(found.weight, other.weight)
+    for part, words in ((None, "'told'"), ("other", "weight has shape"), ("loss", "told, other")):
+        with pytest.raises(samestep.UserError, match=words):
+            samestep.load(run, model=nn.Linear(2, 5), part=part)
 
 
 def test_a_sharded_checkpoint_is_listed_verified_and_exported_whole(tmp_path, capfd):

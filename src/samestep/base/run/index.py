@@ -226,10 +226,3 @@ def find_checkpoint(folder: Path, name: str) -> Entry:
             return entry
     known = ", ".join(entry.path for entry in index.checkpoints) or "none yet"
     raise UserError(f"{folder} has no checkpoint {name!r}. It has: best, last, {known}.")
-
-
-def best_file(folder: Path) -> Path:
-    """Return the file of the best checkpoint, or of the last; the folder if there is none."""
-    index = read_index(folder)
-    entry = index.best or index.last
-    return folder / entry.path if entry else folder

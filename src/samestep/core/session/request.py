@@ -17,7 +17,6 @@ from samestep.base.errors import UserError, did_you_mean
 from samestep.base.run.code_pieces import Pieces
 from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.files import toml_of
-from samestep.base.run.index import best_file
 from samestep.base.run.summary import first_start
 from samestep.base.settings import (
     ALSO_ACCEPTED,
@@ -112,8 +111,7 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
         if "recipe" not in of_run and not any("recipe" in table for _, table in tables):
             raise UserError(
                 f"{file} names no recipe: {run} comes from a loop of your own, and only its script "
-                "can continue it or evaluate it. The weights: torch.load("
-                f'"{best_file(run / "checkpoints")}")["state"].'
+                f'can continue it or evaluate it. The weights: samestep.load("{run}", model=…).'
             )
         source = str(of_run.get("recipe") or tables[0][1]["recipe"])
         tables.insert(0, (file, of_run))

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.base.errors import UserError, listed, what_to_install
 from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.files import write_atomically
 from samestep.base.run.index import find_checkpoint
 from samestep.base.run.loading import load
-from samestep.core.training.model_state import EXTRA_STATE
+from samestep.core.training.model_state import EXTRA_STATE, load_model, misfits
 from samestep.core.training.snapshot import evaluated_weights
 
 SAFETENSORS = ".safetensors"
@@ -76,14 +76,56 @@ def write_weights(
     }
 
 
+def load_into(
+    model: nn.Module, run: Path, checkpoint: str = "best", *, part: str | None = None
+) -> nn.Module:
+    """Load the weights that an evaluation of a checkpoint uses into a model; return it.
+
+    Args:
+        model: built as the run's was; it keeps its device and precision.
+        run: the run's directory, of a recipe or of `open_run`.
+        checkpoint: "best", "last", or a file name in checkpoints/.
+        part: the entry of the state whose weights they are; by default the one that fits.
+
+    Raises:
+        UserError: there is no such run, checkpoint or part, or none or several fit the model.
+    """
+    if not is_run(run):
+        raise no_run(run)
+    entry = find_checkpoint(run / "checkpoints", checkpoint)
+    found = _modules_in(load(run / "checkpoints", entry))
+    if part is None and len(found) > 1:
+        wrong = {name: misfits(one, model.state_dict()) for name, one in found.items()}
+        fitting = [name for name in found if not wrong[name]]
+        if len(fitting) != 1:
+            told = "; ".join(f"{name!r}: {what[0]}" for name, what in wrong.items() if what)
+            told = f"{', '.join(map(repr, fitting))} fit the model" if fitting else told
+            name = (fitting or [*found])[0]
+            raise UserError(f"{entry.path} has several modules: {told}. Name one: part={name!r}.")
+        (part,) = fitting
+    part = next(iter(found), "") if part is None else part
+    if part not in found:
+        raise UserError(
+            f"{entry.path} has no weights named {part!r}; it has {', '.join(found) or 'none'}."
+        )
+    remedy = "Build the model as the script of the run does."
+    load_model(model, {"model": found[part]}, f"{part!r} of {entry.path} does", remedy)
+    return model.eval()
+
+
 def weights_in(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weights in a checkpoint's content by their names, as they are evaluated."""
-    if "state" not in content:
-        return evaluated_weights(dict(content))
-    modules = {name: one for name, one in content["state"].items() if _is_of_a_module(one)}
+    modules = _modules_in(content)
     if len(modules) == 1:
         return dict(next(iter(modules.values())))
     return {f"{name}.{key}": value for name, one in modules.items() for key, value in one.items()}
+
+
+def _modules_in(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights of each module of a loop's own state, or those of a recipe's model."""
+    if "state" not in content:
+        return {"model": evaluated_weights(dict(content))}
+    return {name: one for name, one in content["state"].items() if _is_of_a_module(one)}
 
 
 def _is_of_a_module(state: Any) -> bool:

@@ -31,6 +31,8 @@ def load(
     *,
     recipe: AnyRecipe = None,
     device: Device = "cpu",
+    model: "nn.Module | None" = None,
+    part: str | None = None,
 ) -> "nn.Module":
     """Return the model of a run with the weights of a checkpoint, in eval mode.
 
@@ -46,11 +48,22 @@ def load(
         checkpoint: `best`, `last`, or the name of a file in its checkpoints/.
         recipe: The recipe or its file, if the run names no file or the file has changed.
         device: The device of the model.
+        model: A model to load the weights into, which needs no recipe: of a run of `open_run`,
+            built as its script does. It keeps its precision.
+        part: With `model`, whose weights these are among several modules in the run's state; by
+            default those that fit.
 
     Raises:
-        UserError: there is no such run or checkpoint, it does not fit the recipe, or the file of
-            the recipe has changed since.
+        UserError: there is no such run or checkpoint, it does not fit the recipe or the model, or
+            the file of the recipe has changed since.
     """
+    if model is not None:
+        from samestep.core.session.weights_file import load_into  # noqa: PLC0415
+        from samestep.launch.ranks.world import choose_device  # noqa: PLC0415
+
+        _check_device(device)
+        loaded = load_into(model, path_of(run, "run"), _name(checkpoint), part=part)
+        return loaded.to(choose_device(device, 0))
     from samestep.core.session.trained_model import open_checkpoint  # noqa: PLC0415 - it imports torch
     from samestep.shell.api.call import as_in_fresh_process, given_recipe  # noqa: PLC0415
 
