@@ -94,10 +94,21 @@ def evaluated(folder, split):
 
 
 def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp_path):
-    """With a schedule, batch normalisation, a step that knows its epoch, a sampler of its own."""
+    """With a schedule, batch normalisation, a step that knows its epoch, a sampler of its own,
+    and two validation loaders."""
     sampler = ("Subset(self.data, range(122, -1, -1)), batch_size=8", "self.data, 8, sampler=Odd()")
     drawn = (', order="sequential"', "")
-    file = written(tmp_path, ("NORM = False", "NORM = True"), sampler, drawn)
+    several = (
+        "return DataLoader(self.data, batch",
+        "return DataLoader(self.data, 9), DataLoader(Subset(self.data, range(50)), batch",
+    )
+    asked = (
+        "validation_step(self, batch)",
+        "validation_step(self, batch, batch_idx, dataloader_idx)",
+    )
+    weighed = ("out.mean()", "out.mean() * (1 + dataloader_idx)")
+    changes = sampler, drawn, several, asked, weighed
+    file = written(tmp_path, ("NORM = False", "NORM = True"), *changes)
     train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
     theirs = runpy.run_path(file)
     parts = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
@@ -113,8 +124,11 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp
         assert torch.equal(mine.state_dict()[name], value), name
     validation = evaluated(tmp_path / "run", "validation")
     for name, own in {"loss": "val_loss", "accuracy": "val/accuracy", "out": "val_out"}.items():
-        value = float(trainer.callback_metrics[own])
-        assert validation[name] == pytest.approx(value, rel=1e-5)
+        theirs = [trainer.callback_metrics[f"{own}/dataloader_idx_{k}"].item() for k in (0, 1)]
+        first, second = (validation[f"dataloader_idx_{k}/{name}"] for k in (0, 1))
+        if name != "out":  # the Trainer does not reset a metric of torchmetrics between two loaders
+            second = (123 * first + 50 * second) / 173
+        assert (first, second) == pytest.approx(tuple(theirs), rel=1e-5)
     ended = [one for one in samestep.read_records(tmp_path / "run") if one["event"] == "epoch"]
     assert ended[-1]["metrics"] == {"bias": float(trainer.callback_metrics["bias"])}
 

@@ -52,6 +52,8 @@ _REMEDIES = {
     "configure_callbacks": "--patience stops early, --keep-top-k keeps the best checkpoints.",
     "configure_gradient_clipping": "--clip-norm clips.",
 }
+_NTH = "dataloader_idx_"
+"""As Lightning calls what several validation loaders measure."""
 _STAGES = ("train_", "training_", "val_", "valid_", "validation_", "test_")
 _APART = 1e-4  # relative: rounding in float32 is less
 
@@ -117,6 +119,7 @@ class _Batch(NamedTuple):
 
     value: Any
     stage: str
+    """Or, of several validation loaders, `dataloader_idx_0` and so on."""
     samples: int
 
 
@@ -226,7 +229,8 @@ class _Brought:
             self.trainer.samples = SamplerOrder(train.sampler, len(train), 0).num_drawn
         return Splits(train=train, validation=validation, test=test)
 
-    def _opened(self, source: Any, base: type, stage: str) -> _Data | Loaded | None:
+    def _opened(self, source: Any, base: type, stage: str) -> Any:
+        """Return the data of a stage, or, of several validation loaders, that of each by name."""
         if isinstance(source, Mapping):
             loader = source.get(stage)
         elif _has_own(source, base, _LOADERS[stage]):
@@ -239,6 +243,13 @@ class _Brought:
             loader = loader[0]
         if loader is None or (isinstance(loader, list | tuple) and not loader):
             return None
+        if stage == "validation" and isinstance(loader, list | tuple | dict):
+            several = loader.values() if isinstance(loader, dict) else loader
+            named = {f"{_NTH}{place}": one for place, one in enumerate(several)}
+            return {name: self._data_in(one, name, where) for name, one in named.items()}
+        return self._data_in(loader, stage, where)
+
+    def _data_in(self, loader: Any, stage: str, where: str) -> _Data | Loaded:
         if not isinstance(loader, DataLoader):
             raise UserError(f"{where} is {type(loader).__name__}; it must be one DataLoader.")
         if isinstance(loader.dataset, IterableDataset):
@@ -251,8 +262,7 @@ class _Brought:
         elif not _reads_all(loader) and "order" not in self.settings:
             own = sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
             if stage == "train":
-                data = _data_of(dataset, stage, loader.collate_fn)
-                return Loaded(data, default_collate, own)
+                return Loaded(_data_of(dataset, stage, loader.collate_fn), default_collate, own)
             drawn = SamplerOrder(own, len(dataset), 0).order(0, 0)  # type: ignore[arg-type]
             dataset = Subset(dataset, drawn.tolist())
         return _data_of(dataset, stage, loader.collate_fn)
@@ -274,7 +284,7 @@ class _Brought:
             if self.epochs.get(module) != epoch:
                 self.epochs[module] = epoch
                 module.on_train_epoch_start()
-            loss, _ = _called(module, "training_step", value, trainer.nth(step))
+            loss, _ = _called(module, "training_step", value, trainer.nth(step), 0)
             return {"loss": loss}
         seen = self.evaluated.setdefault(module, _Evaluated())
         if seen.stage != batch.stage:
@@ -282,14 +292,15 @@ class _Brought:
         base = _base(module, "LightningModule")
         wanted = ("test_step",) * trainer.testing + ("validation_step", "training_step")
         name = next(n for n in wanted if _has_own(module, base, n))
-        loss, logged = _called(module, name, value, seen.batches)
+        nth = int(batch.stage.removeprefix(_NTH)) if batch.stage.startswith(_NTH) else 0
+        loss, logged = _called(module, name, value, seen.batches, nth)
         values = {_plain_name(n): v for n, v in logged.items()}
         values = seen.add(batch, values, defined_at(getattr(type(module), name)))
         for metric in _metrics_of(module):
             metric.reset()
         own = values.pop("loss", None)  # the record has it as the loss
         if loss is None and own is None:
-            own, _ = _called(module, "training_step", value, seen.batches)
+            own, _ = _called(module, "training_step", value, seen.batches, nth)
         return {"loss": torch.as_tensor(own if loss is None else loss)}
 
     def measured(self, module: Any, batch: _Batch) -> dict[str, Tensor]:
@@ -437,7 +448,7 @@ def _only(found: Any, where: str) -> Any:
     return found[0] if found else None
 
 
-def _called(module: Any, name: str, batch: Any, index: int) -> tuple[Any, dict[str, Any]]:
+def _called(module: Any, name: str, batch: Any, *numbers: int) -> tuple[Any, dict[str, Any]]:
     """Call a step; return its loss, None if it returns none, and what it logs."""
     logged: dict[str, Any] = {}
     token = _logged.set(logged)
@@ -445,7 +456,7 @@ def _called(module: Any, name: str, batch: Any, index: int) -> tuple[Any, dict[s
     kinds = inspect.signature(function).parameters.values()
     takes = sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in kinds)
     try:
-        found = function(*(batch, index)[:takes])
+        found = function(*(batch, *numbers)[:takes])
     finally:
         _logged.reset(token)
     loss = found.get("loss") if isinstance(found, Mapping) else found
