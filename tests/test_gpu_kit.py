@@ -7,21 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from packaging.requirements import Requirement
 
-from samestep.core.data.images.decode import decode
-from samestep.core.recipes.cifar10 import read_cifar10
 from samestep.core.recipes.mnist import read_images_and_labels
-from tests.cifar_files import write_folders
 from tests.command_line import read_json
-from tools import gpu_data, gpu_kit, gpu_report
+from tools import gpu_kit, gpu_report
 
 ROOT = Path(__file__).parent.parent
 
@@ -79,36 +74,6 @@ def test_what_samestep_and_the_gpu_tests_need_is_asked_for_beside_the_code_of_gi
     assert (tmp_path / "tools" / "gpu.sh").read_bytes() == (ROOT / "tools/gpu.sh").read_bytes()
     assert not (tmp_path / ".git").exists()
     assert not list(tmp_path.rglob("__pycache__"))
-
-
-def test_jpegs_become_cifar10s_binary_files_and_digits_a_small_mnist(tmp_path):
-    folders = write_folders(tmp_path / "jpegs", num_train=60, num_test=20)
-    packed, out = tmp_path / "packed", tmp_path / "data"
-    packed.mkdir()
-    with tarfile.open(packed / "cifar10-jpeg.tar.xz", "w:xz") as tar:
-        for split in ("test", "train"):
-            tar.add(folders / split, split)
-    assert gpu_data.unpack(packed, out) == ["cifar10", "images"]
-    digits = np.arange(40 * 28 * 28, dtype=np.uint8).reshape(40, 28, 28)
-    for kind, array in (("images-idx3", digits), ("labels-idx1", np.arange(40, dtype=np.uint8))):
-        header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
-        path = packed / f"t10k-{kind}-ubyte.gz"
-        path.write_bytes(gzip.compress(header + array.tobytes()))
-    assert gpu_data.unpack(packed, out) == ["cifar10", "images", "mnist"]
-
-    for split, count in (("train", 60), ("test", 20)):
-        images, labels = read_cifar10(out / "cifar10", split)
-        assert len(images) == count
-        # Written as number % 10, each class has a number for every image.
-        first = decode(folders / split / "airplane" / "0000.jpg", 32)
-        assert torch.equal(images[0], first)
-        assert labels.bincount().tolist() == [count // 10] * 10
-    kept = (out / "images" / "train" / "airplane" / "0000.jpg").read_bytes()
-    assert kept == (folders / "train" / "airplane" / "0000.jpg").read_bytes()
-    images, labels = read_images_and_labels(out / "mnist", "train")
-    assert np.array_equal(images, digits[:36])
-    images, labels = read_images_and_labels(out / "mnist", "test")
-    assert labels.tolist() == [36, 37, 38, 39]
 
 
 def test_a_test_that_was_cut_off_is_told_beside_those_that_ended(tmp_path):

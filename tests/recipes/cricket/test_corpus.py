@@ -1,4 +1,3 @@
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -17,9 +16,9 @@ from samestep.core.recipes.cricket.corpus import (
     merge,
     take,
 )
-from samestep.core.recipes.cricket.form import WIDTH, form, keep_form
+from samestep.core.recipes.cricket.form import form, keep_form
 from samestep.core.recipes.cricket.scorecard import BadMatchError, decode
-from samestep.core.recipes.cricket.scores import baselines, errors
+from samestep.core.recipes.cricket.scores import errors
 from samestep.core.recipes.cricket.synthetic import documents
 from tests.cricket_files import ball, corpus_of, encoded, innings, match
 from tests.cricket_files import corpus_of as of
@@ -234,13 +233,6 @@ def test_form_is_of_earlier_days_and_against_a_weak_attack_counts_for_less():
     np.testing.assert_allclose(form(corpus, kept), whole, atol=1e-4)
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_no_matches_have_no_form(kept):
-    corpus = of(day(1, 4))
-    some = keep_form(corpus, every(corpus)) if kept else None
-    assert form(merge([from_documents([])]), some).shape == (0, WIDTH)
-
-
 def of_days(*days):
     return corpus_of(*(match(date=f"2024-{1 + day // 28:02}-{1 + day % 28:02}") for day in days))
 
@@ -270,14 +262,3 @@ def test_the_last_tenth_or_a_random_split_of_whole_matches_is_the_test():
     assert found["rmse"] == pytest.approx(np.sqrt(29 / 3))
     assert found["r2"] == pytest.approx(1 - 29 / 6)
     assert found["median_error"] == 2
-
-
-def test_without_scikit_learn_the_trees_are_left_out_and_that_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    corpus = merge([from_documents(documents(4, seed=0))])
-    rows = np.arange(corpus.num_balls)
-    found = baselines(corpus, rows, rows, 5)
-    assert "pip install" in found["trees"]
-    assert {name for name, told in found.items() if told != found["trees"]} == {
-        *("constant", "run_rate", "table")
-    }

@@ -1,7 +1,6 @@
 """The recipe cricket from the command line, on made-up matches."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from samestep.core.recipes.cricket.scores import runs_errors
 from samestep.core.recipes.cricket.synthetic import documents
 from samestep.core.session.trained_model import evaluate_run
 from samestep.shell.cli import main
-from tests.command_line import call, train_here
+from tests.command_line import train_here
 from tests.cricket_files import ball, innings, match, write
 from tests.needs import needs
 
@@ -96,24 +95,6 @@ def test_what_a_run_was_trained_on_is_never_its_test(matches, trained, tmp_path)
         evaluate_run(trained, data_dir=str(one))
 
 
-def test_a_metric_of_no_balls_is_null_and_a_match_without_them_drawn(trained, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    card = match(innings("A", [ball(1), ball(4)]), innings("B"))
-    path, png = str(write(tmp_path, {"match.json": card}) / "match.json"), tmp_path / "match.png"
-    assert main(["evaluate", str(trained), "--data-dir", path, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert (told["samples"], told["mae_innings_2"]) == (2, None)
-    assert main(["predict", str(trained), path, "--json", "--plot", str(png)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
-    assert png.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_on_made_up_matches_is_evaluated_on_files(matches, tmp_path):
-    path = train(tmp_path, "--synthetic", "--synthetic-matches", "8", "--no-trees")
-    found = evaluate_run(path, data_dir=str(write(tmp_path / "m", dict(documents(3, seed=7)))))
-    assert found["samples"] == balls_in(dict(documents(3, seed=7)))
-
-
 def test_a_match_is_predicted_ball_by_ball_beside_the_actual_runs(trained, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     name, file = next(documents(1, seed=3))
@@ -147,12 +128,6 @@ def test_what_is_no_match_with_balls_is_not_predicted(trained, tmp_path, capsys,
     assert json.loads(capsys.readouterr().out)["problem"]
 
 
-def test_it_is_profiled_with_the_options_that_only_the_data_can_tell(tmp_path):
-    flags = ("--synthetic", "--synthetic-matches", "8", "--width", "8", "--seconds", "0.2")
-    assert call("profile", "cricket", *flags, "--run-dir", str(tmp_path / "out")) == 0
-    assert json.loads((tmp_path / "out" / "profile.json").read_text())["measured"]["ranks"]
-
-
 @pytest.mark.parametrize("convolution", ["sage", "gatv2", "transformer"])
 def test_each_convolution_uses_every_parameter(convolution):
     recipe = find_recipe("cricket")
@@ -168,15 +143,6 @@ def test_each_convolution_uses_every_parameter(convolution):
     assert outputs.shape == (3,)
     recipe.loss(outputs, graphs).backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
-
-
-def test_a_draw_without_a_test_and_a_missing_package_are_refused_first(refused, monkeypatch):
-    options = CricketOptions(synthetic=True, synthetic_matches=8, split_by="random")
-    with pytest.raises(UserError, match="--split-seed"):
-        find_recipe("cricket").complete_options(options)
-    monkeypatch.setitem(sys.modules, "torch_geometric", None)
-    monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
-    assert "pip install 'samestep[cricket]'" in refused("train", "cricket", "--synthetic")
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,11 @@
 
 import msgspec
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.core.recipes.cricket.corpus import from_documents, merge
-from samestep.core.recipes.cricket.situation import (
-    last_over,
-    phase,
-    previous,
-    runs_to_come,
-    situation,
-)
+from samestep.core.recipes.cricket.situation import runs_to_come, situation
 from samestep.core.recipes.cricket.synthetic import documents
 from tests.cricket_files import ball, corpus_of, innings, match
 
@@ -97,13 +90,6 @@ def test_the_target_is_the_runs_of_the_balls_up_to_the_horizon(seed, horizon):
     assert found.tolist() == expected
 
 
-def test_the_horizon_of_each_over_and_how_far_back_a_key_was():
-    ends = last_over(np.arange(20), 5).tolist()
-    assert ends == [5] * 5 + list(range(10, 20)) + [20] * 5
-    assert phase(np.array([0, 5, 6, 14, 15, 19])).tolist() == [0, 0, 1, 1, 2, 2]
-    assert previous(np.array([1, 2, 1, 1, 3, 2])).tolist() == [0, 0, 2, 1, 0, 4]
-
-
 def test_a_batter_who_retires_hurt_is_not_out_and_a_miscounted_over_counts():
     over = [
         ball(4, out="A1", kind="retired hurt"),
@@ -120,9 +106,3 @@ def test_a_batter_who_retires_hurt_is_not_out_and_a_miscounted_over_counts():
     assert known.legal.tolist() == list(range(9))
     known = situation(corpus_of(match(innings("A", [ball(1)] * 2, penalty_runs={"pre": 5}))))
     assert known.score.tolist() == [5, 6]
-
-
-@pytest.mark.parametrize("horizon", [5, None])
-def test_no_balls_give_no_rows(horizon):
-    empty = merge([from_documents([])])
-    assert len(runs_to_come(empty, horizon)) == len(situation(empty).over) == 0
