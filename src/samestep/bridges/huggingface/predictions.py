@@ -1,13 +1,29 @@
 """What a Trainer's `compute_metrics` is given: the predictions of all ranks, as a metric object."""
 
 import functools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import EvalPrediction
-from transformers.trainer_pt_utils import nested_concat, nested_numpify
+from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
 
 _IGNORED = -100  # pads predictions of other lengths
+
+
+def predicted(
+    outputs: Any,
+    labels: tuple[Any, ...],
+    left_out: Collection[str],
+    preprocess: Callable[[Any, Any], Any] | None,
+) -> dict[str, Any]:
+    """Return what of a model's outputs `compute_metrics` is given, and the labels."""
+    named = isinstance(outputs, Mapping)
+    logits: Any = tuple(v for n, v in outputs.items() if n not in left_out) if named else ()
+    logits = nested_detach(logits if named else outputs[1:])
+    logits = logits[0] if len(logits) == 1 else logits
+    given = labels[0] if len(labels) == 1 else labels
+    return {"predictions": preprocess(logits, given) if preprocess else logits, "labels": given}
 
 
 @dataclass

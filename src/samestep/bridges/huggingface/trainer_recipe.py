@@ -27,13 +27,13 @@ from transformers import (
 )
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_pt_utils import LabelSmoother, nested_detach
+from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import find_labels
 
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.base.trees import num_rows
-from samestep.bridges.huggingface.predictions import Predictions
+from samestep.bridges.huggingface.predictions import Predictions, predicted
 from samestep.bridges.huggingface.training_arguments import (
     check_arguments,
     groups_by_length,
@@ -402,18 +402,11 @@ class _ForTrainer:
 
     def found(self, model: nn.Module, batch: Any, loss: Any, outputs: Any) -> dict[str, Any]:
         """Return the loss of a batch, and in evaluations what `compute_metrics` is given."""
-        found: dict[str, Any] = {"loss": loss}
-        if self.predicts and not model.training:
-            wanted = tuple(batch.get(name) for name in self.about.labels)
-            named, kept = isinstance(outputs, Mapping), self.about.not_predicted
-            logits: Any = tuple(v for n, v in outputs.items() if n not in kept) if named else ()
-            logits = nested_detach(logits if named else outputs[1:])
-            logits = logits[0] if len(logits) == 1 else logits
-            given = wanted[0] if len(wanted) == 1 else wanted
-            if self.preprocess is not None:
-                logits = self.preprocess(logits, given)
-            found |= {"predictions": logits, "labels": given}
-        return found
+        if not self.predicts or model.training:
+            return {"loss": loss}
+        labels = tuple(batch.get(name) for name in self.about.labels)
+        kept = self.about.not_predicted
+        return {"loss": loss, **predicted(outputs, labels, kept, self.preprocess)}
 
     def optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         """Make the optimizer as the Trainer does, or the given one for this copy of the model."""
