@@ -35,7 +35,7 @@ from torch.utils.data import (
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.bridges.lightning.stand_in import StandIn
-from samestep.core.data.loaders import LoaderParts
+from samestep.core.data.loaders import Unpacked
 from samestep.core.data.samplers import SamplerOrder
 from samestep.core.recipe import Recipe, Splits
 
@@ -225,7 +225,7 @@ class _Brought:
         if train is None:
             raise UserError(f"There is no train_dataloader{defined_at(type(source))}.")
         self.trainer.samples = len(train)
-        if isinstance(train, LoaderParts):
+        if isinstance(train, Unpacked):
             self.trainer.samples = SamplerOrder(train.sampler, len(train), 0).num_drawn
         return Splits(train=train, validation=validation, test=test)
 
@@ -249,7 +249,7 @@ class _Brought:
             return {name: self._data_in(one, name, where) for name, one in named.items()}
         return self._data_in(loader, stage, where)
 
-    def _data_in(self, loader: Any, stage: str, where: str) -> _Data | LoaderParts:
+    def _data_in(self, loader: Any, stage: str, where: str) -> _Data | Unpacked:
         if not isinstance(loader, DataLoader):
             raise UserError(f"{where} is {type(loader).__name__}; it must be one DataLoader.")
         if isinstance(loader.dataset, IterableDataset):
@@ -262,9 +262,7 @@ class _Brought:
         elif not _reads_all(loader) and "order" not in self.settings:
             own = sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
             if stage == "train":
-                return LoaderParts(
-                    _data_of(dataset, stage, loader.collate_fn), default_collate, own
-                )
+                return Unpacked(_data_of(dataset, stage, loader.collate_fn), default_collate, own)
             drawn = SamplerOrder(own, len(dataset), 0).order(0, 0)  # type: ignore[arg-type]
             dataset = Subset(dataset, drawn.tolist())
         return _data_of(dataset, stage, loader.collate_fn)

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from samestep.base.errors import UserError, defined_at, made_by
 from samestep.base.settings import Settings
 from samestep.core.data.blocks import Lap, untimed
-from samestep.core.data.loaders import LoaderParts
+from samestep.core.data.loaders import Unpacked
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.order import SHUFFLED, ordering_of
 from samestep.core.data.source import ReadOptions, Source
@@ -92,7 +92,7 @@ def open_split(
     """
     trains = split == "training" and not is_stream(data)
     ordering, collate = SHUFFLED, recipe.collate
-    if isinstance(data, LoaderParts):
+    if isinstance(data, Unpacked):
         if trains and data.sampler is not None:
             ordering = data.ordering(settings)
         # A recipe that has one, too, is a verification's: it is what all loaders have.

@@ -27,7 +27,7 @@ from samestep.core.recipe import Collate, Splits
 
 
 @dataclass(frozen=True)
-class LoaderParts(Dataset[Any]):
+class Unpacked(Dataset[Any]):
     """The data set of a loader, and how the loader puts its samples together."""
 
     dataset: Any
@@ -80,7 +80,7 @@ def without_loaders(splits: Splits, collate: Collate | None) -> Splits:
         if not isinstance(data, DataLoader):
             return data
         found = _taken_apart(data, "validation or test", collate)
-        if not isinstance(found, LoaderParts) or found.sampler is None:
+        if not isinstance(found, Unpacked) or found.sampler is None:
             return found
         # What such a loader gives in its first epoch.
         order = SamplerOrder(found.sampler, len(found.dataset), 0).order(0, 0)
@@ -118,7 +118,7 @@ def _taken_apart(loader: DataLoader[Any], split: str, collate: Collate | None) -
     sampler: Any = loader.sampler
     collate = collate or loader.collate_fn
     if type(loader.batch_sampler) is not BatchSampler:
-        return LoaderParts(dataset, collate, loader.batch_sampler)
+        return Unpacked(dataset, collate, loader.batch_sampler)
     if type(sampler) is SubsetRandomSampler:
         dataset, sampler = Subset(dataset, [*map(int, sampler.indices)]), None
     elif type(sampler) is DistributedSampler:  # which ranks are whose is not its matter here
@@ -128,4 +128,4 @@ def _taken_apart(loader: DataLoader[Any], split: str, collate: Collate | None) -
         sampler = None if whole and not sampler.replacement else sampler
     elif type(sampler) is SequentialSampler and split != "training":
         sampler = None
-    return LoaderParts(dataset, collate, sampler, loader.batch_size, loader.drop_last)
+    return Unpacked(dataset, collate, sampler, loader.batch_size, loader.drop_last)

@@ -12,7 +12,7 @@ from samestep.base.errors import listed
 from samestep.base.run.own_modules import modules_note
 from samestep.base.run.records import read_records
 from samestep.base.settings import Settings
-from samestep.core.data.loaders import LoaderParts
+from samestep.core.data.loaders import Unpacked
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.session.build import Built
 from samestep.core.session.free_space import room_notes, state_bytes
@@ -48,7 +48,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
             f"data() asks for {asked}, which change when a rank dies or joins (--elastic). It is "
             "called once by each rank: let it return all samples, and samestep share them out."
         )
-    if isinstance(train := built.splits.train, LoaderParts):
+    if isinstance(train := built.splits.train, Unpacked):
         notes += train.notes(settings)
     notes += _other_bits(work, path) if resumed else []
     notes += plan_notes(plan, settings)

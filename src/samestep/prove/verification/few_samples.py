@@ -13,7 +13,7 @@ from torch.utils.data import Subset, TensorDataset
 from samestep.base.errors import UserError
 from samestep.base.words import count, ranks
 from samestep.core.data.batches import is_stream
-from samestep.core.data.loaders import LoaderParts
+from samestep.core.data.loaders import Unpacked
 from samestep.core.data.order import per_sample
 from samestep.core.data.recipe_splits import PreparedOnRanks
 from samestep.core.data.stream_lanes import Lane, Route
@@ -203,7 +203,7 @@ def cut_numbers(recipe: Recipe, whole: Splits, few: Splits) -> Recipe:
     """
     cut: dict[str, Any] = {}
     sets = few.train, *(few.by_name.values() or [few.validation])
-    collates = {one.own_collate for one in sets if isinstance(one, LoaderParts)}
+    collates = {one.own_collate for one in sets if isinstance(one, Unpacked)}
     if len(collates) == 1:
         cut["collate"] = recipe.collate or collates.pop()
     for name in ("weights", "lengths"):
@@ -236,7 +236,7 @@ def some_of(data: Any, number: int) -> Any:
 
 def subset(data: Any, places: list[int]) -> Any:
     """Return some samples of a tensor, of a tuple of tensors, or of a data set."""
-    if isinstance(data, LoaderParts):
+    if isinstance(data, Unpacked):
         return replace(data, dataset=subset(data.dataset, places), sampler=None)
     if isinstance(data, Tensor):
         return data[torch.tensor(places, dtype=torch.int64)]
