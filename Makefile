@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 # The benchmarks' peers use torchvision: without its dependencies, lest it brings another torch, and
 # in a folder of its own, since beside a CPU build of torch it breaks whatever imports it.
 TORCHVISION ?= torchvision==0.28.0
-EXTRAS := comet,cricket,huggingface,images,lightning,mlflow,optuna,plot,safetensors,tensorboard,wandb,yaml
+EXTRAS := comet,cricket,huggingface,images,lightning,mirror,mlflow,optuna,plot,safetensors,tensorboard,wandb,yaml
 # Any version, so that pip may choose a build with gigabytes of CUDA: TORCH_NEWEST=torch==2.12.1.
 TORCH_NEWEST ?= torch
 VENV_NEWEST ?= .venv-newest

@@ -262,6 +262,8 @@ class Settings:
     """Keep only the newest N checkpoints and the best; with --keep-top-k, the best K."""
     keep_hours: float | None = field(default=None, metadata=_FREE)
     """Keep only the checkpoints of the last H hours, the best and the last."""
+    mirror: str | None = field(default=None, metadata=_FREE)
+    """Copy the run to a store as it trains: s3://BUCKET/RUN or another address of fsspec; none."""
     monitor: str | None = field(default=None, metadata=_COMMON)
     """Validation metric that decides which checkpoint is best, as in loss:min; by default accuracy,
     else loss."""

@@ -119,13 +119,18 @@ def announce(
     kept = grown.prune(rules, spared, now)
     gone = {e.path for e in (*index.checkpoints, entry)} - {e.path for e in kept.checkpoints}
     kept = replace(kept, gone=tuple(sorted(gone)))
-    table: dict[str, object] = {"last": kept.last, "best": kept.best}
-    table |= {"monitor": kept.monitor, "mode": kept.mode, "checkpoints": kept.checkpoints}
-    table |= {"gone": kept.gone}
-    write_text(folder / "index.json", json.dumps(table, indent=2, default=_as_table) + "\n")
+    write_text(folder / "index.json", index_text(kept))
     for name in kept.gone:
         remove(folder / name)
     return kept
+
+
+def index_text(index: Index) -> str:
+    """Return what index.json says of an index."""
+    table: dict[str, object] = {"last": index.last, "best": index.best}
+    table |= {"monitor": index.monitor, "mode": index.mode, "checkpoints": index.checkpoints}
+    table |= {"gone": index.gone}
+    return json.dumps(table, indent=2, default=_as_table) + "\n"
 
 
 def verify(folder: Path, entry: Entry) -> None:
@@ -191,14 +196,20 @@ def read_index(folder: Path) -> Index:
     """Return the index of a run's checkpoints; empty if there is none yet."""
     path = folder / "index.json"
     try:
+        return parse_index(path.read_bytes(), path)
+    except FileNotFoundError:
+        return Index()
+
+
+def parse_index(text: bytes, path: object) -> Index:
+    """Return the index that a file says; `path` is what a message calls it."""
+    try:
         # Earlier versions wrote NaN and Infinity for such metrics, which are not JSON.
-        table = json.loads(path.read_bytes(), parse_constant=lambda _: None)
+        table = json.loads(text, parse_constant=lambda _: None)
         index = msgspec.convert(table, Index)
         if not all(map(_is_inside, index.checkpoints)):
             raise msgspec.ValidationError("it names a file outside of the folder")
         return index  # noqa: TRY300 - the checks belong together
-    except FileNotFoundError:
-        return Index()
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path} is damaged ({error}). It lists the checkpoints; restore it from a "

@@ -109,9 +109,10 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
         wanted, arguments = _without_run_dir(arguments)
         run = Path(wanted).absolute() if wanted else new_run_path(name).absolute()
         run_dir = ("--run-dir", str(run))
-    rest = [word for word in arguments if word not in ("--resume", "--recipe-of-run")]
+    store = [b for a, b in itertools.pairwise(arguments) if a == "--resume" and "://" in b]
+    rest = [word for word in arguments if word not in ("--resume", "--recipe-of-run", *store)]
     own = () if text in recipes else ("--recipe-of-run",)  # its file may be edited meanwhile
-    command = ("-m", "samestep", "train", what, *rest, *run_dir, "--resume", *own)
+    command = ("-m", "samestep", "train", what, *rest, *run_dir, "--resume", *store, *own)
     file = path.absolute() if is_file else None
     return Workload(name=name, kind="recipe", run=run, command=command, file=file)
 

@@ -89,8 +89,8 @@ class Options:
     backend: Backend
     timeout_s: float
     stall_s: float | None
-    trackers: Callable[..., Any] | None = None
-    """Starts those that follow the run: (tell, stopped) → a context that takes records."""
+    trackers: tuple[Callable[..., Any], ...] = ()
+    """Each starts what follows the run: (tell, stopped) → a context that takes records."""
 
     def checked(self) -> Self:
         """Return them as the flags of the same names would be; refuse what no flag may be."""
@@ -166,8 +166,8 @@ class OwnSession:
         self.received = self._signals.__enter__()
         self.agreement = Agreement(self.world, self.received)
         self._trackers = contextlib.ExitStack()
-        if options.trackers is not None:
-            self.world.on_main(partial(self._open_trackers, options.trackers))
+        for starts in options.trackers:
+            self.world.on_main(partial(self._open_trackers, starts))
         # Autocast keeps casts of the weights until its outermost context ends, and that may be
         # around the whole loop: forget them whenever the weights have changed.
         self._hook = register_optimizer_step_post_hook(self._has_stepped)

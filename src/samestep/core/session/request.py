@@ -6,9 +6,10 @@ except those that may change or that `--allow-change` names.
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePath
 from typing import Any
 
 import tomli_w
@@ -17,6 +18,7 @@ from samestep.base.errors import UserError, did_you_mean
 from samestep.base.run.code_pieces import Pieces
 from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.files import toml_of
+from samestep.base.run.store import HERE, address_of, check_address
 from samestep.base.run.summary import first_start
 from samestep.base.settings import (
     ALSO_ACCEPTED,
@@ -71,6 +73,10 @@ class Request:
     """What differs in the recipe of a resumed run, allowed by --allow-change."""
     pieces: Pieces = field(default_factory=dict)
     """What a recipe made in Python is, before any of its functions ran."""
+    resume_from: str | None = None
+    """The store that the run is fetched from first."""
+    again: "Callable[[], Request] | None" = None
+    """Makes the request anew, once the run is here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,10 +249,33 @@ def finish(
     options: Any,
     *,
     given: set[str],
-    resume: bool,
+    resume: bool | str | None,
     allow_change: str | None = None,
 ) -> Request:
-    """Return the request; `settings` and `options` have the flags applied, named in `given`."""
+    """Return the request; `settings` and `options` have the flags applied, named in `given`.
+
+    `resume` may be the address of a store that has the run.
+    """
+    store = resume if isinstance(resume, str) and resume != HERE else None
+    if store is not None and settings.run_dir is None:
+        settings = replace(settings, run_dir=str(Path("runs", PurePath(store).name)))
+        given = {*given, "run_dir"}
+    for address in filter(None, (store, address_of(settings.mirror))):
+        check_address(address)
+    how: dict[str, Any] = {"given": given, "resume": bool(resume), "allow_change": allow_change}
+    again = partial(_finished, start, settings, options, **how)
+    return replace(again(), resume_from=store, again=again)
+
+
+def _finished(
+    start: Draft,
+    settings: Settings,
+    options: Any,
+    *,
+    given: set[str],
+    resume: bool,
+    allow_change: str | None,
+) -> Request:
     if allow_change is not None and not resume:
         raise UserError(f"--allow-change {allow_change} has no effect without --resume.")
     allowed = _names_allowed(allow_change or "", start.recipe)
@@ -277,6 +306,7 @@ def finish(
         merged = _with_sizes_of(run, merge_layers(run.settings_layer, merged), flags)
     elif start.run is not None:
         merged["run_dir"] = str(start.run) if resume else flags.get("run_dir")
+        merged |= {} if resume else {"mirror": flags.get("mirror")}  # that is of the other run
     init = merged.get("init_from")  # by its whole path, as a resume compares it
     merged |= {"init_from": str(start.folder / str(init))} if init else {}
     resolved = Settings(**merged)  # type: ignore[arg-type]

@@ -160,7 +160,7 @@ class WatchedRun(OwnRun):
     def __init__(self, task: LoopTask, trace: Trace, report: RankReport, options: Options) -> None:
         changed: dict[str, Any] = {"checkpoint_every_epochs": 10**9, "checkpoint_every_steps": None}
         changed |= {"path": task.run, "resume": False, "log_every": 1, "timeout_s": 120.0}
-        changed["trackers"] = None
+        changed["trackers"] = ()
         if options.device == "auto":
             changed["device"] = task.device
         super().__init__(replace(options, **changed))

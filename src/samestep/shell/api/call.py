@@ -38,7 +38,7 @@ class Call:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     """Settings and the recipe's options."""
     config: Path | None = None
-    resume: bool = False
+    resume: bool | str = False
     allow_change: tuple[str, ...] = ()
     recipe_of_run: bool = False
 

@@ -52,7 +52,7 @@ def train(
     elastic: Annotated[bool | str, InShell("[MIN:MAX]", str | None)] = False,
     elastic_replace: bool = True,
     elastic_limit: int = 10,
-    resume: bool = False,
+    resume: Annotated[bool | str, InShell("[URL]", str | None)] = False,
     allow_change: Names = (),
     recipe_of_run: bool = False,
     recipe: AnyRecipe = None,
@@ -78,8 +78,8 @@ def train(
         elastic: With `nproc`, continue without ranks that die; 2:4 while there are 2 to 4.
         elastic_replace: With `elastic`, start a new rank for one that died.
         elastic_limit: With `elastic`, the most deaths an hour.
-        resume: Continue the run from its newest intact checkpoint; without `resume` a new run
-            begins.
+        resume: Continue the run from its newest intact checkpoint; the address of a `mirror` says
+            where it is fetched first; without `resume` a new run begins.
         allow_change: With `resume`, settings that may change: lr,weight_decay; `recipe` allows an
             edited recipe. The run then becomes another training.
         recipe_of_run: With `resume`, use the run's own copy of the recipe.

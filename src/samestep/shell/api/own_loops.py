@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.base.errors import UserError
+from samestep.base.run.store import address_of, check_address, check_mirror
 from samestep.base.settings import Backend, Device, Settings, merge_layers
 from samestep.base.tracker_choice import check_choice, check_installed, chosen
 from samestep.core.session.declared import checked_settings
@@ -34,6 +35,7 @@ def open_run(
     timeout_s: float = 600.0,
     stall_s: float | None = None,
     track: str | Mapping[str, Any] | None = None,
+    mirror: str | None = None,
 ) -> OwnRun:
     """Return a run for a training loop of your own, on one rank or several.
 
@@ -64,13 +66,14 @@ def open_run(
         track: trackers that follow the run, as `--track`: "wandb,tensorboard"; or a dict with `to`
             and what flags call `--track-project`, `--track-tags` and so on: {"to": "wandb",
             "project": "mine"}.
+        mirror: a store that the run is copied to, as `--mirror`.
 
     Raises:
         SystemExit: at the `with`; 2, after a message, for a mistake of the user; 128 + its number
             after a stop signal, with a checkpoint.
     """
     arguments, place = locals(), path and Path(path).absolute()
-    del arguments["track"]
+    del arguments["track"], arguments["mirror"]
     kept: Any = {} if settings is None else settings
     texts = kept.items() if isinstance(kept, Mapping) else ()
     is_path = {n for n, v in texts if isinstance(v, str | Path) and Path(v).absolute() == place}
@@ -79,7 +82,10 @@ def open_run(
     own: dict[str, Any] = {"settings": kept, "name": name or Path(sys.argv[0]).stem or "own_loop"}
     if not isinstance(may_change, str):
         own["may_change"] = {*may_change, *is_path}
-    own["trackers"] = partial(_trackers, track, own["name"]) if track else None
+    starts = [partial(_trackers, track, own["name"])] if track else []
+    keeps = Settings(mirror=mirror, keep_newest=keep_newest, keep_hours=keep_hours)
+    starts += [partial(_mirror, keeps, new=not resume)] if address_of(mirror) else []
+    own["trackers"] = tuple(starts)
     return (OwnRun.opened_as or OwnRun)(Options(**{**arguments, **own}))
 
 
@@ -97,3 +103,12 @@ def _trackers(track: str | Mapping[str, Any], name: str, **how: Any) -> Any:
     check_choice(settings)
     check_installed(chosen(settings.track))
     return TrackerProcesses(settings, name, is_main=True, **how)
+
+
+def _mirror(settings: Settings, *, new: bool, **how: Any) -> Any:
+    """Return what copies the run to a store; rank 0 calls it."""
+    from samestep.show.mirroring import Mirror  # noqa: PLC0415
+
+    check_address(str(settings.mirror))
+    check_mirror(settings.mirror, new=new)
+    return Mirror(settings, **how)

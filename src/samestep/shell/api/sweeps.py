@@ -113,9 +113,11 @@ def _plan(
         raise UserError(f"sweep({empty}=[]): the list of its values is empty.")
     same = {name: v[0] if isinstance(v, list) else v for name, v in settings.items()}
     same = {name: value for name, value in same.items() if name not in lists}
-    for name in ("run_dir", "resume"):
+    for name in ("run_dir", "resume", "mirror"):
         if name in settings:
-            raise UserError(f"sweep({name}=…): give folder=; a sweep resumes by itself.")
+            raise UserError(
+                f"sweep({name}=…): give folder=; a sweep has several runs, and resumes itself."
+            )
     if (number := num_points({k: [*map(str, v)] for k, v in lists.items()}, sample)) > MOST:
         raise UserError(f"sweep(): {number:,} trainings. Train some of them with sample=50.")
     axes = {name.replace("_", "-"): tuple(map(_text, v)) for name, v in lists.items()}

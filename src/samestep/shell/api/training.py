@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 
 from samestep.base.errors import UserError
 from samestep.base.run.records import RecordFile
+from samestep.base.run.store import address_of, check_mirror
 from samestep.base.run.summary import first_start
 from samestep.base.settings import Settings
 from samestep.base.startup import forget_signals
 from samestep.base.tracker_choice import check_installed, chosen
+from samestep.core.session.fetching import fetched
 from samestep.core.session.outcome import Outcome
 from samestep.core.session.request import Request
 from samestep.core.session.session import Sink
@@ -66,6 +68,8 @@ def train_call(
                     "True); or give run_dir, to begin there and continue there when called again."
                 )
             number = _number(nproc, request)
+            if elastic is not None:
+                request = fetched(request, World())  # its ranks meet only later
             if number > 1:
                 keeping = elastic and elastic(number, request.settings)
                 run = _on_ranks(number, call, screen, keeping)
@@ -174,7 +178,7 @@ class _Reporter:
     received: ReceivedSignal
     open_trackers: contextlib.ExitStack
     sinks: tuple[Sink, ...] = ()
-    """Screen and trackers, on rank 0."""
+    """Screen, trackers and the mirror, on rank 0."""
 
     def shown(self, world: World, going_on: Path | None = None) -> Shown:
         """Return what shows the run in this world; it is `going_on` if it was begun before."""
@@ -197,6 +201,12 @@ class _Reporter:
             )
             self.open_trackers.enter_context(trackers)
             self.sinks += (trackers.take,)
+        if address_of(self.request.settings.mirror) is not None:
+            from samestep.show.mirroring import Mirror  # noqa: PLC0415
+
+            stopped = lambda: bool(self.received.signum)  # noqa: E731
+            mirror = Mirror(self.request.settings, self.screen.tell, stopped)
+            self.sinks += (self.open_trackers.enter_context(mirror).take,)
         if going_on is not None:
             self.speak()
             going = {"event": "going_on", "run_dir": str(going_on), "plan": first_start(going_on)}
@@ -219,13 +229,19 @@ def train_as_rank(
     """
     settings = request.settings
     check_engine(request)
-    engine = engine_named(settings.engine)
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     watched.start_watcher(world, settings.stall_s)
     member = membership(settings.timeout_s)
     if member is None:
         join(world, settings.timeout_s)
+    if request.resume_from:
+        request = fetched(request, world if member is None else World())
+        settings = request.settings
+        check_engine(request)
+    engine = engine_named(settings.engine)
+    if member is None:
         world.on_main(lambda: check_installed(chosen(settings.track)))
+        world.on_main(lambda: check_mirror(settings.mirror, new=not request.resume))
     with catch_signals(again) as received, contextlib.ExitStack() as open_trackers:
         reporter = _Reporter(request, screen, begin, speak, received, open_trackers)
         with screen:

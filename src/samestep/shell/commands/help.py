@@ -44,6 +44,7 @@ _TAKES = {
     "init_from": "RUN|FILE",
     "warmup_steps": "NUMBER",
     "run_dir": "DIR",
+    "mirror": "URL",
     "monitor": "METRIC",
     "track": "NAMES",
     "track_tags": "TAGS",

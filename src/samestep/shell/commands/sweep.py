@@ -145,9 +145,9 @@ def _plan(
     target: str, shared: list[str], axes: dict[str, tuple[str, ...]], command: Any
 ) -> SweepPlan:
     """Return the sweep that a command asks for."""
-    for flag in ("resume", "allow-change", "recipe-of-run", "report"):
+    for flag in ("resume", "allow-change", "recipe-of-run", "report", "mirror"):
         if f"--{flag}" in shared or flag in axes:
-            raise UserError(f"--{flag} is not a flag of a sweep, which resumes by itself.")
+            raise UserError(f"--{flag} is of one run: a sweep has several, and resumes by itself.")
     if "run-dir" in axes:
         raise UserError("--run-dir is the sweep's one folder; it cannot have several values.")
     folder, seed, words = None, 42, []

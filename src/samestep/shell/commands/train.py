@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.base.errors import UserError
 from samestep.base.run.files import shown_path
+from samestep.base.run.store import HERE
 from samestep.base.settings import Settings
 from samestep.base.startup import JOB_RUN
 from samestep.launch.ranks import watched
@@ -55,6 +56,7 @@ def parse(arguments: list[str], verb: str = "train") -> "tuple[Any, Request]":
     The `verb` is the one that the user typed: a mistake is answered with its help.
     """
     arguments = with_value(arguments, "--elastic", "[0-9].*", "auto")
+    arguments = with_value(arguments, "--resume", r".*://.*", HERE)
     command, request = parse_target(replace(FORM, verb=verb), arguments)
     check_resume(request)
     if command.elastic is None and (not command.elastic_replace or command.elastic_limit != 10):
@@ -125,6 +127,11 @@ def _train(arguments: list[str], log: RankLog) -> int:
     from samestep.show.reporting.progress import Screen  # noqa: PLC0415
 
     settings = request.settings
+    if command.elastic is not None and request.resume_from:  # its ranks meet only later
+        from samestep.core.session.fetching import fetched  # noqa: PLC0415 - rarely needed
+        from samestep.launch.ranks.world import World  # noqa: PLC0415
+
+        fetched(request, World())
     code = start_nproc(
         command.nproc,
         ["train", *arguments],
