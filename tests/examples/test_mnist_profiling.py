@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.command_line import typed
-from tests.examples.programs import MNIST_PROFILING, defined, forked, refusal, run
+from tests.examples.programs import MNIST_PROFILING, defined, forked, run
 from tests.idx_files import write_mnist
 
 TRAIN = str(MNIST_PROFILING / "single_gpu_train.py")
@@ -98,35 +98,6 @@ def layers_and_functions(trace: Path) -> tuple[list[dict], list[str]]:
     return layers, [event["name"] for event in events if event.get("cat") == "python_function"]
 
 
-def test_shapes_and_python_functions_are_in_the_trace_if_asked(from_its_folder, folder, tmp_path):
-    layers, functions = layers_and_functions(from_its_folder[1])
-    assert not functions
-    assert not [layer for layer in layers if "Input Dims" in layer]
-    asked = ("--profile_steps", "2", "--epochs", "2", "--record_shapes", "--with_stack")
-    data = ("--num_workers", "0", "--data_dir", str(folder / "data" / "mnist"))
-    done = forked(TRAIN, *asked, *data, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    layers, functions = layers_and_functions(tmp_path / "trace_single_gpu_workers_0.json")
-    assert len(layers) == 4  # two layers, two steps
-    assert layers[0]["Input Dims"][:3] == [[128], [32, 784], [784, 128]]
-    assert any("dataloader.py" in name for name in functions)
-
-
-@pytest.mark.parametrize("damaged", [False, True], ids=["missing", "damaged"])
-def test_without_test_files_it_predicts_a_training_image_and_says_why(damaged, tmp_path, capsys):
-    data = write_mnist(tmp_path)
-    for file in data.glob("t10k-*"):
-        file.write_bytes(b"") if damaged else file.unlink()
-    names = defined(TRAIN)
-    loader = torch.utils.data.DataLoader(names["MnistDataset"](data))
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
-    names["predict_one"](model, loader, torch.device("cpu"), data)
-    printed = capsys.readouterr().out
-    ((kind, _, _, label),) = PREDICTED.findall(printed.strip())
-    assert (kind, label) == ("training", "0")
-    assert "t10k-images-idx3-ubyte" in printed
-
-
 def test_an_image_is_normalised_by_mnists_numbers_and_another_each_time_if_augmented(folder):
     dataset = defined(TRAIN)["MnistDataset"](folder / "data" / "mnist")
     image, label = dataset[3]
@@ -212,13 +183,6 @@ def write_trace(path: Path, *, steps: int, data: int, size: int, gpu: bool = Fal
 
 def event(name: str, start: float, length: float, category: str) -> dict:
     return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length}
-
-
-@pytest.mark.parametrize("content", ["", '{"traceEvents": [', "[]", '{"traceEvents": []}'])
-def test_a_file_that_is_no_trace_is_named(tmp_path, content):
-    (tmp_path / "half.json").write_text(content)
-    message = refusal(PER_STEP, "half.json", folder=tmp_path)
-    assert message.startswith("per_step.py: half.json ")
 
 
 def test_the_job_is_refused_elsewhere_and_its_trainings_have_its_cores(tmp_path):

@@ -1,6 +1,5 @@
 """The hand-written DDP script: under torchrun, killed and resumed, beside samestep."""
 
-import gzip
 import json
 import os
 import re
@@ -135,19 +134,6 @@ def assert_samples(found, expected):
         assert label == number
 
 
-@pytest.mark.parametrize("place", ["raw", "MNIST/raw"])
-def test_it_reads_plain_files_also_where_torchvision_puts_them(folder, load_data, place):
-    plain = folder / "plain" / place
-    plain.mkdir(parents=True)
-    for path in (folder / "data" / "mnist").iterdir():
-        (plain / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
-    *parts, num_classes = load_data(folder / "data" / "mnist")
-    *found, classes = load_data(folder / "plain")
-    assert classes == num_classes == 10
-    for one, other in zip(found, parts, strict=True):
-        assert_samples(one, other)
-
-
 def test_folders_of_images_are_read_class_by_class(folder, load_data):
     *_, test, _ = load_data(folder / "data" / "mnist")
     by_class = sorted(test, key=lambda sample: int(sample[1]))
@@ -228,18 +214,6 @@ def test_a_mistake_gets_one_message_and_exit_code_2(folder, script, words, named
     shutil.copy(few, write_mnist(folder / "mixed"))
     assert named in refusal(script, *words.split(), folder=folder)
     assert not list(folder.glob("*.tmp"))
-
-
-def test_mistakes_are_said_once_and_tasks_of_srun_do_not_each_train(folder):
-    done = forked(TRAIN_DISTRIBUTED, "--data-dir", "nowhere", folder=folder, world_size=2)
-    assert done.returncode == 2, done.stderr
-    (message,) = re.findall(r"^train_distributed\.py: .*", done.stderr, re.MULTILINE)
-    assert "train-images-idx3-ubyte" in message
-    assert not epochs(done.stdout)
-    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
-    message = refusal(TRAIN_DISTRIBUTED, folder=folder, **step)
-    assert "srun" in message
-    assert "torchrun" in message
 
 
 class Mischief:

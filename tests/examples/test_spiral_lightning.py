@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from samestep.core.recipes import spiral
 from tests.examples.programs import ROOT, SPIRAL_LIGHTNING, epochs, forked, run
-from tests.processes import env
 from tests.tracking.readers import comet_messages
 
 # Their parts, 709, 151 and 153, are odd: two ranks cannot share them equally.
@@ -168,47 +166,6 @@ IN_SALLOC = """
 IN_SRUN = "TORCHELASTIC_RUN_ID=1 WORLD_SIZE=6 LOCAL_WORLD_SIZE=2 SLURM_STEP_NUM_TASKS=3"
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, ("LightningEnvironment", 1, 1)),
-        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, ("LightningEnvironment", 1, 1)),
-        (env(IN_SALLOC), ("SLURMEnvironment", 1, 4)),
-        (env(IN_SRUN), ("TorchElasticEnvironment", 3, 2)),
-    ],
-    ids=["alone", "no srun", "srun in salloc", "torchrun under srun"],
-)
-@pytest.mark.filterwarnings("ignore:.*`srun` command is available")
-def test_the_launcher_is_found(variables, expected, modules, monkeypatch):
-    module = modules("train")
-    monkeypatch.setattr(module.os, "environ", dict(variables))
-    launcher, num_nodes, here = module.find_ranks()
-    assert (type(launcher).__name__, num_nodes, here) == expected
-
-
-def test_points_are_shared_equally_or_the_ranks_refused(modules, monkeypatch, capsys):
-    data = modules("datamodule").SpiralDataModule(num_samples=1013)
-    data.setup("fit")
-    parts = {"train": data.training, "validation": data.validation, "test": data.test}
-    theirs = spiral.data(spiral.SpiralOptions(num_samples=1013))
-    for name, part in parts.items():
-        for ours, expected in zip(part.dataset[part.indices], getattr(theirs, name), strict=True):
-            assert torch.equal(ours, expected)
-    sampler = modules("datamodule").EverySampleOnce
-    shares = [list(sampler(range(11), rank, 3)) for rank in range(3)]
-    assert sorted(index for share in shares for index in share) == list(range(11))
-    module = modules("train")
-    unequal = env("SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE=3,1")
-    monkeypatch.setattr(module.os, "environ", unequal)
-    with pytest.raises(SystemExit, match="2"):
-        module.find_ranks()
-    assert "--ntasks-per-node" in capsys.readouterr().err
-    monkeypatch.setattr(module, "find_ranks", lambda: (None, 1, 4))
-    with pytest.raises(SystemExit, match="2"):  # fewer validation samples than ranks
-        module.train(module.read_settings(["--num_samples", "20"]))
-    assert "--num_samples 20" in capsys.readouterr().err
-
-
 @pytest.mark.xdist_group("trackers")
 def test_without_a_key_comet_writes_offline_what_is_printed(on_two):
     folder, printed = on_two
@@ -228,17 +185,3 @@ def test_without_a_key_comet_writes_offline_what_is_printed(on_two):
     shown = epochs(printed)
     assert values["train_loss"] == pytest.approx([epoch[1] for epoch in shown], abs=1e-6)
     assert values["val_loss"] == pytest.approx([epoch[3] for epoch in shown], abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("project", "hidden"), [("spirals", "samestep"), ("a/b", "nothing")], ids=["missing", "refused"]
-)
-def test_what_keeps_comet_from_starting_is_told(project, hidden, modules, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, hidden, None)
-    module = modules("train")
-    with pytest.raises(SystemExit) as ended:
-        module.make_loggers(module.read_settings(["--comet_project", project]))
-    assert ended.value.code == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("train.py: --comet_project: ")
-    assert printed.count("\n") == 1

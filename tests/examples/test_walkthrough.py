@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import types
 
 import nbformat
 import pytest
@@ -17,7 +16,7 @@ from samestep.core.recipes import cifar10
 from samestep.core.recipes.resnet import resnet18
 from tests.cifar_files import images_and_labels, write_binary
 from tests.command_line import typed
-from tests.examples.programs import ROOT, forked, refusal
+from tests.examples.programs import ROOT, forked
 from tests.processes import env
 
 FOLDER = ROOT / "examples" / "cifar10_lightning"
@@ -252,23 +251,6 @@ def test_it_reads_what_the_binary_version_has_and_its_network_is_samesteps(tmp_p
     ours.load_state_dict(dict(zip(ours.state_dict(), values, strict=True)))
     images = torch.randn(3, 3, 32, 32)
     assert torch.equal(ours(images), theirs(images))
-    torch.manual_seed(0)
-    images = torch.randint(1, 256, (40, 3, 32, 32), dtype=torch.uint8)
-    made = example.crop_and_flip(images)
-    padded = torch.nn.functional.pad(images, (4, 4, 4, 4))
-    places = []
-    for number, image in enumerate(made):
-        crops = {
-            (top, left, mirrored): crop.flip(2) if mirrored else crop
-            for top in range(9)
-            for left in range(9)
-            for mirrored in (False, True)
-            for crop in [padded[number, :, top : top + 32, left : left + 32]]
-        }
-        (place,) = (place for place, crop in crops.items() if torch.equal(crop, image))
-        places.append(place)
-    assert {place[0] for place in places} == set(range(9))
-    assert {place[2] for place in places} == {False, True}
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -295,51 +277,3 @@ def test_a_step_trains_the_same_images_on_any_ranks_in_the_order_of_the_epoch_th
     share.set_epoch(3)
     other.set_epoch(3)
     assert [batch.tolist() for batch in batches] == [batch.tolist() for batch in other]
-
-
-@pytest.mark.parametrize(("schedule", "first"), [("onecycle", 0.004), ("cosine", 0.1)])
-def test_a_schedule_ends_with_the_last_step_of_the_run(schedule, first, example):
-    module = example.LitResNet(2, schedule=schedule)
-    module.trainer = types.SimpleNamespace(estimated_stepping_batches=50)
-    found = module.configure_optimizers()
-    (group,) = found["optimizer"].param_groups
-    rates = []
-    for _ in range(50):
-        rates.append(group["lr"])
-        found["optimizer"].step()
-        found["lr_scheduler"]["scheduler"].step()
-    assert found["lr_scheduler"]["interval"] == "step"
-    assert rates[0] == pytest.approx(first)
-    assert max(rates) == pytest.approx(0.1)
-    assert rates[-1] < 0.001
-    assert group["nesterov"] is (schedule == "onecycle")
-
-
-@pytest.mark.slow
-def test_without_data_the_missing_file_is_named_and_no_folder_is_left(tmp_path):
-    told = refusal(str(FOLDER / "train.py"), "nowhere", "--output", "runs/new", folder=tmp_path)
-    assert told.startswith("train.py: error: nowhere/data_batch_1.bin is missing")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "words", "message"),
-    [
-        (2, "--output there", "--output there exists; use a new folder, or delete it"),
-        (2, "--global_batch_size 7", "--global_batch_size 7 cannot be shared equally by 2 ranks."),
-        (1, "--output run", "--output run exists; use a new folder, or --resume"),
-        (1, "--output run --resume --epochs 3", "--epochs was 2 when this run started;"),
-        (1, "--compress", "--compress needs ranks that send gradients"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_in_one_line(ranks, words, message, tmp_path):
-    write_binary(tmp_path / "data")
-    (tmp_path / "there").mkdir()
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "last.ckpt").touch()
-    (tmp_path / "run" / "settings.json").write_text('{"epochs": 2}')
-    ranks = {"WORLD_SIZE": str(ranks), "RANK": "0"}
-    told = refusal(str(FOLDER / "train.py"), "data", *words.split(), folder=tmp_path, **ranks)
-    assert told.startswith(f"train.py: error: {message}")
-    assert not list((tmp_path / "there").iterdir())
