@@ -18,6 +18,7 @@ from tests import tiny
 from tests.cifar_files import write_binary
 from tests.command_line import read_json
 from tests.processes import run_ranks, start_ranks
+from tests.training.test_after_epoch import AFTER as UNFREEZES
 from tests.training.test_any_batch import EXAMPLES, FP64, RECIPES
 from tests.training.test_losses import MEANS, MEASURED, RECIPE
 from tests.training.test_metrics import RECIPE as OBJECTS
@@ -49,6 +50,12 @@ def of_ones(outputs, targets):
 recipe = replace(recipe, loss=of_ones, loss_terms=lambda batch: batch[1].sum())
 """
 BY_TERMS = (TINY + TERMS, ("--micro-batch-size", "2", "--batch-size", "14", "--epochs", "1"))
+MIXES = """
+mixed = lambda x, y: (0.7 * x + 0.3 * x[torch.randperm(len(x))], y)
+recipe = replace(recipe, batch_transform=mixed)
+"""
+# Unfreezes layers after epoch 2, and mixes the samples of the whole batch.
+UNFROZEN = (TINY.replace("recipe = Recipe(", UNFREEZES) + TERMS + MIXES, ("--epochs", "4"))
 READ = ("--num-workers", "1", "--log-every", "1", "--precision", "fp64")
 IMAGES = ("--width", "4", "--epochs", "1", "--batch-size", "16", "--log-every", "1")
 CLIPPED = ("--clip-norm", "0.05", "--warmup-steps", "7", "--schedule", "cosine")
@@ -62,6 +69,7 @@ ON_TWO = {
     "accumulated": (TINY, ("--micro-batch-size", "2", "--batch-size", "13", "--epochs", "1")),
     "sums by name": (RECIPE, OF_LOSSES),
     "means over terms": BY_TERMS,
+    "unfrozen and mixed": UNFROZEN,
     "dropout": ("spiral", ("--num-samples", "301", "--epochs", "2", "--batch-size", "32")),
 }
 MORE_ON_TWO = {
@@ -86,6 +94,7 @@ ALONE = {
     "own optimizer that calls no closure": (NO_CLOSURE, ("--epochs", "2", "--clip-norm", "0.05")),
     "means by name": (MEANS, OF_LOSSES),
     "means over terms": BY_TERMS,
+    "unfrozen and mixed": UNFROZEN,
     "a loss that names the step": (TINY + BEFORE + NAMES_IT + AFTER, ("--epochs", "2")),
     "measured": (MEASURED, OF_LOSSES),
 }

@@ -97,7 +97,6 @@ MISTAKES = {
     "fails": ("model[2].bias.mul_", "model[3].bias.mul_", "after epoch 1.*IndexError"),
     "all frozen": ("end.epoch == 2", "not model.requires_grad_(False)", "frozen all"),
     "not the optimizer's": ("recipe = Recipe(", OWN, "0.weight"),
-    "lightning": ('"epochs": 6', '"epochs": 6, "engine": "lightning"', "after_epoch"),
     "no function": ("after_epoch=after_epoch", "after_epoch=3", "after_epoch"),
 }
 

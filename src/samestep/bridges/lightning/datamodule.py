@@ -19,6 +19,7 @@ from samestep.core.recipe import Recipe, find_recipe
 from samestep.core.recipes import cifar10
 from samestep.core.training.alike import seed_alike
 from samestep.core.training.apply import Terms, as_scalar, terms_of
+from samestep.core.training.batch_transform import BatchTransform
 from samestep.core.training.device import data_dtype
 from samestep.core.training.evaluation import evaluation_batch
 from samestep.core.training.plan import Plan, make_plan
@@ -244,6 +245,9 @@ class Parts:
     ) -> None:
         self._source, self._plan, self._trainer, self._lap = source, plan, trainer, lap
         self._drop_last, self._world, self._terms = drop_last, world, terms_of(recipe)
+        self._change: BatchTransform | None = None
+        if recipe.batch_transform is not None:
+            self._change = BatchTransform(recipe, settings, world)
         self._like = torch.empty(0, dtype=data_dtype(settings.precision), device=world.device)
         self._first_step = self._step = 0
 
@@ -264,11 +268,17 @@ class Parts:
         )
         for block in blocks:
             for step in block.singles():
-                parts = self._cut(step)
                 self._step = step.first_step + 1
+                parts = self._cut(self._changed(step, epoch))
                 self._lap("data")
                 yield from parts
                 self._lap("other")
+
+    def _changed(self, step: Block, epoch: int) -> Block:
+        """Return a step as the recipe's `batch_transform` leaves it; all ranks call it."""
+        if self._change is None:
+            return step
+        return self._change(step, epoch, epoch * self._plan.steps_per_epoch + step.first_step)
 
     def _parts_of(self, size: int) -> int:
         largest_share = -(-size // self._plan.world_size)

@@ -4,7 +4,9 @@ Run directory, records and checkpoints are those of samestep's own loop. A check
 both engines need: Lightning continues from it, and `samestep evaluate` reads it.
 """
 
+import gc
 import logging
+import math
 import os
 import signal
 import time
@@ -32,6 +34,7 @@ from samestep.base.autograd import tell_end_of_autograd
 from samestep.base.errors import UserError
 from samestep.base.run.index import read_index
 from samestep.base.run.loading import load, own_memory
+from samestep.base.run.records import Record
 from samestep.base.settings import Settings, flag_name
 from samestep.bridges.lightning.datamodule import LitData, MicroBatch
 from samestep.bridges.lightning.module import LitRecipe, check_recipe
@@ -47,6 +50,7 @@ from samestep.core.training.loop import (
     judge,
     measure_by_name,
     stop_early,
+    told,
 )
 from samestep.core.training.meter import Meter, epoch_record
 from samestep.core.training.objective import check_used
@@ -97,6 +101,8 @@ class _Records(Callback):
         # Lightning would raise at the next step; the ranks have their own way to agree on a stop.
         self._heed = signal.getsignal(signal.SIGTERM)
         self._validation_began = 0.0
+        self._epoch: Record | None = None
+        """An epoch's record that waits for its validation, and what `after_epoch` says of it."""
         self.saving_began = 0.0
         """When the state of the newest checkpoint began to be gathered."""
         self.metric: float | None = None
@@ -169,7 +175,9 @@ class _Records(Callback):
         ends = epoch_is_full(work, state)
         if ends or position.step == total:
             self._meter.settle()
-            self._task.session.emit(epoch_record(work, state))
+            self._epoch = epoch_record(work, state)
+            later = ends and work.after_epoch and work.validation is not None
+            self._tell_epoch(trainer, later=bool(later))
         agreed = between.agreement.after(position.step)
         if position.step == total and not ends:
             # Now, not when Lightning ends the epoch: by its count this one would be over.
@@ -195,9 +203,22 @@ class _Records(Callback):
         """Record what was measured, and close the epoch, before the checkpoint is written."""
         seconds = time.perf_counter() - self._validation_began
         means = cast("LitRecipe", pl_module).means
+        if not math.isfinite(means["loss"]) and self._epoch is not None:
+            self._task.session.emit(self._epoch)  # before it is refused
         record, self.metric = judge(self._work, self._state, means, seconds)
+        self._tell_epoch(trainer)
         self._task.session.emit(record)
         close_epoch(self._work, self._state)
+
+    def _tell_epoch(self, trainer: Trainer, *, later: bool = False) -> None:
+        """Call the recipe's `after_epoch` if an epoch has ended, and emit the epoch's record."""
+        if later or self._epoch is None:
+            return
+        epoch, self._epoch, after = self._epoch, None, self._work.after_epoch
+        before = after and after.frozen()
+        self._task.session.emit(told(self._work, self._state, epoch))
+        if after and after.frozen() != before and isinstance(trainer.strategy, _Strategy):
+            trainer.strategy.wrap_again()
 
     def on_save_checkpoint(self, *_: Any) -> None:
         self.saving_began = time.perf_counter()
@@ -212,7 +233,8 @@ class _Module(LitRecipe):
 
     def __init__(self, task: Task) -> None:
         request, work = task.request, task.work
-        recipe = replace(request.recipe, loss=work.learner.loss, metrics=work.metrics)
+        changes: Any = {"loss": work.learner.loss, "metrics": work.metrics, "after_epoch": None}
+        recipe = replace(request.recipe, **changes)
         if recipe.evaluation_loss is not None:
             recipe = replace(recipe, evaluation_loss=work.evaluation_loss)
         super().__init__(recipe, work.settings, request.options, model=work.learner.model)
@@ -352,6 +374,13 @@ class _Strategy(DDPStrategy):
 
     def _setup_model(self, model: nn.Module) -> OneLayout:
         return OneLayout(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    def wrap_again(self) -> None:
+        """Let DDP wait for the gradients of what is trained now."""
+        self.model = None
+        gc.collect()  # the old one would still reduce
+        assert self.lightning_module is not None
+        self.model = self._setup_model(self.lightning_module)
 
 
 def _strategy(world: World, accumulate: int, settings: Settings) -> Any:

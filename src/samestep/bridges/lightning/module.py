@@ -60,16 +60,6 @@ def check_recipe(recipe: Recipe) -> None:
             f"Recipe(loss_over={recipe.loss_over!r}) gathers the outputs of all ranks, which "
             "Lightning's loop has no place for: use --engine native."
         )
-    if recipe.batch_transform is not None:
-        raise UserError(
-            "Recipe(batch_transform=…) gathers the batch of all ranks, which Lightning's loop has "
-            "no place for: use --engine native."
-        )
-    if recipe.after_epoch is not None:
-        raise UserError(
-            "Recipe(after_epoch=…) may freeze and train other parameters, and Lightning wraps a "
-            "model once: use --engine native."
-        )
     if found := {*recipe.schedule_asks()} & {"optimizer", "metrics"}:
         what = "is a scheduler of PyTorch" if "optimizer" in found else "reads the metrics"
         raise UserError(
@@ -109,6 +99,11 @@ class LitRecipe(pl.LightningModule):
             model = prepare(model, self.settings, World(), torch.float32)
         self.model = model
         check_recipe(self.recipe)
+        if self.recipe.after_epoch is not None:
+            raise UserError(
+                "LitRecipe does not call Recipe(after_epoch=…): use `samestep train --engine "
+                "lightning`, which does, or on_train_epoch_end."
+            )
         self.step_loss: Tensor | float = 0.0
         """This rank's part of the mean loss of the running step, or of the last one; a vector where
         the loss is a sum of named ones."""
@@ -211,7 +206,7 @@ class LitRecipe(pl.LightningModule):
             )
         with made_by(*makers):
             check_trainable(loss, self.recipe.loss)
-        if self.recipe.metrics and batch.weight:
+        if self.recipe.metrics and batch.weight and self.recipe.batch_transform is None:
             detached = map_tensors(Tensor.detach, outputs)
             self._seen.append(StepOutputs(detached, batch.targets, batch.rows))
         if parts := parts_of(loss):

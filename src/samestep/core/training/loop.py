@@ -158,7 +158,7 @@ def end_of_epoch(work: Work, state: State, control: RunControl) -> Iterator[Reco
         if metric is not None and not last and control.is_hopeless(number, metric):
             state.stop_reason = state.stop_reason or "successive halving"
     else:
-        yield _told(work, state, epoch)
+        yield told(work, state, epoch)
     if epoch_is_full(work, state):
         close_epoch(work, state)
     if due.saves or state.stop_reason or _is_kept(work, state, metric):
@@ -198,13 +198,13 @@ def _evaluate(
         yield from before
     record, metric = judge(work, state, values, seconds)
     for epoch in before if later else ():
-        yield _told(work, state, epoch)
+        yield told(work, state, epoch)
     yield record
     stop_early(work, state)
     return metric
 
 
-def _told(work: Work, state: State, epoch: Record) -> Record:
+def told(work: Work, state: State, epoch: Record) -> Record:
     """Return an epoch's record with what the recipe's `after_epoch` says of it."""
     position = state.position
     if work.after_epoch is None or not epoch_is_full(work, state):

@@ -183,7 +183,6 @@ def gather(
     # Lightning's engine refuses all of these.
     recipe = request.recipe
     takes = recipe.loss_over == "samples" and recipe.carry is None
-    takes = takes and recipe.batch_transform is None and recipe.after_epoch is None
     takes = takes and settings.ema is None and settings.virtual_ranks is None
     takes = takes and not {"optimizer", "metrics"}.intersection(recipe.schedule_asks())
     instructions = StartInstructions(
