@@ -1,5 +1,6 @@
 """What transformers.Trainer takes as a recipe: its training, on any number of ranks."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -17,10 +18,11 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.xdist_group("what a Trainer takes")
 
 FILE = """
+import json
 import torch
 import samestep.huggingface
 from transformers import (BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM,
-    Trainer, TrainingArguments)
+    Trainer, TrainerCallback, TrainingArguments)
 TOKENS = True
 draw = torch.Generator().manual_seed(0)
 def row(_):
@@ -51,7 +53,6 @@ model = make()
 recipe = samestep.huggingface.recipe(model, args, **given)
 """
 OURS = "recipe = samestep.huggingface.recipe(model, args, **given)\n"
-OURS = "recipe = samestep.huggingface.recipe(model, args, **given)\n"
 OWN = """sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 falling = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1 / (1 + step))
 trainer = Trainer(model, args, optimizers=(sgd, falling), **given)
@@ -70,7 +71,11 @@ METHODS = """class Own(Trainer):
     def create_scheduler(self, num_training_steps, optimizer=None):
         last = lambda step: 1 - step / num_training_steps
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, last)
-trainer = Own(model, args, **given)
+class Logs(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **_):
+        with open(args.output_dir + ".log", "a") as file:
+            file.write(json.dumps([state.global_step, state.epoch, logs]) + "\\n")
+trainer = Own(model, args, callbacks=[Logs], **given)
 recipe = samestep.huggingface.from_trainer(trainer)
 """
 ALONE = ("--threads", "1", "--device", "cpu")
@@ -85,13 +90,23 @@ def written(tmp_path, *changes):
     return str(tmp_path / "brought.py")
 
 
+def logged(file):
+    path = Path(f"{file}.out.log")
+    lines = path.read_text().splitlines()
+    path.unlink()
+    return [json.loads(line) for line in lines]
+
+
 def records(folder, event):
     return [one for one in samestep.read_records(folder) if one["event"] == event]
 
 
 @pytest.mark.parametrize("kind", ["tokens", "classes", "own optimizer", "own methods"])
 def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
-    """Padded tokens in micro-steps, or classes with smoothed labels; schedule, decay, metrics."""
+    """Padded tokens in micro-steps, or classes with smoothed labels; schedule, decay, metrics.
+
+    A callback that only logs is given what the Trainer gives it.
+    """
     changes = [("TOKENS = True", f"TOKENS = {kind == 'tokens'}")]
     changes += [("label_smoothing_factor=0.1, ", "")] * (kind == "tokens")
     changes += [(OURS, OWN)] * (kind == "own optimizer")
@@ -100,6 +115,7 @@ def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
     changes += [('eval_dataset": validation', 'eval_dataset": {"a": validation}')] * by_name
     file = written(tmp_path, *changes)
     train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
+    called = logged(file) if kind == "own methods" else []
     theirs = runpy.run_path(file)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -107,6 +123,9 @@ def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
     trainer = trainer or transformers.Trainer(theirs["model"], theirs["args"], **theirs["given"])
     trainer.train()
     torch.set_num_threads(threads)
+    for ours, its in zip(called, logged(file)[:-1] if called else [], strict=True):
+        assert ours[:2] == pytest.approx(its[:2])
+        assert ours[2] == pytest.approx({name: its[2][name] for name in ours[2]}, rel=1e-5)
     mine, weights = samestep.load(tmp_path / "run", checkpoint="last"), trainer.model.state_dict()
     for name, value in mine.state_dict().items():
         torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
@@ -167,7 +186,9 @@ class OwnSteps(transformers.Trainer):
         return super().training_step(*given, **more)
 
 
-OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {})
+class OwnCallback(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **more):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -182,7 +203,7 @@ OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {})
         ({"save_steps": 0.1}, {}, "save_steps"),
         ({"train_sampling_strategy": "batch_rebalance"}, {}, "group_by_length"),
         ({"accelerator_config": {"split_batches": True}}, {}, "batch_size"),
-        ({}, {"callbacks": [OwnCallback()]}, "OwnCallback"),
+        ({}, {"callbacks": [OwnCallback()]}, "OwnCallback.*its own on_step_end"),
         ({}, {"test_dataset": {"one": [], "other": []}}, "a dict of 2 data sets"),
         ({}, {"train_dataset": iter([])}, "is a stream"),
         ({}, {"trainer": OwnSteps}, "its own training_step.*open_run"),

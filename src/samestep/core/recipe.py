@@ -57,6 +57,7 @@ Reduction = Literal["mean", "sum"]
 """What a loss does with those of the samples of a batch."""
 InMemory = tuple[Tensor, Tensor]
 """Inputs (samples, …) and targets (samples, …), as they are stored."""
+Samples = InMemory | torch.utils.data.Dataset[Any] | torch.utils.data.DataLoader[Any]
 Transform = Callable[[Tensor], Tensor]
 """Stored inputs → model inputs, a whole batch on the device: normalisation."""
 Augment = Callable[[Tensor, Tensor], Tensor]
@@ -79,17 +80,11 @@ class Splits:
     its `collate_fn` and the order of its sampler are used.
     """
 
-    train: InMemory | torch.utils.data.Dataset[Any] | torch.utils.data.DataLoader[Any]
-    validation: (
-        InMemory
-        | torch.utils.data.Dataset[Any]
-        | torch.utils.data.DataLoader[Any]
-        | Mapping[str, Any]
-        | None
-    ) = None
+    train: Samples
+    validation: Samples | Mapping[str, Any] | None = None
     """Or several, by name: `{"seen": …, "unseen": …}`. The first is the one that the loss and the
     metrics of a validation are of, and each is measured as `seen/loss`, `unseen/accuracy` …"""
-    test: InMemory | torch.utils.data.Dataset[Any] | torch.utils.data.DataLoader[Any] | None = None
+    test: Samples | None = None
     classes: tuple[str, ...] = ()
     """Class names; targets are indices into it, outputs are (batch, classes). With them, a test
     reports the accuracy of each class and the confusion matrix; checkpoints keep them."""
@@ -231,6 +226,9 @@ class Recipe:
     """(model, batch) → name → one value per sample (batch,), for what needs the model itself, such
     as text that it generates. Called in evaluations only; the batch is (inputs, targets), or with
     `forward` the whole batch."""
+    on_record: Callable[[Mapping[str, Any]], object] | None = None
+    """Given each record of a training as it is written, such as `step` and `epoch`,
+    on rank 0: a log of your own. It must change nothing of the training."""
     lower_is_better: tuple[str, ...] = ()
     """Names of metrics that are better when lower, such as errors; losses always are."""
     transform: Transform | None = None

@@ -23,7 +23,7 @@ PICTURE_NAMES = ("confusion", "predictions", "regression", "samples")
 _FUNCTIONS = (
     *("loss", "loss_terms", "collate", "forward", "optimizer", "schedule", "transform", "augment"),
     *("carry", "evaluate_batch", "complete", "read", "show", "plot", "baselines"),
-    *("evaluation_loss", "after_epoch", "batch_transform"),
+    *("evaluation_loss", "after_epoch", "batch_transform", "on_record"),
 )
 """Fields of a recipe that are functions, or objects that can be called."""
 _MADE = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)

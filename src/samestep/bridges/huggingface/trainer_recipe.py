@@ -33,13 +33,13 @@ from transformers.utils import find_labels
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.base.trees import num_rows
+from samestep.bridges.huggingface.callbacks import LoggingCallbacks, settings_of_callbacks
 from samestep.bridges.huggingface.predictions import Predictions, predicted
 from samestep.bridges.huggingface.training_arguments import (
     check_arguments,
     groups_by_length,
     leave_ranks_alone,
     settings_of,
-    settings_of_callbacks,
 )
 from samestep.core.recipe import Recipe, Splits
 from samestep.launch.ranks.world import in_process_group
@@ -93,7 +93,7 @@ def recipe(
         processing_class: a tokenizer, which pads where no `data_collator` is given.
         compute_loss_func: (outputs, labels, num_items_in_batch) → the loss.
         preprocess_logits_for_metrics: (logits, labels) → what is kept for `compute_metrics`.
-        callbacks: early stopping; others are refused.
+        callbacks: early stopping, and those that only log; others are refused.
         settings: as of `Recipe(settings=…)`, instead of what the arguments say.
 
     Raises:
@@ -120,7 +120,8 @@ def recipe(
     )
     if isinstance(model, nn.Module):
         given.look_at(model)
-    found = settings_of(args) | settings_of_callbacks(callbacks or ())
+    stops, called = settings_of_callbacks(callbacks or ())
+    found = settings_of(args) | stops
     monitor = found.get("monitor", "")  # of several, Trainer's eval_NAME_accuracy
     by_name = eval_dataset if isinstance(eval_dataset, Mapping) else ()
     if names := [name for name in by_name if monitor.startswith(f"{name}_")]:
@@ -143,6 +144,7 @@ def recipe(
         optimizer=given.optimizer,
         schedule=given.schedule,
         metrics={"compute_metrics": Predictions(compute_metrics)} if given.predicts else {},
+        on_record=LoggingCallbacks(called, args) if called else None,
         settings=found | settings,
     )
 
@@ -369,7 +371,8 @@ class _ForTrainer:
         takes = inspect.signature(trainer.compute_loss).parameters
 
         def forward(model: nn.Module, batch: Any, *, step: int, epoch: int) -> dict[str, Any]:
-            trainer.state.global_step, trainer.state.epoch = step, float(epoch)
+            taken = step + (not model.training)  # in an evaluation the step is over
+            trainer.state.global_step, trainer.state.epoch = taken, float(epoch)
             items = {"num_items_in_batch": torch.as_tensor(self.terms(batch)).clamp(min=1)}
             items = items if "num_items_in_batch" in takes else {}
             loss, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True, **items)

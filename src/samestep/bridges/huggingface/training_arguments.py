@@ -2,15 +2,15 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
 from accelerate.state import PartialState
-from transformers import EarlyStoppingCallback, TrainingArguments
+from transformers import TrainingArguments
 
-from samestep.base.errors import UserError, defined_at
+from samestep.base.errors import UserError
 from samestep.core.recipe import being_read
 
 _TAKEN = """
@@ -151,27 +151,6 @@ def settings_of(args: TrainingArguments) -> dict[str, Any]:
         "mode": ("max" if args.greater_is_better else "min") if best else None,
     }
     return {name: value for name, value in found.items() if value is not None}
-
-
-def settings_of_callbacks(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return what callbacks stand for: early stopping. Those of transformers only show and save.
-
-    Raises:
-        UserError: one is the user's own.
-    """
-    found: dict[str, Any] = {}
-    for one in callbacks:
-        made = one() if isinstance(one, type) else one
-        if isinstance(made, EarlyStoppingCallback):
-            found["patience"] = made.early_stopping_patience
-            found["min_delta"] = made.early_stopping_threshold or 0.0
-        elif not type(made).__module__.startswith("transformers."):
-            raise UserError(
-                f"The callback {type(made).__name__}{defined_at(type(made))} would not be called.",
-                remedy="Records hold what a callback logs, and a tracker of your own is given them "
-                "(--track my_tracker.py). --patience stops early.",
-            )
-    return found
 
 
 _OF_RANKS = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")

@@ -271,7 +271,7 @@ class _Brought:
     def forward(self, module: Any, batch: _Batch, *, step: int, epoch: int) -> dict[str, Any]:
         """Take a step of the module; return its loss, and what it logs by name in evaluations."""
         trainer = self.trainer
-        trainer.global_step, trainer.current_epoch = step, epoch
+        trainer.global_step, trainer.current_epoch = step + (not module.training), epoch
         trainer.training = module.training
         trainer.testing = not module.training and batch.stage == "test"
         trainer.validating = not (trainer.training or trainer.testing)

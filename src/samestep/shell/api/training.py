@@ -8,12 +8,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, blame
 from samestep.base.run.records import RecordFile
 from samestep.base.run.store import address_of, check_mirror
 from samestep.base.run.summary import first_start
@@ -167,6 +168,16 @@ def _interrupted_twice(path: Path | None) -> str:
     )
 
 
+def _tell(function: Callable[[Mapping[str, Any]], object], record: Mapping[str, Any]) -> None:
+    """Give a record to the recipe's `on_record`."""
+    if record["event"] in ("progress", "going_on"):  # only for the screen
+        return
+    try:
+        function(dict(record))
+    except Exception as error:
+        blame("The recipe's on_record failed", error, function)
+
+
 @dataclass
 class _Reporter:
     """Shows a run on its rank 0; among elastic ranks another may become that."""
@@ -188,7 +199,8 @@ class _Reporter:
         return Shown(self.sinks, self.begin, started_at)
 
     def _start(self, going_on: Path | None) -> None:
-        self.sinks = (self.screen.show,)
+        told = self.request.recipe.on_record
+        self.sinks = (self.screen.show, *([partial(_tell, told)] if told else ()))
         if chosen(self.request.settings.track):
             from samestep.show.tracking.processes import TrackerProcesses  # noqa: PLC0415
 
