@@ -23,6 +23,7 @@ import json, os, signal, time
 import torch
 from torch import nn
 from samestep import Recipe, Splits
+from samestep.core.session import training_run
 
 PLACE, STEP = json.loads(os.environ["DEATHS"]).get(os.environ.get("SAMESTEP_MEMBER"), ("", 0))
 at = 0
@@ -56,6 +57,9 @@ def loss(outputs, targets, step):
 def accuracy(outputs, targets):
     die("evaluation")
     return (outputs.argmax(dim=1) == targets).float()
+
+describe = training_run.describe
+training_run.describe = lambda *given: (describe(*given), die("description"))
 
 recipe = Recipe(model=lambda: Model(4, 2), data=data, loss=loss, metrics={"accuracy": accuracy},
                 settings={"epochs": 4, "batch_size": 12, "log_every": 1, "device": "cpu"})
@@ -142,9 +146,13 @@ def test_a_new_rank_joins_and_what_nobody_holds_any_more_comes_from_the_newest_c
 @pytest.mark.slow
 def test_all_ranks_may_die_and_their_successors_too_before_they_can_join(tmp_path):
     deaths = {**dict.fromkeys((0, 1), ("step", 7)), **dict.fromkeys((2, 3), ("data", 0))}
-    ended, run = train(tmp_path, "--elastic", deaths=deaths, nproc="2")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert result(run)["steps"] == 20
+    for name, those in {
+        "all": deaths,
+        "one before the first record": {0: ("description", 0)},
+    }.items():
+        ended, run = train(tmp_path / name, "--elastic", deaths=those, nproc="2")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert result(run)["steps"] == 20
 
 
 @pytest.mark.slow

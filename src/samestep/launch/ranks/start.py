@@ -206,8 +206,9 @@ def _recorded(ended: Ended, where: Path) -> Ended:
     """
     with contextlib.suppress(OSError, UserError):  # no run, or no room
         path = Path(where.read_text())
-        result, last = read_object(path / "result.json"), [*read_records(path)][-1]
-        if ended.message and result.get("status") == "failed" and last["event"] != "stop":
+        result, records = read_object(path / "result.json"), [*read_records(path)]
+        is_told = bool(records) and records[-1]["event"] == "stop"
+        if ended.message and result.get("status") == "failed" and not is_told:
             reason = f"failed: {ended.message.splitlines()[0]}"
             with contextlib.closing(Run(path)) as run:
                 run.append({"event": "stop", "step": result["steps"], "reason": reason})

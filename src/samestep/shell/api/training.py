@@ -221,9 +221,10 @@ class _Reporter:
             self.sinks += (self.open_trackers.enter_context(mirror).take,)
         if going_on is not None:
             self.speak()
-            going = {"event": "going_on", "run_dir": str(going_on), "plan": first_start(going_on)}
-            for sink in self.sinks:
-                sink(going)
+            if plan := first_start(going_on):  # else the rank 0 before has died before it wrote it
+                going = {"event": "going_on", "run_dir": str(going_on), "plan": plan}
+                for sink in self.sinks:
+                    sink(going)
 
 
 def train_as_rank(
