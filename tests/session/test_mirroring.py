@@ -14,6 +14,7 @@ from samestep.base.run import index as indexes
 from samestep.base.run.index import Entry, Index, Retention, read_index, verify
 from samestep.base.run.store import INDEX, Store
 from samestep.base.settings import Settings
+from samestep.shell.api.sending import ScreenFile
 from samestep.show import mirroring
 from tests.command_line import read_json, train_here
 from tests.needs import needs
@@ -165,6 +166,13 @@ def test_a_loop_of_ones_own_is_copied_too(here):
                 run.log(loss=1.0)
     for name in ("events.jsonl", INDEX):
         assert (here / "store" / name).read_bytes() == (here / "a" / name).read_bytes()
+
+
+def test_the_file_of_records_for_the_caller_also_takes_what_is_told_at_the_very_end(tmp_path):
+    with ScreenFile(tmp_path / "told") as screen:
+        screen.tell({"event": "stop"})
+    screen.tell({"event": "tracker"})
+    assert (tmp_path / "told").read_text().count("event") == 2
 
 
 @needs("moto")

@@ -86,6 +86,7 @@ class ScreenFile(Nothing):
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
+        self._file = None  # trackers and the mirror end later, and may tell something
 
     def tell(self, record: Record) -> None:
         """Append one record."""
