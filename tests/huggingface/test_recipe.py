@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.xdist_group("what a Trainer takes")
 
 FILE = """
-import json
+import json, sys
 import torch
 import samestep.huggingface
 from transformers import (BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM,
@@ -156,6 +156,7 @@ def test_two_ranks_and_a_resume_take_the_same_steps_by_the_mean_over_all_tokens(
 
 SCRIPT = """if __name__ == "__main__":
     model.train()
+    args.seed = int([*sys.argv, 42][1])
     trainer = Trainer(model, args, **given)
     trainer.train(resume_from_checkpoint=None)
 """
@@ -171,10 +172,15 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     train_here(script, *how, "--run-dir", str(tmp_path / "run"))
     mine, theirs = (last_state(tmp_path / name)["model"] for name in ("run", "recipe"))
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+    place = ("--run-dir", str(tmp_path / "told"))
+    train_here(script, *how, *place, "--", "7")
+    train_here(str(tmp_path / "told"), "--resume", "--max-steps", "5")
+    assert "seed = 7" in (tmp_path / "told/settings.toml").read_text()
+    assert "given 7 and now 8" in refused("train", script, *place, "--resume", "--", "8")
     for call, says in {
         "train(resume_from_checkpoint=True)": "--resume",
         "train": "calling",
-        "train(exit(2))": "without arguments",
+        "train(exit(2))": "no arguments",
     }.items():
         changed = SCRIPT.replace("train(resume_from_checkpoint=None)", call)
         file = written(tmp_path, (OURS, changed), imports)

@@ -3,7 +3,9 @@
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -46,6 +48,31 @@ SCHEDULER_NAMES = ("optimizer", "plan")
 _OPTIONS_FIRST = frozenset({"model", "data", "complete", "baselines", "read", "plot"})
 """These may call them by another name, as the first of their parameters."""
 _HAS_OPTIONS = "has_options"
+
+_script_words: ContextVar[list[tuple[str, ...]] | None] = ContextVar("script_words", default=None)
+"""Arguments for a script that builds a Trainer, until it takes them."""
+
+
+def take_script_words() -> tuple[str, ...]:
+    """Return the arguments for a script that builds a Trainer, which is read now."""
+    words = _script_words.get()
+    return words.pop() if words else ()
+
+
+@contextmanager
+def with_script_words(words: Iterable[str]) -> Iterator[None]:
+    """Give a script that is read within this its arguments; a recipe takes none."""
+    waiting = [tuple(words)]
+    token = _script_words.set(waiting)
+    try:
+        yield
+    finally:
+        _script_words.reset(token)
+    if waiting and waiting[0]:
+        raise UserError(
+            f"Only a script that builds a Trainer takes arguments after `--`: {waiting[0][0]!r}. "
+            "The options of a recipe are flags: leave `--` out."
+        )
 
 
 def without_options(function: Any) -> Any:

@@ -12,6 +12,7 @@ from transformers import Trainer
 from samestep.base.errors import UserError
 from samestep.base.patches import patched
 from samestep.bridges.huggingface.trainer_recipe import from_trainer
+from samestep.core.recipe_source import take_script_words
 
 
 class _FoundTrainer(BaseException):
@@ -22,7 +23,7 @@ class _FoundTrainer(BaseException):
 def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
     """Run a script within this, as the main program: at its `train()` it gets a `recipe`.
 
-    It sees no arguments: those of the command line are samestep's.
+    It sees the arguments after `--`: the others are samestep's.
 
     Raises:
         UserError: it has come to its end without that, or `from_trainer` refuses the Trainer.
@@ -40,7 +41,8 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
         raise _FoundTrainer
 
     name, arguments, module.__name__ = module.__name__, sys.argv, "__main__"
-    sys.argv = [str(path)]
+    words = take_script_words()
+    sys.argv = [str(path), *words]
     try:
         with patched((Trainer, "train", train)):
             yield
@@ -49,7 +51,8 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
     except SystemExit as error:
         raise UserError(
             f"{path} ends itself by exit({error.code or ''}) before it calls a Trainer's train().",
-            remedy="It is run without arguments: give those that it parses a default.",
+            remedy=f"It is run with {' '.join(words) or 'no arguments'}: give those that "
+            f"it parses a default, or name them: samestep train {path} -- …",
         ) from error
     finally:
         sys.argv, module.__name__ = arguments, name

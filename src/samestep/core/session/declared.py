@@ -7,7 +7,7 @@ reads a run's settings.toml.
 import os
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from samestep.base.errors import UserError, defined_at, did_you_mean
 from samestep.base.flags import of_type
 from samestep.base.settings import Settings, own_names
 from samestep.core.recipe import Recipe
+
+SCRIPT_ARGS = "script_args"
+"""In settings.toml, the arguments of a script that builds a Trainer."""
 
 
 def typed(
@@ -118,3 +121,24 @@ def plain_value(value: Any) -> Any:
 def _field_types(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
     return {one.name: hints[one.name] for one in fields(kind)}
+
+
+def words_of(
+    given: Sequence[str], tables: Sequence[Mapping[str, Any]], run: Path | None
+) -> Sequence[str]:
+    """Return the arguments of a script that builds a Trainer: those given, or of its settings."""
+    if given and run is not None:
+        raise UserError(f"{run} has the arguments of its script. Leave out what follows `--`.")
+    words = given or next((table[SCRIPT_ARGS] for table in tables if SCRIPT_ARGS in table), ())
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        raise UserError(f"{SCRIPT_ARGS} = {words!r:.80}: it must be a list of texts.")
+    return words
+
+
+def check_words(before: Sequence[str], now: Sequence[str], run: str) -> None:
+    """Refuse other arguments of a script than those with which its run began."""
+    if before != now:
+        raise UserError(
+            f"The script of {run} was given {' '.join(before) or 'no arguments'} and now "
+            f"{' '.join(now) or 'none'}. Give the same after `--`, or choose another --run-dir."
+        )

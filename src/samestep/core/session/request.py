@@ -6,7 +6,7 @@ except those that may change or that `--allow-change` names.
 
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -30,9 +30,16 @@ from samestep.base.settings import (
 )
 from samestep.base.tracker_choice import check_choice
 from samestep.core.recipe import Recipe, find_recipe
-from samestep.core.recipe_source import unread_options
+from samestep.core.recipe_source import unread_options, with_script_words
 from samestep.core.recipes import RECIPES
-from samestep.core.session.declared import options_table, typed, typed_settings
+from samestep.core.session.declared import (
+    SCRIPT_ARGS,
+    check_words,
+    options_table,
+    typed,
+    typed_settings,
+    words_of,
+)
 from samestep.core.session.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
 from samestep.core.session.recipe_pieces import pieces_of
 from samestep.core.training.plan import Plan
@@ -71,6 +78,8 @@ class Request:
     """The working directory before the recipe's file, which may change it, was read."""
     recipe_changes: tuple[str, ...] = ()
     """What differs in the recipe of a resumed run, allowed by --allow-change."""
+    script_args: tuple[str, ...] = ()
+    """Arguments of a script that builds a Trainer."""
     pieces: Pieces = field(default_factory=dict)
     """What a recipe made in Python is, before any of its functions ran."""
     resume_from: str | None = None
@@ -90,6 +99,7 @@ class Draft:
     run: Path | None = None
     """The run that the settings are taken from, if the target was one."""
     folder: Path = field(default_factory=Path.cwd)
+    script_args: tuple[str, ...] = ()
 
     def settings(self) -> Settings:
         """Return the settings as they are without flags."""
@@ -100,11 +110,17 @@ class Draft:
         return self.recipe.make_options(**self.options_layer)
 
 
-def draft(target: str | None, config: Path | None = None, recipe: Recipe | None = None) -> Draft:
+def draft(
+    target: str | None,
+    config: Path | None = None,
+    recipe: Recipe | None = None,
+    script_args: Sequence[str] = (),
+) -> Draft:
     """Return the draft for a recipe's name, a recipe file, or the directory of a run.
 
     `config` is a TOML or YAML file above the recipe's own settings. `recipe` is an object in place
-    of a target, or of the recipe that the run names.
+    of a target, or of the recipe that the run names. `script_args` are those of a script that
+    builds a Trainer; a run has them.
     """
     tables = [(config, read_config(config))] if config else []
     if target is None:
@@ -127,16 +143,18 @@ def draft(target: str | None, config: Path | None = None, recipe: Recipe | None 
                 f"{path} is for recipe {named!r}, and {source!r} was asked for. Name that recipe, "
                 "or take the key `recipe` out of the file."
             )
+    script_args = words_of(script_args, [table for _, table in tables], run)
     if recipe is not None:  # another file, as the run's own copy, may have it under another name
         recipe = replace(recipe, name=_name_of(source))
     else:
-        recipe = find_recipe(source) if run is None else _recipe_of_run(run, source)
+        with with_script_words(script_args):
+            recipe = find_recipe(source) if run is None else _recipe_of_run(run, source)
     if source.endswith(".py"):
         source = str((folder / source).resolve())
     if run is not None and folder != Path.cwd():
         run = folder / run
     found = _layered(source, recipe, tables)
-    return replace(found, run=run, folder=folder)
+    return replace(found, run=run, folder=folder, script_args=tuple(script_args))
 
 
 def known_of_run(run: Path) -> tuple[Settings, list[str]] | None:
@@ -148,6 +166,7 @@ def known_of_run(run: Path) -> tuple[Settings, list[str]] | None:
     table = read_config(file)
     if table.pop("recipe", None) in (*RECIPES, None):
         return None
+    table.pop(SCRIPT_ARGS, None)
     names = {one.name for one in fields(Settings)} | ALSO_ACCEPTED
     ours = typed_settings({k: v for k, v in table.items() if k in names}, file)
     return Settings(**merge_layers(ours)), [k for k in table if k not in names]  # type: ignore[arg-type]
@@ -167,7 +186,8 @@ def _layered(source: str, recipe: Recipe, tables: list[tuple[Path, dict[str, Any
     own, _ = typed(dict(recipe.settings), recipe, source)
     layers, options = [own], dict[str, object]()
     for path, table in tables:
-        rest = {name: value for name, value in table.items() if name != "recipe"}
+        about = ("recipe", SCRIPT_ARGS)
+        rest = {name: value for name, value in table.items() if name not in about}
         ours, theirs = typed(rest, recipe, path)
         layers.append(ours)
         options.update(theirs)
@@ -196,7 +216,9 @@ def own_recipe(target: str | None, run_dir: object) -> Recipe | None:
     """Return a run's own copy of its recipe: of the run `target`, or else of `run_dir`."""
     for run in (target, run_dir):
         if run and run not in RECIPES and is_run(Path(str(run))):
-            return copy_of_run(Path(str(run)), recipe_named_by(Path(str(run))))
+            words = read_config(Path(str(run)) / "settings.toml").get(SCRIPT_ARGS, ())
+            with with_script_words(words):
+                return copy_of_run(Path(str(run)), recipe_named_by(Path(str(run))))
     return None
 
 
@@ -293,6 +315,7 @@ def _finished(
                 "another --run-dir."
             )
         run = draft(run_dir, None, start.recipe)  # a repeated command
+        check_words(run.script_args, start.script_args, run_dir)
     if run is not None and (size := flags.get("batch_size_per_rank")) is not None:
         _check_per_rank(run, size)
         del flags["batch_size_per_rank"]
@@ -323,6 +346,7 @@ def _finished(
         allow_change=allowed,
         settings_of=None if resume else start.run,
         recipe_changes=accepted_changes(run.run, run.source, start.recipe, allowed) if run else (),
+        script_args=start.script_args,
         pieces=pieces_of(start.recipe) if start.source.startswith(FROM_PYTHON) else {},
         folder=start.folder,
     )
@@ -483,6 +507,8 @@ def to_toml(request: Request, plan: Plan) -> str:
         if plan.micro_batch_size < plan.global_batch_size:  # fewer ranks need no more memory
             table.setdefault("micro_batch_size", plan.micro_batch_size)
     document: dict[str, Any] = {"recipe": request.source, **table}
+    if request.script_args:
+        document[SCRIPT_ARGS] = [*request.script_args]
     if request.options is not None:
         document["options"] = options_table(request.options)
     # As many items of a list on a line as fit: lists may have thousands.

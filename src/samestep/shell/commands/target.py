@@ -58,6 +58,8 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
         _show_help(form, "TARGET", about, {"settings": Settings()}, arguments)
     from samestep.core.session.request import draft, finish, own_recipe  # noqa: PLC0415 - it imports torch
 
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    arguments, words = arguments[:cut], arguments[cut + 1 :]
     target, *flags = own_flags(arguments)
     if target.startswith("-"):
         raise UserError(
@@ -77,7 +79,7 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
             recipe = own_recipe(target, value_of("--run-dir", flags))
         if asks_help and target not in RECIPES and is_run(Path(target)):
             _show_help_of_run(form, target, flags)
-        start = draft(target, Path(config) if config else None, recipe)
+        start = draft(target, Path(config) if config else None, recipe, words)
         options = start.options()
         below = start.settings()
         if asks_help:

@@ -101,7 +101,7 @@ def _verify(arguments: list[str]) -> int:
     with _progress() as tell:
         verification = run_verify(
             script or request,
-            lambda device: [*arguments, "--device", device],
+            lambda device: [*flags, "--device", device, *(["--", *words] if words else ())],
             command.nproc,
             quick=command.quick,
             accept=command.accept,
