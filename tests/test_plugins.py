@@ -9,25 +9,20 @@ from tests.command_line import start
 TINY = """\
 import torch
 from samestep import Recipe, Splits
-
 recipe = Recipe(
     model=lambda: torch.nn.Linear(1, 1),
     data=lambda: Splits(train=(torch.ones(8, 1), torch.ones(8, 1))),
     loss=torch.nn.functional.mse_loss,
     settings={"epochs": 1, "batch_size": 4},
 )
-
 def main(words):
     print("hello", *words)
     return 3
-
 def start(run):
     from samestep.show.tracking import Started
     return Started(client=(run.folder / "seen").open("w"))
-
 def record(client, entries):
     client.writelines(entry.event for entry in entries)
-
 def finish(client, result):
     client.write(result.status)
     client.close()
@@ -37,10 +32,8 @@ ENTRY_POINTS = """\
 tiny = tiny_package.all:recipe
 spiral = tiny_package.all:recipe
 broken = tiny_package.broken
-
 [samestep.trackers]
 notes = tiny_package.all
-
 [samestep.verbs]
 greet = tiny_package.all
 """

@@ -16,7 +16,6 @@ TRAIN_SET = "    train_set = TensorDataset(x[:64], (x[:64].sum(1) > 0).long())\n
 LOOP = "for inputs, labels in train_loader"
 
 DATA_SET = """
-
 class Images(torch.utils.data.Dataset):
     def __init__(self, x):
         self.x = x
@@ -25,14 +24,11 @@ class Images(torch.utils.data.Dataset):
     def __getitem__(self, index):
         noise = np.random.randn(8).astype("float32") * 0.01
         return self.x[index] + torch.from_numpy(noise), (self.x[index].sum() > 0).long()
-
 def seed(worker):
     np.random.seed(0)
-
 def main():
 """
 STREAM = """
-
 class Stream(torch.utils.data.IterableDataset):
     def __init__(self, x):
         self.x = x
@@ -42,7 +38,6 @@ class Stream(torch.utils.data.IterableDataset):
         first = dist.get_rank() + dist.get_world_size() * (worker.id if worker else 0)
         for row in self.x[first::step]:
             yield row, (row.sum() > 0).long()
-
 def main():
 """
 MAIN = "\n\ndef main():\n"
@@ -110,7 +105,6 @@ ONE_BATCH = planted(
 VALID, VAL_SET = "DataLoader(val_set, batch_size=8, sampler=val_sampler", "val_set = TensorDataset("
 DROPS_LAST = planted((VALID, f"{VALID.replace('8', '5')}, drop_last=True"))
 NOISY = """
-
 class Noisy(torch.utils.data.Dataset):
     def __init__(self, data):
         self.data = data
@@ -119,10 +113,8 @@ class Noisy(torch.utils.data.Dataset):
     def __getitem__(self, index):
         inputs, label = self.data[index]
         return inputs.flip(0) if torch.rand(()) < 0.3 else inputs, label
-
 def without_last(samples):
     return torch.utils.data.default_collate(samples[:-1])
-
 def main():
 """
 VALID_NOISY = planted((MAIN, NOISY), (VALID, VALID.replace("(val_set", "(Noisy(val_set)")))
@@ -169,16 +161,13 @@ def test_the_remedy_names_the_loader_that_the_loop_wraps(tmp_path):
 EPOCHS = """\
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
-
 class Endless(torch.utils.data.Sampler):
     def __iter__(self):
         while True:
             yield from range(100)
-
 class Count(torch.utils.data.IterableDataset):
     def __iter__(self):
         yield from range(100)
-
 data = torch.arange(100.0)
 batches = BatchSampler(SequentialSampler(data), 5, drop_last=False)
 loaders = {
@@ -238,45 +227,29 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler
 from torch.utils.data import DistributedSampler, RandomSampler
-
-
 class KeyedBySample(torch.utils.data.Dataset):
     def __len__(self):
         return 64
-
     def __getitem__(self, index):
         np.random.seed(index)
         return torch.from_numpy(np.random.randn(8).astype("float32"))
-
-
 class Masked(KeyedBySample):
     def __getitem__(self, index):
         return super().__getitem__(index) * (torch.rand(8) > 0.1)
-
-
 class OwnPart(torch.utils.data.Dataset):
     """Its part is chosen as it is read."""
-
     def __init__(self, x):
         self.x = x
         self.others = torch.tensor(1.0), torch.eye(2).to_sparse(), x.to("meta"), x.T.bool()
-
     def __len__(self):
         return len(self.x) // dist.get_world_size()
-
     def __getitem__(self, index):
         return self.x[index * dist.get_world_size() + dist.get_rank()]
-
-
 def cycle(loader):
     while True:
         yield from loader
-
-
 def seeded(worker):
     np.random.seed(0)
-
-
 def main():
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -286,15 +259,12 @@ def main():
     model = DDP(nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch.manual_seed(rank)  # as the remedy says
-
     def step(rows):
         optimizer.zero_grad()
         model(rows).pow(2).mean().backward()
         optimizer.step()
-
     def shared(dataset, **more):
         return DataLoader(dataset, 4, sampler=DistributedSampler(dataset), **more)
-
     loaders = [
         DataLoader(TensorDataset(x[rank::size]), 4, shuffle=True),
         DataLoader(TensorDataset(x[rank::size]), 32, shuffle=True),  # one batch is all there is
@@ -332,8 +302,6 @@ def main():
     del model  # its reducer would hold the group
     dist.barrier()
     dist.destroy_process_group()
-
-
 if __name__ == "__main__":
     main()
 '''

@@ -49,11 +49,9 @@ BEST_OF_A_SHARD = planted(
 )
 STAYS_IN_EVAL = planted(DROPOUT, ("        model.train()\n", ""))
 FUNCTIONAL = """
-
 class Drops(nn.Module):
     def forward(self, x):
         return nn.functional.dropout(xMODE)
-
 def main():
 """
 DROPS = (("\n\ndef main():\n", FUNCTIONAL), ("nn.ReLU(), ", "nn.ReLU(), Drops(), "))
@@ -101,7 +99,6 @@ TAUGHT = planted(
     NO_BEST,
 )
 WITHIN = f"""
-
 class Taught(nn.Module):
     def __init__(self):
         super().__init__()
@@ -111,7 +108,6 @@ class Taught(nn.Module):
         with torch.no_grad():
             soft = self.teacher(x)
         return self.net(x) + 0 * soft
-
 def main():
 """
 TAUGHT_WITHIN = planted((f"DDP({MODEL})", "DDP(Taught())"), ("\n\ndef main():\n", WITHIN))

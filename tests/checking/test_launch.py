@@ -206,7 +206,6 @@ import lightning
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
 class Model(lightning.LightningModule):
     def __init__(self):
         super().__init__()
@@ -215,7 +214,6 @@ class Model(lightning.LightningModule):
         return nn.functional.cross_entropy(self.linear(batch[0]), batch[1])
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
 lightning.seed_everything(0)
 x = torch.randn(64, 8)
 loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8, shuffle=True)

@@ -176,7 +176,6 @@ MANY = """\
 ENDS_EARLY = """\
 class Enough(Exception):
     pass
-
 if __name__ == "__main__":
     try:
         main()

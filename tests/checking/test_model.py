@@ -35,7 +35,6 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.zeros(1))
     def forward(self, x):
         return self.body(x)
-
 def main():
 """
 
@@ -86,7 +85,6 @@ def test_a_mistake_with_the_model_is_found_at_its_line(name, tmp_path):
 
 
 MASTERS = """
-
 class Masters(torch.optim.SGD):
     def __init__(self, model, lr):
         self.pairs = [(p, p.detach().clone().requires_grad_()) for p in model.parameters()]
@@ -102,7 +100,6 @@ class Masters(torch.optim.SGD):
     def zero_grad(self, set_to_none=True):
         for p, _ in self.pairs:
             p.grad = None
-
 def main():
 """
 EXPERTS = """\
@@ -177,7 +174,6 @@ JOINED = """\
 def joined(model, loader):
     with model.join():
         yield from loader
-
 """
 
 

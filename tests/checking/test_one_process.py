@@ -107,10 +107,8 @@ RIGHT = """\
 import copy
 import torch
 from torch import nn
-
 def net(last):
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, last))
-
 def main():
     torch.manual_seed(0)
     judge = net(4).eval()  # of a loss; its gradients are of no use
@@ -148,7 +146,6 @@ def main():
                 mean.lerp_(param, 0.1 if step > 5 else 0.0)
         torch.save({"average": average.state_dict(), "maker": maker.state_dict()}, "last.pt")
     torch.save(best, "best.pt")
-
 main()
 """
 

@@ -43,7 +43,6 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + 
 scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
 first, best, done = 0, 9.0, 0
 previous = start = copy.deepcopy(net.state_dict())
-
 class Slow:
     def __init__(self, path):
         self.file, self.name = open(path, "wb"), path
@@ -52,13 +51,11 @@ class Slow:
         return self.file.write(content)
     def __getattr__(self, name):
         return getattr(self.file, name)
-
 def write(state, path):
     file = Slow(path + ".tmp")
     torch.save(state, file)
     file.close()
     os.replace(path + ".tmp", path)
-
 def save(path, epoch):
     everyones = [torch.get_rng_state()]
     if world > 1:
@@ -79,7 +76,6 @@ def save(path, epoch):
     }
     torch.save(state, path + ".tmp")
     os.replace(path + ".tmp", path)
-
 if args.resume:
     kept = torch.load(args.resume)
     net.load_state_dict(kept["net"])
@@ -113,7 +109,6 @@ import os
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-
 class Rows(Dataset):
     def __len__(self):
         return 48
@@ -122,7 +117,6 @@ class Rows(Dataset):
         return torch.randn(6, generator=torch.Generator().manual_seed(index)) + torch.randn(
             6, generator=generator
         )
-
 class Stream(IterableDataset):
     def __init__(self):
         self.place, self.buffer = 0, []
@@ -134,7 +128,6 @@ class Stream(IterableDataset):
                 self.place += 1
             pick = torch.rand(1, generator=torch.Generator().manual_seed(self.place)).item()
             yield torch.full((6,), float(self.buffer.pop(int(pick * len(self.buffer)))))
-
 STREAMS = False
 torch.manual_seed(0)
 model = nn.Linear(6, 1)
@@ -147,13 +140,11 @@ if os.path.exists("last.pt"):
     optimizer.load_state_dict(kept["optimizer"])
     epoch, step, skip = kept["epoch"], kept["step"], kept["within"]
     stream.place, stream.buffer = kept["place"], kept["buffer"]
-
 def batches(epoch, skip):
     if STREAMS:
         return DataLoader(stream, batch_size=4)
     order = torch.randperm(48, generator=torch.Generator().manual_seed(epoch)).tolist()
     return DataLoader(Rows(), batch_size=4, sampler=order[4 * skip :])
-
 while epoch < 2:
     within = skip
     for batch in batches(epoch, skip):
@@ -184,11 +175,9 @@ args = parser.parse_args()
 torch.manual_seed(0)
 model, step = nn.Linear(6, 1), 0
 optimizer = torch.optim.Adam(model.parameters())
-
 def state():
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
-
 if args.resume:
     kept = state()  # it gives the optimizer a state, by a step without gradients
     dcp.load(kept, checkpoint_id=args.resume)

@@ -287,14 +287,11 @@ STOPS_AT_4 = """
 import os
 import signal
 from dataclasses import replace
-
 without, sent = recipe.loss, []
-
 def loss(outputs, targets):
     if len(outputs) == 4 and not sent:
         sent.append(os.kill(os.getpid(), signal.SIGTERM))
     return without(outputs, targets)
-
 recipe = replace(recipe, loss=loss)
 """
 
@@ -313,7 +310,6 @@ FILE = """\
 recipe = "mnist"
 num_workers = 0   # none so far
 batch-size = 32
-
 [options]
 num_workers = "an option may be called the same"
 """

@@ -27,33 +27,28 @@ from samestep.core.session import training_run
 
 PLACE, STEP = json.loads(os.environ["DEATHS"]).get(os.environ.get("SAMESTEP_MEMBER"), ("", 0))
 at = 0
-
 def die(place):
     if place == PLACE and at == STEP:
         time.sleep(HANG)
         os.kill(os.getpid(), signal.SIGKILL)
-
 class Model(nn.Linear):
     def get_extra_state(self):
         die("checkpoint")
         return torch.zeros(1)
     def set_extra_state(self, state):
         pass
-
 def data():
     die("data")
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(100, 4, generator=generator)
     y = (x[:, 0] > 0).long()
     return Splits(train=(x[:60], y[:60]), validation=(x[60:75], y[60:75]), test=(x[75:], y[75:]))
-
 def loss(outputs, targets, step):
     global at
     at = step
     time.sleep(PAUSE)
     die("step")
     return nn.functional.cross_entropy(outputs, targets)
-
 def accuracy(outputs, targets):
     die("evaluation")
     return (outputs.argmax(dim=1) == targets).float()
