@@ -99,6 +99,36 @@ def toml_of(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid TOML: it is nested too deeply.") from error
 
 
+def yaml_of(path: Path) -> dict[str, Any]:
+    """Return the table in a YAML file that the user has written.
+
+    Raises:
+        UserError: it cannot be read, or is not plain YAML 1.2.
+    """
+    try:
+        from ruamel.yaml import YAML  # noqa: PLC0415 - an extra
+        from ruamel.yaml.error import YAMLError  # noqa: PLC0415
+    except ImportError as error:
+        install = "pip install 'samestep[yaml]'"
+        raise UserError(f"{path} is YAML, which needs a package: {install}") from error
+    if path.exists() and not path.is_file():  # the read of a pipe would wait for ever
+        raise UserError(f"{path} cannot be read: it is not a file.")
+    try:
+        found = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8-sig"))
+        # A node that holds itself would be read for ever.
+        json.dumps(found, default=str, skipkeys=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except (YAMLError, ValueError, RecursionError) as error:
+        about = str(getattr(error, "problem", None) or error).splitlines()[0].rstrip(".")
+        mark = getattr(error, "problem_mark", None)
+        place = f" in line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path} is not valid YAML: {about}{place}.") from error
+    if not isinstance(found, dict | None):
+        raise UserError(f"{path} holds a {type(found).__name__}, not names with their values.")
+    return {str(name): value for name, value in (found or {}).items()}
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file to read; to open a FIFO would wait for its writer."""
     flags = getattr(os, "O_NONBLOCK", 0)

@@ -4,7 +4,6 @@ Precedence: recipe defaults < file < flags. A resumed run keeps the settings tha
 except those that may change or that `--allow-change` names.
 """
 
-import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -17,7 +16,7 @@ import tomli_w
 from samestep.base.errors import UserError, did_you_mean
 from samestep.base.run.code_pieces import Pieces
 from samestep.base.run.directory import is_run, no_run
-from samestep.base.run.files import toml_of
+from samestep.base.run.files import toml_of, yaml_of
 from samestep.base.run.store import HERE, address_of, check_address
 from samestep.base.run.summary import first_start
 from samestep.base.settings import (
@@ -233,36 +232,11 @@ def read_config(path: Path) -> dict[str, Any]:
     A file whose name ends in .yaml or .yml is YAML 1.2, of which samestep[yaml] reads only plain
     values: `1e-3` is a number and `off` a word. All others are TOML.
     """
-    table = _yaml_of(path) if path.suffix in (".yaml", ".yml") else toml_of(path)
+    table = yaml_of(path) if path.suffix in (".yaml", ".yml") else toml_of(path)
     options = table.pop("options", {})
     if not isinstance(options, dict):
         raise UserError(f"{path}: [options] must be a table of the recipe's options.")
     return {key.replace("-", "_"): value for key, value in {**table, **options}.items()}
-
-
-def _yaml_of(path: Path) -> dict[str, Any]:
-    try:
-        from ruamel.yaml import YAML  # noqa: PLC0415 - an extra
-        from ruamel.yaml.error import YAMLError  # noqa: PLC0415
-    except ImportError as error:
-        install = "pip install 'samestep[yaml]'"
-        raise UserError(f"{path} is YAML, which needs a package: {install}") from error
-    if path.exists() and not path.is_file():  # the read of a pipe would wait for ever
-        raise UserError(f"{path} cannot be read: it is not a file.")
-    try:
-        found = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8-sig"))
-        # A node that holds itself would be read for ever.
-        json.dumps(found, default=str, skipkeys=True)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except (YAMLError, ValueError, RecursionError) as error:
-        about = str(getattr(error, "problem", None) or error).splitlines()[0].rstrip(".")
-        mark = getattr(error, "problem_mark", None)
-        place = f" in line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path} is not valid YAML: {about}{place}.") from error
-    if not isinstance(found, dict | None):
-        raise UserError(f"{path} holds a {type(found).__name__}, not names with their values.")
-    return {str(name): value for name, value in (found or {}).items()}
 
 
 def finish(
