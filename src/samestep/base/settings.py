@@ -282,9 +282,9 @@ class Settings:
     """Save pictures at the end of the run: predictions, and what the recipe draws."""
 
     track: str | None = field(default=None, metadata=_COMMON | _FREE)
-    """Trackers, separated by commas: comet, mlflow, tensorboard, wandb, or your own (my_tracker.py,
-    package.module); none stops those of a resumed run. In TOML, a table [track] with `to` and the
-    names below without `track_`."""
+    """Trackers, separated by commas: comet, mlflow, tensorboard, trackio, wandb, or your own
+    (my_tracker.py, package.module); none stops those of a resumed run. In TOML, a table [track]
+    with `to` and the names below without `track_`."""
     track_project: str | None = field(default=None, metadata=_FREE)
     """Project at the tracker (MLflow: experiment); by default the recipe's name."""
     track_name: str | None = field(default=None, metadata=_FREE)

@@ -20,7 +20,10 @@ from samestep.base.plugins import Names
 from samestep.base.run.directory import names_secret
 from samestep.base.settings import Settings
 
-PACKAGES = {"comet": "comet_ml", "mlflow": "mlflow", "tensorboard": "tensorboard", "wandb": "wandb"}
+PACKAGES = {
+    "comet": "comet_ml",
+    **{name: name for name in ("mlflow", "tensorboard", "trackio", "wandb")},
+}
 """The trackers that come with samestep, and the package that each needs."""
 
 TRACKERS = Names({name: f"samestep.show.tracking.{name}" for name in PACKAGES}, "trackers")
@@ -176,7 +179,7 @@ class Access:
 
 def find_access(tracker: str) -> Access:
     """Return whether the environment lets a tracker go online."""
-    if tracker == "tensorboard":
+    if tracker in ("tensorboard", "trackio"):
         return Access(offline=True, has_server=False)
     if tracker == "mlflow":
         return _mlflow_access()

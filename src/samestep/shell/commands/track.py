@@ -33,7 +33,7 @@ def main(
 
     Args:
         run: Directory of the run.
-        to: Trackers, separated by commas: comet, mlflow, tensorboard, wandb, or your own
+        to: Trackers, separated by commas: comet, mlflow, tensorboard, trackio, wandb, or your own
             (my_tracker.py).
         project: Project at the tracker; by default the run's --track-project, else the recipe's
             name.

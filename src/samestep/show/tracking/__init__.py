@@ -1,4 +1,4 @@
-"""Runs at Comet, MLflow, TensorBoard and Weights & Biases, or at a tracker of your own.
+"""Runs at Comet, MLflow, TensorBoard, Trackio and Weights & Biases, or at a tracker of your own.
 
 Each is fed from the run directory by a process of its own, which the training never waits for. A
 tracker is a module with three functions; this file has what they are given:

@@ -407,7 +407,7 @@ def send_run(
     trackers = chosen(settings.track)
     if not trackers:
         raise UserError(
-            f"--to {settings.track} names no tracker: comet, mlflow, tensorboard, wandb."
+            f"--to {settings.track} names no tracker: comet, mlflow, tensorboard, trackio, wandb."
         )
     check_choice(settings)
     check_installed(trackers)
