@@ -74,6 +74,7 @@ SHORT_FILES = {
     "cluster.doctor.timeouts": "six modules share it",
     "launch.ranks.peak_rates": "data sheets, which the doctor and training share",
     "cluster.slurm.preflight": "the script and the verdict share it",
+    "show.tracking.trackio": "a tracker is a file",
 }
 MOST_REPEATED_FILE_NAMES = 7
 
