@@ -183,12 +183,12 @@ def test_a_run_stopped_by_a_signal_goes_on_with_the_exact_next_step(on_two, tmp_
 
 
 @pytest.mark.parametrize("validated", [True, False])
-def test_a_run_that_ended_within_an_epoch_goes_on_to_a_later_end(tmp_path, validated):
+def test_a_run_that_ended_within_an_epoch_or_with_it_goes_on_to_a_later_end(tmp_path, validated):
     text = TINY if validated else TINY.replace("validation=(x[n:n + 37], y[n:n + 37]),", "")
     recipe = tiny.write_recipe(tmp_path, text)
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for path, engine in ((ours, LIGHTNING), (theirs, ())):
-        for end in ("15", "29", "33"):
+        for end in ("15", "22", "29", "33", "55"):
             goes_on = ("--resume",) if path.exists() else ()
             tiny.trained(recipe, path, "--max-steps", end, *engine, *goes_on)
             result = read_json(path / "result.json")

@@ -268,8 +268,13 @@ class _RunCheckpoints(CheckpointIO):
         folder = Path(path).parent
         for entry in read_index(folder).checkpoints:
             if entry.path == Path(path).name:
+                # Lightning's optimizers keep the tensors.
                 found: dict[str, Any] = own_memory(load(folder, entry, verified=True))
-                return found  # Lightning's optimizers keep the tensors
+                # Without validation it is saved as an epoch ends. Lightning would end that epoch
+                # once more, count it twice and train one fewer.
+                for counts in found["loops"]["fit_loop"]["epoch_progress"].values():
+                    counts["processed"] = counts["completed"]
+                return found
         raise UserError(f"{path} is not among the checkpoints that {folder}/index.json names.")
 
     def remove_checkpoint(self, path: Any) -> None:
