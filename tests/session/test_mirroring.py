@@ -16,18 +16,10 @@ from samestep.base.run.store import INDEX, Store
 from samestep.base.settings import Settings
 from samestep.shell.api.sending import ScreenFile
 from samestep.show import mirroring
+from tests import command_line
 from tests.command_line import read_json, train_here
 from tests.needs import needs
-from tests.tiny import (
-    assert_same_training,
-    events,
-    set_pace,
-    sha256,
-    start,
-    train,
-    until,
-    write_recipe,
-)
+from tests.tiny import assert_same_training, events, set_pace, sha256, until, write_recipe
 
 
 class CutError(Exception):
@@ -187,7 +179,7 @@ def test_the_file_of_records_for_the_caller_also_takes_what_is_told_at_the_very_
 
 @needs("moto")
 @needs("s3fs")
-def test_what_s3_has_of_a_killed_run_is_whole_though_the_server_was_away(whole, here, monkeypatch):
+def test_what_s3_has_of_a_killed_run_is_whole_though_the_server_was_away(whole, here):
     """The server ends in the middle, the training goes on; once it is back, all is copied."""
     from moto.s3.models import s3_backends
     from moto.server import ThreadedMotoServer
@@ -195,10 +187,8 @@ def test_what_s3_has_of_a_killed_run_is_whole_though_the_server_was_away(whole, 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     server._port = server.get_host_and_port()[1]  # stopped, it keeps what it has
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server._port}")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
+    at = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server._port}", "AWS_MAX_ATTEMPTS": "1"}
+    at |= dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "test")
     store, run = "s3://bucket/a", here / "one"
     bucket = s3_backends["123456789012"]["aws"].create_bucket("bucket", "us-east-1")
 
@@ -208,7 +198,8 @@ def test_what_s3_has_of_a_killed_run_is_whole_though_the_server_was_away(whole, 
 
     recipe = write_recipe(here)
     set_pace(recipe, 0.2)
-    ranks = start(recipe, "--run-dir", str(run), "--mirror", store, folder=here)
+    begin = ("train", str(recipe), "--run-dir", str(run), "--mirror", store)
+    ranks = command_line.start(*begin, folder=here, environment=at)
     until(step_there, ranks)
     server.stop()
     step = read_index(run / "checkpoints").last.step
@@ -219,7 +210,8 @@ def test_what_s3_has_of_a_killed_run_is_whole_though_the_server_was_away(whole, 
     ranks.wait()
     set_pace(recipe, 0)
     # Not in this process: the connections of s3fs stay open until it ends.
-    train(recipe, "--resume", store, "--run-dir", str(here / "a"), folder=here)
+    again = ("train", str(recipe), "--resume", store, "--run-dir", str(here / "a"))
+    command_line.run(*again, folder=here, environment=at)
     assert events(here / "a", "resume")[0]["step"] > step + 4
     assert_same_training(here / "a", whole, tolerance=0)
     assert step_there() == 66

@@ -101,7 +101,6 @@ MISTAKES = {
         "return inputs[1:], share",
         "batch_transform.*12 samples",
     ),
-    "lightning": ('"epochs": 2', '"epochs": 2, "engine": "lightning"', "batch_transform"),
     "no function": ('"batch_transform": mixup', '"batch_transform": 3', "batch_transform"),
 }
 

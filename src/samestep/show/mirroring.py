@@ -26,7 +26,8 @@ _SHARE = 0.1
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before a store that has failed is tried again, at first and at most."""
 QUIET_S, HURRIED_S = 300.0, 30.0
-"""How long the end waits for a store that takes nothing; and in all, after a signal or failure."""
+"""How long the end waits for a store that takes nothing more; and for one that never answered, or
+in all after a signal or failure."""
 _ASK_EVERY_S, _SAY_AFTER_S = 0.1, 1.0
 
 
@@ -180,7 +181,7 @@ class Mirror:
         self._over.set()
         self._news.set()
         while self._thread.is_alive():
-            now, hurried = time.monotonic(), failed or self._stopped()
+            now, hurried = time.monotonic(), failed or self._stopped() or self._store is None
             if now > (began + HURRIED_S if hurried else max(began, self._got_on) + QUIET_S):
                 break
             if now > began + _SAY_AFTER_S and not waits:
