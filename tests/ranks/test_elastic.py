@@ -148,6 +148,10 @@ def test_all_ranks_may_die_and_their_successors_too_before_they_can_join(tmp_pat
         ended, run = train(tmp_path / name, "--elastic", deaths=those, nproc="2")
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert result(run)["steps"] == 20
+    limit = ("--elastic", "--elastic-limit", "3")
+    ended, _ = train(tmp_path / "limit", *limit, deaths=deaths, nproc="2")
+    assert ended.returncode == 1
+    assert "before it could join: that is number 4 within an hour" in ended.stderr
 
 
 @pytest.mark.slow

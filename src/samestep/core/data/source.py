@@ -77,6 +77,7 @@ class ReadOptions:
 
 
 _MOST_SAMPLES = 1 << 48
+"""More than any data has: of one that repeats itself without end."""
 
 
 class Source(ABC):

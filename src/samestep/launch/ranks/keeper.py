@@ -215,6 +215,9 @@ class Keeper:
             nodes = {self.places.node_of(rank.slot) for rank, _ in of_group}
             self._count_losses(told, len(nodes if self.places.hosts else of_group), now)
             self._check_enough_are_left(told)
+        elif not (self.finished or any(m in self.living for m in self.group.members)):
+            # No rank trains: successors that die, too, must not be followed by others for ever.
+            self._count_losses(f"A new rank {dead[0][1]} before it could join", len(dead), now)
         for rank, _ in dead:
             # A newcomer that dies before it can join is on a node that is not well.
             at_once = rank.member in self.group.members or self._is_ready(rank.member)
