@@ -178,3 +178,12 @@ def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, str
 def test_what_it_asks_in_vain_is_refused_by_name(tmp_path, refused, changes, told):
     file = written(tmp_path, *changes)
     assert told in refused("train", file, *ALONE, "--run-dir", str(tmp_path / "run"))
+
+
+def test_a_loader_in_place_of_a_datamodule_has_the_training_data():
+    from samestep.lightning import recipe
+
+    rows = torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6.0))
+    brought = recipe(dict, torch.utils.data.DataLoader(rows, 2), batch_size=2)
+    splits = brought.load_data(brought.make_options())
+    assert (len(splits.train), splits.validation) == (6, None)

@@ -68,8 +68,8 @@ def recipe(module: Any, datamodule: Any = None, **settings: Any) -> Recipe:
     Args:
         module: a LightningModule, or better a function (its class) that makes one: samestep seeds
             before the call.
-        datamodule: a LightningDataModule or a function that makes one, or a dict of DataLoaders by
-            "train", "validation" and "test"; the module's own loaders if not given.
+        datamodule: a LightningDataModule or a function that makes one, a DataLoader to train on, or
+            a dict of them by "train", "validation", "test"; the module's own loaders if not given.
         settings: as of `Recipe(settings=…)`; `batch_size` counts the samples of all ranks.
 
     Logged values are means over all samples, called as the module logs them without `val_`, `test_`
@@ -210,7 +210,7 @@ class _Brought:
 
     def data(self, options: _Options) -> Splits:
         """Prepare the data and open its loaders."""
-        source: Any = self.datamodule
+        source: Any = {"train": one} if isinstance(one := self.datamodule, DataLoader) else one
         base: type = object
         own = source is None
         if not isinstance(source, Mapping):
