@@ -210,6 +210,40 @@ def test_what_is_read_and_drawn_is_the_same_on_any_ranks_and_with_any_workers(tm
         assert all(same(one, alone) for one in (*found, _some_epochs(3, 0, augment)))
 
 
+def _kept(save, draw, restore):
+    state = save()
+    drawn = draw()
+    restore(state)
+    return drawn
+
+
+DRAWS = {
+    "torch": lambda: float(torch.rand(())),
+    "Python": random.random,
+    "NumPy": lambda: float(np.random.rand()),  # noqa: NPY002
+    "the seed": lambda: torch.initial_seed() % 1000,
+    "torch, put back": lambda: _kept(torch.get_rng_state, DRAWS["torch"], torch.set_rng_state),
+    "Python, put back": lambda: _kept(random.getstate, random.random, random.setstate),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_a_data_set_that_begins_to_draw_is_read_as_if_it_always_had(draw):
+    class Sometimes(Noisy):
+        def __getitem__(self, index):
+            return torch.tensor(float(draw() if index > 11 else index)), index
+
+    def read(world_size):
+        ranks = [source(Sometimes(), rank, world_size) for rank in range(world_size)]
+        each = [steps_of(rank, global_batch=8, drop_last=True) for rank in ranks]
+        return {k: tuple(torch.cat([one[k][i] for one in each]) for i in (0, 1)) for k in each[0]}
+
+    assert same(read(1), read(8))  # which seeds before each sample
+    left = random.random()
+    read(8)
+    assert random.random() == left, "and what is drawn next is the same"
+
+
 @BOTH_KINDS
 def test_floating_point_inputs_and_targets_take_the_type_of_the_model(kind):
     """Else a regression on float64 targets fails in the backward of a float32 model."""

@@ -139,8 +139,9 @@ def group_steps(
     while step < num_full:
         # Aligned to the start of the epoch, so that a resumed epoch has the same blocks.
         count = min(limit - step % limit, num_full - step)
-        table = order[step * global_batch : (step + count) * global_batch]
-        indices = table.view(count, global_batch)[:, mine.start : mine.stop].reshape(-1)
+        indices = order[step * global_batch : (step + count) * global_batch]
+        if len(mine) < global_batch:
+            indices = indices.view(count, global_batch)[:, mine.start : mine.stop].reshape(-1)
         yield Block(step, count, indices, None, len(mine), weight, global_batch)
         step += count
     if step < steps_per_epoch(num_samples, global_batch, drop_last=drop_last):

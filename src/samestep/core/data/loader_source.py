@@ -16,7 +16,7 @@ from samestep.base.errors import UserError, blame, listed
 from samestep.base.startup import forking_servants, stop_signals
 from samestep.core.data.blocks import Block, Read
 from samestep.core.data.collating import Collating, as_pair, name_of, unpacked
-from samestep.core.data.keyed_random import mix, seed_reading
+from samestep.core.data.keyed_random import mix, seed_reading, without_draws
 from samestep.core.data.prefetch import on_device
 from samestep.core.data.source import OrderedSource, ReadOptions
 
@@ -37,12 +37,13 @@ class LoaderSource(OrderedSource):
         self._plan, self._name = _Plan(), name_of(dataset)
         self._collates = reading.collate is not None
         reads_batches = hasattr(dataset, "read_batch")
-        collate: Any = Collating(dataset, reading.collate, whole=reading.whole, packed=True)
+        self._together: Any = Collating(dataset, reading.collate, whole=reading.whole, packed=True)
         if reads_batches and not self._collates:  # it returns a batch, not samples
-            collate = _as_it_is if reading.whole else partial(as_pair, dataset)
+            self._together = _as_it_is if reading.whole else partial(as_pair, dataset)
+        self._dataset = _Batched(dataset) if reads_batches else _Keyed(dataset, reading.seed)
         self._loader = DataLoader(
-            _Batched(dataset) if reads_batches else _Keyed(dataset, reading.seed),
-            collate_fn=collate,
+            self._dataset,
+            collate_fn=self._together,
             batch_sampler=self._plan,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
@@ -70,9 +71,7 @@ class LoaderSource(OrderedSource):
         device, lap = self._world.device, self._reading.lap
         plan = self._plan.read_next(keys)
         try:
-            with starting_workers():
-                batches = iter(self._loader)
-            for inputs, targets in on_device(map(unpacked, batches), device, lap):
+            for inputs, targets in on_device(self._started(), device, lap):
                 plan.popleft()
                 yield inputs, self._cast(targets)
         except Exception as error:
@@ -84,6 +83,13 @@ class LoaderSource(OrderedSource):
                 # A worker's comes with its traceback in the text; the last line is what it said.
                 raise UserError(str(error).rpartition("UserError: ")[2].strip()) from error
             raise
+
+    def _started(self) -> Iterator[Any]:
+        """Return the batches of the plan, as workers or this process read them."""
+        if not self._loader.num_workers:  # PyTorch's own iterator takes 5 % of a small step
+            return (self._together(self._dataset.__getitems__(keys)) for keys in self._plan)
+        with starting_workers():
+            return map(unpacked, iter(self._loader))
 
 
 class _Plan:
@@ -110,15 +116,33 @@ class _Keyed(Dataset[Any]):
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self._dataset, self._seed = dataset, seed
+        self._draws = False
+        """Whether it is known to draw, so that the generators are seeded before each sample."""
 
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        epoch, index = key
-        seed_reading(mix(self._seed, epoch, index))
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        if not self._draws and len(keys) >= _SEEDED_ONE_BY_ONE:
+            dataset = self._dataset
+            samples = without_draws(lambda: [dataset[index] for _epoch, index in keys])
+            if samples is not None:
+                self._seed_for(keys[-1])  # as one by one, for what draws between batches
+                return samples
+            self._draws = True
+        return [self._read(key) for key in keys]
+
+    def _seed_for(self, key: Key) -> None:
+        seed_reading(mix(self._seed, *key))
+
+    def _read(self, key: Key) -> Any:
+        self._seed_for(key)
         try:
-            return self._dataset[index]
+            return self._dataset[key[1]]
         except Exception as error:
             size = len(self._dataset)  # type: ignore[arg-type]
-            blame(f"{name_of(self._dataset)} failed at sample {index} of {size}", error)
+            blame(f"{name_of(self._dataset)} failed at sample {key[1]} of {size}", error)
+
+
+_SEEDED_ONE_BY_ONE = 4
+"""Samples: for fewer, it costs no more to seed before each."""
 
 
 def _as_it_is(batch: Any) -> tuple[Any, None]:
