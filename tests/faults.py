@@ -117,9 +117,10 @@ def _after_shards(strike: Strike) -> None:
 
 
 def _within_checkpoint(strike: Strike, num_bytes: int) -> None:
-    from samestep.base.run.checkpoints import _Writer
+    from samestep.base.run import checkpoints
 
-    original = _Writer.write
+    checkpoints._SMALL = 0  # else it is written at once
+    original = checkpoints._Writer.write
 
     def write(self: Any, data: Any) -> int:
         before = getattr(self, "num_bytes", 0)
@@ -130,7 +131,7 @@ def _within_checkpoint(strike: Strike, num_bytes: int) -> None:
             strike()
         return count
 
-    _Writer.write = write
+    checkpoints._Writer.write = write
 
 
 def _sync(name: str, *, after: bool) -> Callable[[Strike], None]:

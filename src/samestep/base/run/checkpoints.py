@@ -16,12 +16,12 @@ import torch
 from torch.utils.serialization import config as torch_config
 
 from samestep.base.run.files import write_atomically
-from samestep.base.run.host_copy import on_host
+from samestep.base.run.host_copy import bytes_of, on_host
 from samestep.base.trees import map_tensors
 
 FORMAT = 1
 """What this version writes and reads; a file says which one it is in."""
-_HASHED_AT_ONCE = 1 << 20
+_HASHED_AT_ONCE = _SMALL = 1 << 20
 """Bytes."""
 
 
@@ -86,13 +86,14 @@ def save(folder: Path, name: str, state: dict[str, Any]) -> str:
     """Write a checkpoint file and return its SHA-256; it is not announced yet."""
 
     def write(file: BinaryIO) -> str:
+        if bytes_of(state) <= _SMALL:  # no thread is worth its start
+            _dump(state, whole := io.BytesIO())
+            file.write(whole.getbuffer())
+            return hashlib.sha256(whole.getbuffer()).hexdigest()
         following = _FileHash(Path(file.name))
         writer = _Writer(file, following.grown)
         try:
-            # A CRC of each tensor takes time (docs/project/log.md), and the file gets a SHA-256.
-            # `patch` holds for this thread only.
-            with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-                torch.save(on_host(state), cast("BinaryIO", writer))
+            _dump(state, cast("BinaryIO", writer))
             file.flush()
             os.fsync(file.fileno())  # the hash continues meanwhile
         except Exception:
@@ -104,6 +105,13 @@ def save(folder: Path, name: str, state: dict[str, Any]) -> str:
         return following.end()  # it has closed the file, which Windows does not rename before
 
     return write_atomically(folder / name, write)
+
+
+def _dump(state: dict[str, Any], file: BinaryIO) -> None:
+    # A CRC of each tensor takes time (docs/project/log.md), and the file gets a SHA-256.
+    # `patch` holds for this thread only.
+    with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+        torch.save(on_host(state), file)
 
 
 def why_not_kept(state: Any) -> str:
