@@ -8,10 +8,10 @@ shares, seeds, precision and checkpoints are samestep's; what would need more is
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -357,7 +357,7 @@ class _Evaluated:
 
         Metrics that are not a mean over the samples are refused by the second batch.
         """
-        metrics = {n: v for n, v in values.items() if _is_metric(v)}
+        metrics: dict[str, Any] = {n: v for n, v in values.items() if isinstance(v, nn.Module)}
         found = {n: _mean(m.compute(), batch.samples) for n, m in metrics.items()}
         for name, metric in metrics.items():
             if self.batches == 0:
@@ -453,10 +453,8 @@ def _called(module: Any, name: str, batch: Any, *numbers: int) -> tuple[Any, dic
     logged: dict[str, Any] = {}
     token = _logged.set(logged)
     function = getattr(module, name)
-    kinds = inspect.signature(function).parameters.values()
-    takes = sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in kinds)
     try:
-        found = function(*(batch, *numbers)[:takes])
+        found = function(*(batch, *numbers)[: _num_taken(module.__class__, name)])
     finally:
         _logged.reset(token)
     loss = found.get("loss") if isinstance(found, Mapping) else found
@@ -469,6 +467,12 @@ def _called(module: Any, name: str, batch: Any, *numbers: int) -> tuple[Any, dic
         for metric in _metrics_of(module):
             metric.reset()
     return loss, logged
+
+
+@cache
+def _num_taken(kind: type, name: str) -> int:
+    """Return how many arguments a step takes by position, besides the module."""
+    return len(inspect.getfullargspec(inspect.unwrap(getattr(kind, name))).args) - 1
 
 
 def _log(name: str, value: Any, *_: Any, **__: Any) -> None:
@@ -491,10 +495,6 @@ def _plain_name(name: str) -> str:
     return name[len(stage) :]
 
 
-def _is_metric(value: Any) -> bool:
+def _metrics_of(module: nn.Module) -> list[Any]:
     known = sys.modules.get("torchmetrics")
-    return known is not None and isinstance(value, known.Metric)
-
-
-def _metrics_of(module: nn.Module) -> Iterator[Any]:
-    return (one for one in module.modules() if _is_metric(one))
+    return [one for one in module.modules() if isinstance(one, known.Metric)] if known else []

@@ -138,7 +138,10 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
         return any(map(may_draw, optimizer))
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
     own = not type(optimizer).__module__.startswith("torch.optim.")
-    return own or bool(hooks) or "step" in vars(optimizer)
+    step = vars(optimizer).get("step")
+    if getattr(step, "__wrapped__", None) is type(optimizer).step:
+        step = None  # a scheduler counts the steps in it
+    return own or bool(hooks) or step is not None
 
 
 OF_A_RANK = frozenset(
