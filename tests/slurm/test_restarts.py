@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from samestep.base.run.directory import STEPPED
 from samestep.cluster.slurm import restarts
-from samestep.cluster.slurm.preflight import NOT_PASSED, TABLE, read_failed
 from samestep.cluster.slurm.rank_ends import LATE, STDERR, first_end, memory_word
 from samestep.cluster.slurm.restarts import (
+    NOT_PASSED,
+    PREFLIGHT,
     Restarts,
     decide,
     failed_twice,
+    read_preflight,
     read_restarts,
     with_failures,
 )
@@ -27,9 +29,9 @@ from samestep.launch.ranks.watched import STALLED
 from samestep.shell.commands.slurm import verdict
 
 
-def ending(code=0, told="", step=0, **more) -> restarts.Ending:
+def ending(code=0, received="", step=0, **more) -> restarts.Ending:
     usual = {"saved": True, "mistake": code == 2, "stopped": False, "why": "it broke."}
-    return restarts.Ending(code=code, told=told, step=step, **(usual | more))
+    return restarts.Ending(code=code, received=received, step=step, **(usual | more))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def write(run: Path, name: str, table: dict | str, *, before: bool = False) -> N
 
 
 def read(run: Path, code: int, log: Path | None = None, **more) -> restarts.Ending:
-    how = {"code": code, "told": "", "kind": "recipe", "log": log} | more
+    how = {"code": code, "received": "", "kind": "recipe", "log": log} | more
     return restarts.read_ending(run, **how)
 
 
@@ -133,8 +135,8 @@ def test_what_code_raised_is_tried_again_after_steps_and_no_preflight_is(run):
     assert decide(read(run, 2), Restarts(), 2).word == "failed"
     (run / STEPPED).touch()
     assert decide(read(run, 2), Restarts(), 2).word == "again"
-    (run / TABLE).write_text(table(("same versions", ())))
-    end = read(run, 1, told=NOT_PASSED, num_nodes=2)
+    (run / PREFLIGHT).write_text(table(("same versions", ())))
+    end = read(run, 1, received=NOT_PASSED, num_nodes=2)
     assert (end.mistake, end.nodes) == (True, ())
     assert decide(end, Restarts(), 2).word == "failed"
 
@@ -143,7 +145,7 @@ def test_what_code_raised_is_tried_again_after_steps_and_no_preflight_is(run):
 def test_where_no_step_was_ever_taken_the_job_is_not_started_again(run, code):
     end = read(run, code)
     assert decide(end, Restarts(), 2).word == "failed"
-    assert decide(dataclasses.replace(end, told="USR1"), Restarts(), 2).word == "again"
+    assert decide(dataclasses.replace(end, received="USR1"), Restarts(), 2).word == "again"
     (run / STEPPED).touch()
     assert decide(read(run, code), Restarts(), 2).word == "again"
 
@@ -259,7 +261,7 @@ def test_ranks_that_were_killed_for_passing_over_the_warning_made_no_progress(ru
     write(run, ".pulse-n2.json", {"time": time.time(), "host": "node2", "ranks": ranks})
     log = run / "log"
     log.write_text(f"{LATE} 20 s, so they are killed.\nsrun: error: node1: task 0: Killed\n")
-    end = read(run, 137, log, told="LATE")
+    end = read(run, 137, log, received="LATE")
     decision = decide(dataclasses.replace(end, step=step, stepped=True), Restarts(), 2)
     assert (decision.word, decision.restarts.without_progress) == ("again", 1)
     assert "rank 1 on node2: " in decision.text
@@ -296,7 +298,7 @@ def test_sacct_has_the_word_on_memory_where_there_is_no_cgroup(tmp_path, monkeyp
 
 
 def test_a_warned_script_is_told_how_it_goes_on_and_restarts_are_of_one_job(tmp_path):
-    warned, plain = (decide(ending(0, told, None), Restarts(), 2) for told in ("USR1", ""))
+    warned, plain = (decide(ending(0, received, None), Restarts(), 2) for received in ("USR1", ""))
     assert (warned.word, warned.text.startswith(plain.text)) == ("completed", True)
     assert warned.text != plain.text
     assert decide(ending(1, "USR1", None), Restarts(), 2).word == "again"
@@ -311,7 +313,7 @@ def test_a_script_that_keeps_checkpoints_there_goes_on_as_a_recipe_does(run):
     for step in (5, 9, 12, 20):  # each start is stopped by its time limit, and saves
         write(run, "checkpoints/index.json", {"last": {"step": step}})
         write(run, "result.json", {"status": "stopped"})
-        end = read(run, 138, told="USR1", kind="script")
+        end = read(run, 138, received="USR1", kind="script")
         decision = decide(end, before, 2)
         assert (decision.word, decision.restarts.without_progress) == ("again", 0)
         before = decision.restarts
@@ -345,7 +347,7 @@ def test_a_verdict_tells_what_to_exclude(slurm, run, monkeypatch, capsys, can, f
     )
     if not can:
         slurm.break_down()
-    (run / TABLE).write_text(table(("space", ("node2",))))
+    (run / PREFLIGHT).write_text(table(("space", ("node2",))))
     verdict.main([str(run), "--code", "1", "--told", NOT_PASSED, *flags])
     out, log = capsys.readouterr()
     assert out == word
@@ -373,8 +375,8 @@ LAUNCH = "srun: error: Task launch for StepId=7.0 failed on node n2.here: Commun
     ],
 )
 def test_a_preflight_names_the_nodes_that_are_not_fit(tmp_path, written, line, num_nodes, nodes):
-    (tmp_path / TABLE).write_text(written)
-    assert read_failed(tmp_path, [line], "n1", num_nodes).nodes == nodes
+    (tmp_path / PREFLIGHT).write_text(written)
+    assert read_preflight(tmp_path, [line], "n1", num_nodes).nodes == nodes
 
 
 def test_a_script_that_requeued_its_job_is_not_called_completed(run, slurm, monkeypatch, capsys):

@@ -7,10 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.base.errors import UserError
-from samestep.cluster.slurm.job_array import array_text, read_array, submit_array
 from samestep.cluster.slurm.options import JobOptions
 from samestep.cluster.slurm.queue import ProgramError, find_job, parse_job
-from samestep.cluster.slurm.submission import Workload, find_workload, make_script, submit
+from samestep.cluster.slurm.script import array_text
+from samestep.cluster.slurm.submission import (
+    Workload,
+    find_workload,
+    make_script,
+    read_array,
+    submit,
+    submit_array,
+)
 from tests.command_line import typed
 from tests.slurm.fake_slurm import _DOWN
 from tests.slurm.test_script import job

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.base.errors import UserError
-from samestep.cluster.sweeping.chosen_by_optuna import OptunaChoice
-from samestep.cluster.sweeping.sweep_plan import SweepPlan, read_axes
+from samestep.cluster.sweeping.sweep_plan import OptunaChoice, SweepPlan, read_axes
 from tests.needs import needs
 
 VALUES = st.lists(

@@ -1,8 +1,9 @@
-"""How the ranks of one start ended, from what srun, torchrun and the ranks printed.
+"""What the ranks of one start did last, and how they ended.
 
-srun prints a line for each failed task, in the order in which they ended; torchrun prints a summary
-with the time of each. A rank that raised has left a file, or a traceback in the log. The first rank
-that did not end because of another one is the cause.
+While they run, each node writes a file every few seconds, with how long ago each of its ranks ended
+a step. When they end, srun prints a line for each failed task, in the order in which they ended;
+torchrun prints a summary with the time of each. A rank that raised has left a file, or a traceback
+in the log. The first rank that did not end because of another one is the cause.
 """
 
 import contextlib
@@ -16,9 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from samestep.base.errors import LOST_PEER
 from samestep.base.run.files import read_object
+from samestep.base.words import duration
 from samestep.launch.ranks.process import FAILURE
+from samestep.launch.ranks.watched import HEARTBEAT
 
 STDERR = ".stderr-rank-{rank}"
 """In a run directory: the standard error of a script's rank in its latest start."""
@@ -57,6 +62,47 @@ _USER_ERROR = 2  # what to mend comes first, as after wrong arguments
 _NOT_FOUND = (126, 127)  # a shell's exit codes for a program that cannot be run
 
 
+class LastSign(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank did last, as its node wrote it."""
+
+    rank: int
+    host: str = ""
+    step: int | None = None
+    """The last step that ended; None for a script, whose steps have no numbers."""
+    phase: str | None = None
+    call: str | None = None  # the collective that it is in, or was in last
+    age_s: float = 0.0  # since the rank's last step, collective or line
+
+    @property
+    def sentence(self) -> str:
+        """Who it is, since when it is silent, and where it stands."""
+        step = f"; last step {self.step:,}" if self.step else ""
+        where = f" in {self.call or self.phase}" if self.call or self.phase else ""
+        return f"rank {self.rank} on {self.host}: nothing for {duration(self.age_s)}{where}{step}"
+
+
+class _Pulse(msgspec.Struct):
+    """The file of a node."""
+
+    host: str
+    ranks: list[LastSign]
+
+
+def last_signs(run: Path, since: float = 0.0) -> list[LastSign]:
+    """Return all ranks' last signs, the longest silent first; `since` leaves out earlier starts."""
+    signs: list[LastSign] = []
+    for path in run.glob(HEARTBEAT.format(node="*")):
+        try:
+            pulse = msgspec.json.decode(path.read_bytes(), type=_Pulse)
+            written = path.stat().st_mtime  # by the file server's clock, as `since` is
+        except (OSError, RecursionError, msgspec.MsgspecError):
+            continue  # it is being replaced, or of another version
+        if written >= since:
+            signs += (msgspec.structs.replace(sign, host=pulse.host) for sign in pulse.ranks)
+    # Of ranks that wait for each other, the one that began to wait last is not a cause.
+    return sorted(signs, key=lambda sign: (-sign.age_s, sign.rank))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
     """How one rank ended."""
@@ -83,8 +129,9 @@ class RankEnd:
             return f"{who} was killed by SIGKILL (out of memory?)"
         if self.code == 128 + signal.SIGKILL:
             return f"{who} ended with exit code 137: SIGKILL (out of memory?)"
-        how = f"was ended by {self.signal}" if self.signal else f"ended with exit code {self.code}"
-        return f"{who} {how}"
+        if self.signal:
+            return f"{who} was ended by {self.signal}"
+        return f"{who} ended with exit code {self.code}"
 
     @property
     def comes_again(self) -> bool:
@@ -101,9 +148,10 @@ def latest_start(log: Path) -> list[str]:
 
 def last_words(paths: Iterable[Path]) -> list[str]:
     """Return the last lines of ranks' standard error, labelled as in a job's log."""
-    labels = {path: path.name.rpartition("-")[2] for path in paths}
     return [
-        f"{rank}: {line}" for path, rank in labels.items() for line in _last_lines(path, 1 << 14)
+        f"{path.name.rpartition('-')[2]}: {line}"
+        for path in paths
+        for line in _last_lines(path, 1 << 14)
     ]
 
 
@@ -147,8 +195,8 @@ def first_end(lines: Sequence[str], failures: Sequence[dict[str, Any]] = ()) -> 
 
 def read_failures(run: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return the failures that ranks of any start wrote into a run directory, with their files."""
-    found = ((path, read_object(path)) for path in run.glob(FAILURE.format(rank="*")))
-    return [(path, failure) for path, failure in found if "rank" in failure]
+    files = ((path, read_object(path)) for path in run.glob(FAILURE.format(rank="*")))
+    return [(path, failure) for path, failure in files if "rank" in failure]
 
 
 def _ends_by_srun(lines: Sequence[str]) -> Iterator[RankEnd]:
@@ -158,10 +206,10 @@ def _ends_by_srun(lines: Sequence[str]) -> Iterator[RankEnd]:
         match = _SRUN.match(line)
         if match is None:
             continue
-        node, tasks, how = match.groups()
-        exited = _EXITED.match(how)
-        memory = "srun: Out Of Memory" if _OOM.search(how) else ""
-        name = "SIGKILL" if memory else _SIGNALS.get(how.partition(" (")[0], how)
+        node, tasks, text = match.groups()
+        exited = _EXITED.match(text)
+        memory = "srun: Out Of Memory" if _OOM.search(text) else ""
+        name = "SIGKILL" if memory else _SIGNALS.get(text.partition(" (")[0], text)
         killed_by = "" if exited else name
         parts = (part.partition("-") for part in tasks.split(","))  # such as 0,3-5
         spans = (range(int(first), int(last or first) + 1) for first, _, last in parts)
@@ -177,12 +225,13 @@ def _ends_by_srun(lines: Sequence[str]) -> Iterator[RankEnd]:
 
 
 def _ends_by_torchrun(lines: Sequence[str]) -> list[RankEnd]:
-    found = sorted(_TORCHRUN.finditer("\n".join(lines)), key=lambda match: match["time"])
     ends = []
-    for match in found:
-        end = RankEnd(rank=int(match["rank"]), node=match["host"], code=int(match["code"]))
-        if int(match["code"]) < 0:
-            name = _SIGNALS.get(signal.strsignal(-int(match["code"])), "a signal")
+    matches = _TORCHRUN.finditer("\n".join(lines))
+    for match in sorted(matches, key=lambda match: match["time"]):
+        code = int(match["code"])
+        end = RankEnd(rank=int(match["rank"]), node=match["host"], code=code)
+        if code < 0:
+            name = _SIGNALS.get(signal.strsignal(-code), "a signal")
             end = replace(end, code=None, signal=name, is_effect=name == "SIGTERM")
         ends.append(end)
     return ends
@@ -198,23 +247,24 @@ def _with_reason(end: RankEnd, failure: dict[str, Any] | None, lines: Sequence[s
         frames = tuple(line for line in more if line.startswith("  at "))
         effect, at = bool(failure.get("lost_peer")), float(failure.get("time", 0))
         return replace(end, said=said, frames=frames, is_effect=effect, at=at)
-    own = lines_of(end.rank, lines)
-    said, frames = _last_error(own if own or aborted else lines)
+    of_rank = lines_of(end.rank, lines)
+    said, frames = _last_error(of_rank if of_rank or aborted else lines)
     if not said and not aborted:
         # Slurm may lose its last lines, but other ranks printed the same.
         bare = (_LABEL.sub("", line) for line in lines)
         said = next((line for line in bare if _SAME_AGAIN.match(line)), "")
-    frames = frames or (_crash_frames(own or lines) if aborted else ())
+    frames = frames or (_crash_frames(of_rank or lines) if aborted else ())
     return replace(end, said=said, frames=frames, is_effect=bool(LOST_PEER.search(said)))
 
 
 def _crash_frames(lines: Sequence[str]) -> tuple[str, ...]:
     """Return the user's lines of the stack that faulthandler printed of a crash."""
     begins = [n for n, line in enumerate(lines) if line.startswith(_CRASH)]
-    stack = map(_FRAME.match, lines[begins[-1] + 1 :] if begins else ())
     frames = []
-    for match in itertools.takewhile(lambda match: match is not None, stack):
-        if match is not None and not _LIBRARY.search(match["file"]):
+    for line in lines[begins[-1] + 1 :] if begins else ():
+        if (match := _FRAME.match(line)) is None:
+            break
+        if not _LIBRARY.search(match["file"]):
             source = linecache.getline(match["file"], int(match["line"])).strip()
             shown = f"  at {match['file']}:{match['line']} in {match['name']}"
             frames.append(f"{shown}: {source}" if source else shown)
@@ -226,11 +276,9 @@ def memory_word(lines: Sequence[str], job: int, cgroups: Path = Path("/sys/fs/cg
     if any(_OOM.search(line) for line in lines if line.startswith("slurmstepd")):
         return "Slurm saw the kernel's oom-kill"
     for events in (p for pattern in _CGROUPS for p in cgroups.glob(pattern.format(job=job))):
-        kills = re.search(
-            r"^oom_kill ([1-9]\d*)$", "\n".join(_last_lines(events, 4096)), re.MULTILINE
-        )
-        if kills:
-            return f"the cgroup counts {kills[1]} oom_kill"
+        for line in _last_lines(events, 4096):
+            if kills := re.fullmatch(r"oom_kill ([1-9]\d*)", line):
+                return f"the cgroup counts {kills[1]} oom_kill"
     words = ["sacct", f"--jobs={job}", "--noheader", "--parsable2", "--format=State"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # not every site keeps accounts
         done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=_SACCT_S)

@@ -1,8 +1,10 @@
-"""How one start of a job ended, and whether the job starts again."""
+"""How one start of a job ended, its ranks or the check of its nodes before them; what follows."""
 
 import json
+import re
 import shlex
 import signal
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -11,13 +13,12 @@ import msgspec
 
 from samestep.base.run.directory import STEPPED, is_run
 from samestep.base.run.files import read_object, write_text
-from samestep.cluster.slurm.preflight import NOT_PASSED, read_failed
-from samestep.cluster.slurm.pulses import read_pulses
 from samestep.cluster.slurm.rank_ends import (
     LATE,
     STDERR,
     RankEnd,
     first_end,
+    last_signs,
     last_words,
     latest_start,
     memory_word,
@@ -28,6 +29,12 @@ from samestep.launch.ranks.watched import CLAIM, STALLED
 FILE = "slurm.json"  # in the run directory: the restarts of its job
 BEGUN = ".begun"
 """The job's script writes it at each start, so its time is by the file server's clock."""
+
+PREFLIGHT = "preflight.json"
+"""The table of `samestep doctor`, which the job's script runs on all nodes before the ranks."""
+NOT_PASSED = "PREFLIGHT"
+"""Stands for the signal that a job's script received, where it did not start its ranks."""
+_NOT_LAUNCHED = re.compile(r"srun: error: Task launch for .* failed on node (\S+): (.+)")
 
 _RESULT = "result.json"
 _INDEX = "checkpoints/index.json"
@@ -56,7 +63,7 @@ class Ending:
     """What is known after the ranks of one start have ended."""
 
     code: int
-    told: str
+    received: str
     """The signal that the script received: USR1, USR2, TERM or nothing; LATE if ranks did not end
     after USR1 and were killed, PREFLIGHT if they were not started."""
     step: int | None
@@ -82,9 +89,9 @@ class Decision:
 
 def with_failures(before: Restarts, ending: Ending) -> Restarts:
     """Count a start's end against its nodes; one that is not fit to start on counts fully."""
-    if ending.told not in ("", NOT_PASSED) or not ending.code:
+    if ending.received not in ("", NOT_PASSED) or not ending.code:
         return before
-    weight = _FAILS_TWICE if ending.told else 1
+    weight = _FAILS_TWICE if ending.received else 1
     counts = {node: before.node_failures.get(node, 0) + weight for node in ending.nodes}
     return replace(before, node_failures=counts)
 
@@ -119,17 +126,17 @@ def decide(
     at = f" at step {ending.step:,}" if ending.step else ""
     if ending.code == 0:
         text = "completed."
-        if ending.told == "USR1" and ending.step is None:
+        if ending.received == "USR1" and ending.step is None:
             text += " It was warned of the time limit: to be started again, exit with 1, not 0."
         return Decision(word="completed", text=text, restarts=before)
-    if ending.told in _ENDED:
-        word, text = _ENDED[ending.told]
+    if ending.received in _ENDED:
+        word, text = _ENDED[ending.received]
         unsaved = "its ranks got the signal" if ending.step is None else "nothing is saved"
         newest = "saved at" if ending.stopped else "the newest checkpoint is from"
         saved = f"{newest} step {ending.step:,}" if ending.step else unsaved
         return Decision(word=word, text=f"{text}; {saved}.", restarts=before)
-    signalled = ending.told == "USR1" or ending.stopped
-    unfit = ending.told == NOT_PASSED and not ending.mistake
+    signalled = ending.received == "USR1" or ending.stopped
+    unfit = ending.received == NOT_PASSED and not ending.mistake
     if (ending.mistake or not (ending.stepped or unfit)) and not signalled:
         text = f"failed: {ending.why}"
         if not ending.mistake:
@@ -148,19 +155,25 @@ def decide(
         return Decision(word=word, text=text, restarts=before)
     count = 0 if progressed else before.without_progress + (not (unfit and without))
     if count > limit:
+        starts = "1 start" if count == 1 else f"{count} starts in a row"
         text = (
             f"failed: {ending.why.rstrip('.')}. Not started again: there was no newer checkpoint "
-            f"in {count} start{'s in a row' * (count > 1)}."
+            f"in {starts}."
         )
         return Decision(word="failed", text=text, restarts=before)
-    step, again = max(before.step, ending.step or 0), before.restarts + 1
-    excluded = (*before.excluded, *without)
-    restarts = replace(before, restarts=again, without_progress=count, step=step, excluded=excluded)
+    restarts = replace(
+        before,
+        restarts=before.restarts + 1,
+        without_progress=count,
+        step=max(before.step, ending.step or 0),
+        excluded=(*before.excluded, *without),
+    )
     if ending.step:
         follows = "continues from there" if signalled else f"continues from step {ending.step:,}"
     else:  # a script's checkpoints are unknown
         follows = "starts again" if ending.step is None else "begins again, without a checkpoint"
-    follows += f", and excludes {', '.join(without)}" * bool(without)
+    if without:
+        follows += f", and excludes {', '.join(without)}"
     text = f"{cause}; the job {follows} (restart {restarts.restarts})."
     return Decision(word="again", text=text, restarts=restarts)
 
@@ -176,7 +189,7 @@ def read_ending(
     run: Path,
     *,
     code: int,
-    told: str,
+    received: str,
     kind: str,
     log: Path | None,
     first_node: str = "",
@@ -188,54 +201,54 @@ def read_ending(
         last = read_object(run / _INDEX).get("last") or {}
         step = int(last.get("step", 0))
     # srun and torchrun hide the ranks' exit codes. Files of earlier starts do not count.
-    failures = [left for path, left in read_failures(run) if _is_of_this_start(run, path.name)]
-    failures.sort(key=lambda left: (left.get("lost_peer", False), left.get("time", 0)))
+    failures = [failure for file, failure in read_failures(run) if _is_current(run, file.name)]
+    failures.sort(key=lambda failure: (failure.get("lost_peer", False), failure.get("time", 0)))
     mistake = ""
-    if wrong := next((left for left in failures if left.get("code") == 2), None):
+    if wrong := next((failure for failure in failures if failure.get("code") == 2), None):
         prefix = f"[rank {wrong['rank']}] " if wrong["rank"] else ""
         mistake = f"{prefix}{wrong.get('message', '')}"
     # The watcher killed its ranks: how they ended tells nothing.
-    hung = next((str(left.get("message")) for left in failures if left.get("stalled")), "")
+    hung = next((str(failure.get("message")) for failure in failures if failure.get("stalled")), "")
     lines = latest_start(log) if log else []
     # srun drops the ranks' last lines when it ends the others; their own files have them.
     own_files = run.glob(STDERR.format(rank="*")) if code else ()
-    lines += last_words(path for path in own_files if _is_of_this_start(run, path.name))
+    lines += last_words(path for path in own_files if _is_current(run, path.name))
     first = first_end(lines, failures)
     cause = None if first is None or first.is_effect else first
     killed = cause is not None and (cause.signal == "SIGKILL" or cause.code == 128 + signal.SIGKILL)
     if cause is not None and killed and not cause.said:
         memory = cause.memory or memory_word(lines, (last_start(run) or (0,))[0])
         cause = replace(cause, memory=memory)
-    result = read_object(run / _RESULT) if _is_of_this_start(run, _RESULT) else {}
-    why = str(result.get("reason", "")) if result.get("status") == "failed" else ""
+    result = read_object(run / _RESULT) if _is_current(run, _RESULT) else {}
+    why = ""
+    if result.get("status") == "failed":
+        why = str(result.get("reason", "")).removeprefix("failed: ")
     if hung:
         code, cause = STALLED, None
-    why = (
-        cause.sentence
-        if cause and (cause.said or cause.signal or killed)
-        else why.removeprefix("failed: ")
-    )
+    if cause and (cause.said or cause.signal or killed):
+        why = cause.sentence
     stepped = step != 0 or (run / STEPPED).exists()
-    if told == "LATE" and not hung:
+    if received == "LATE" and not hung:
         late = next((line for line in reversed(lines) if line.startswith(LATE)), LATE)
-        silent = [f"longest silent: {p.sentence}" for p in read_pulses(run, _begun_at(run))[:1]]
+        begun_at = (run / BEGUN).stat().st_mtime if (run / BEGUN).exists() else 0.0
+        silent = [f"longest silent: {sign.sentence}" for sign in last_signs(run, begun_at)[:1]]
         mistake, why = "", "; ".join([late.removeprefix(_OURS).partition(",")[0], *silent])
     # Exit code 2 is a mistake of the user's. What their code raised after some steps may not happen
     # again.
     again = bool(mistake) or code == 2 or (cause is not None and cause.comes_again)
-    raised = stepped and any(left.get("raised") for left in failures)
+    raised = stepped and any(failure.get("raised") for failure in failures)
     frames = cause.frames if cause and not mistake else ()
     nodes = [cause.node if cause else (result.get("stall") or {}).get("host") if hung else ""]
-    if told == NOT_PASSED:
-        unfit = read_failed(run, lines, first_node, num_nodes)
+    if received == NOT_PASSED:
+        unfit = read_preflight(run, lines, first_node, num_nodes)
         again, raised, why, nodes = not unfit.nodes, False, unfit.why, [*unfit.nodes]
         mistake, frames = why if again else "", unfit.advice
     said = (line.removeprefix(_OURS) for line in reversed(lines) if line.startswith(_OURS))
     return Ending(
         code=code,
-        told=told,
+        received=received,
         step=step,
-        saved=_is_of_this_start(run, _INDEX),
+        saved=_is_current(run, _INDEX),
         stepped=stepped,
         mistake=again and not raised,
         stopped=result.get("status") == "stopped",
@@ -243,6 +256,43 @@ def read_ending(
         frames=frames,
         nodes=tuple(filter(None, nodes)),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnfitNodes:
+    """Why the ranks of a start were not started."""
+
+    why: str
+    nodes: tuple[str, ...]
+    """The nodes that are to blame; none if it is not a node's fault."""
+    advice: tuple[str, ...] = ()
+
+
+def read_preflight(run: Path, lines: Sequence[str], first: str, num_nodes: int) -> UnfitNodes:
+    """Read what the check of the nodes has shown, from its table and the log's lines.
+
+    `first` is rank 0's node.
+    """
+    red = [row for row in read_object(run / PREFLIGHT).get("checks", ()) if row["status"] == "red"]
+    red.sort(key=lambda row: not row["hosts"])
+    if red:
+        nodes = tuple(dict.fromkeys(host for row in red for host in row["hosts"]))
+        if num_nodes == 1:
+            nodes = (first,)
+        elif len(nodes) == num_nodes:  # others would be no better
+            nodes = ()
+        why = "; ".join(f"{row['name']}: {row['found']}" for row in red)
+        advice = tuple(f"  {row['name']}: {row['advice']}" for row in red)
+        return UnfitNodes(why=f"the preflight: {why}", nodes=nodes, advice=advice)
+    # Rank 0 has not come as far as to write the table.
+    if lost := next(filter(None, map(_NOT_LAUNCHED.match, lines)), None):
+        why = f"the preflight did not start on {lost[1]}: {lost[2]}"
+        return UnfitNodes(why=why, nodes=(lost[1],))
+    end = first_end(lines)
+    if end is not None and (end.comes_again or end.rank == 0):
+        nodes = () if end.comes_again else (end.node,)
+        return UnfitNodes(why=f"the preflight: {end.sentence}", nodes=nodes)
+    return UnfitNodes(why=f"the preflight did not end on {first}", nodes=(first,))
 
 
 def go_on_command(run: Path) -> str:
@@ -268,13 +318,13 @@ def last_start(run: Path) -> JobStart | None:
         return None
 
 
-def settle(run: Path, verdict: Decision, ending: Ending) -> None:
+def settle(run: Path, decision: Decision, ending: Ending) -> None:
     """Keep the restarts in the run directory; write a failure's reason into result.json."""
-    write_text(run / FILE, json.dumps(asdict(verdict.restarts), indent=2) + "\n")
+    write_text(run / FILE, json.dumps(asdict(decision.restarts), indent=2) + "\n")
     for claim in run.glob(CLAIM.format(name="*")):  # of watchers that Slurm ended with their ranks
         claim.unlink(missing_ok=True)
     result = read_object(run / _RESULT)
-    if verdict.word == "failed" and (is_run(run) or not result):
+    if decision.word == "failed" and (is_run(run) or not result):
         reason = f"failed: {ending.why}"
         result |= {"status": "failed", "reason": reason, "exit_code": ending.code}
         write_text(run / _RESULT, json.dumps(result, indent=2) + "\n")
@@ -289,15 +339,12 @@ def read_restarts(run: Path, job: int) -> Restarts:
     return found if found.job == job else Restarts(job=job)
 
 
-def _is_of_this_start(run: Path, name: str) -> bool:
+def _is_current(run: Path, name: str) -> bool:
+    """Whether a file is of this start, not of an earlier one."""
     try:
         return (run / name).stat().st_mtime_ns >= (run / BEGUN).stat().st_mtime_ns
     except FileNotFoundError:
         return False
-
-
-def _begun_at(run: Path) -> float:
-    return (run / BEGUN).stat().st_mtime if (run / BEGUN).exists() else 0.0
 
 
 def _meaning(code: int, cause: RankEnd | None) -> str:

@@ -1,4 +1,4 @@
-"""The job script: text from a pure function of a frozen dataclass."""
+"""The script of a job, or of an array of jobs: text from a pure function of frozen dataclasses."""
 
 import re
 import shlex
@@ -10,12 +10,15 @@ from typing import Literal
 
 from samestep.base.run.code_copy import HASHES, Code
 from samestep.cluster.slurm.options import JobOptions, assignment, dependency, interface_names
-from samestep.cluster.slurm.preflight import NOT_PASSED, TABLE
 from samestep.cluster.slurm.rank_ends import LATE, STDERR
-from samestep.cluster.slurm.restarts import BEGUN
+from samestep.cluster.slurm.restarts import BEGUN, NOT_PASSED, PREFLIGHT
 from samestep.launch.ranks.watched import STALLED
 
 MARK = "samestep:"  # a job's comment begins with it; the run directory follows
+
+ARRAY_LINKS = ".array"
+"""In an array's folder: `.array/N` is a link to the run of task N. So Slurm's `%a` leads to that
+run's log, and samestep finds the run of a task."""
 
 STARTER = ".start.py"
 """In the run directory: what starts a script, so that a hang of it is seen."""
@@ -114,7 +117,7 @@ def script_text(job: JobScript) -> str:
         HASHES=HASHES,
         STALLED=STALLED,
         STDERR=STDERR,
-        TABLE=TABLE,
+        PREFLIGHT=PREFLIGHT,
         NOT_PASSED=NOT_PASSED,
     )
 
@@ -149,6 +152,33 @@ def sbatch_options(job: JobScript) -> dict[str, str | None]:
     if options.elastic is not None:  # the job outlives a node
         given["no-kill"] = None
     return given | {"requeue" if options.requeue else "no-requeue": None}
+
+
+def array_text(jobs: Mapping[int, JobScript], folder: Path, at_once: int | None) -> str:
+    """Return the script of an array, of which each task runs the job script of its own run."""
+    job = next(iter(jobs.values()))
+    links = shlex.quote(str(folder / ARRAY_LINKS))
+    return "\n".join([
+        "#!/usr/bin/env bash",
+        f"# {len(jobs)} runs as one job array: {job.title}",
+        "# Written by samestep. Each task runs the job script of its own run.",
+        *directives(array_options(jobs, folder, at_once), job.options.sbatch),
+        f'exec bash {links}/"$SLURM_ARRAY_TASK_ID"/job.sbatch',
+        "",
+    ])  # fmt: skip
+
+
+def array_options(
+    jobs: Mapping[int, JobScript], folder: Path, at_once: int | None
+) -> dict[str, str | None]:
+    """Return the options of an array for sbatch: those of its jobs, which differ in their runs."""
+    job = next(iter(jobs.values()))
+    links = str(folder / ARRAY_LINKS)
+    tasks = ",".join(map(str, jobs)) + (f"%{at_once}" if at_once else "")
+    changes = {"array": tasks, "comment": f"{MARK}{links}/%a"}
+    if not job.options.output:
+        changes["output"] = f"{links.replace('%', '%%')}/%a/slurm-%j.out"
+    return sbatch_options(job) | changes
 
 
 def directives(options: Mapping[str, str | None], more: Sequence[str]) -> list[str]:

@@ -1,10 +1,11 @@
-"""Submit a job: find what it runs, write its script into the run directory, call sbatch."""
+"""Submit a job, or runs as one job array: find what runs, write the scripts, call sbatch."""
 
 import ast
 import itertools
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +38,16 @@ from samestep.cluster.slurm.options import (
     refuse_secret_flags,
 )
 from samestep.cluster.slurm.queue import ProgramError, QueuedJob, call, my_jobs
-from samestep.cluster.slurm.script import START, STARTER, JobScript, sbatch_options, script_text
+from samestep.cluster.slurm.script import (
+    ARRAY_LINKS,
+    START,
+    STARTER,
+    JobScript,
+    array_options,
+    array_text,
+    sbatch_options,
+    script_text,
+)
 
 # Directive → the words by which sbatch's refusals mean it.
 _MEANS = {
@@ -55,6 +65,8 @@ _PARTITION = re.compile(r"(?:--partition[= ]|-p ?)(\S+)")
 _AWAY_S, _ASK_AGAIN_S = 60, 5
 # A run has one job, and submit does not wait for its end.
 _NOT_FOR_A_RUN = ("SBATCH_ARRAY_INX", "SBATCH_WAIT")
+_TASKS = re.compile(r"(\d{1,7})(?:-(\d{1,7})(?::([1-9]\d{0,6}))?)?")
+_MOST_TASKS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,9 +263,58 @@ def submit(job: JobScript) -> tuple[int, Path]:
     """Submit a job; return its number and its script in the run directory."""
     check_with_slurm(job.options)
     run = Path(job.run)
-    made = [] if run.exists() else [run]
+    new_runs = [] if run.exists() else [run]
     script = prepare(job)
-    return hand_in(sbatch_options(job), job.options.sbatch, script, made), script
+    return hand_in(sbatch_options(job), job.options.sbatch, script, new_runs), script
+
+
+def read_array(text: str) -> tuple[list[int], int | None]:
+    """Return the tasks of `0-9:2,12%4`, sbatch's form of an array, and how many run at a time."""
+    parts, limits, limit = text.partition("%")
+    matches = [_TASKS.fullmatch(part) for part in parts.split(",")]
+    ranges = [range(int(m[1]), int(m[2] or m[1]) + 1, int(m[3] or 1)) for m in matches if m]
+    if (number := sum(map(len, ranges))) > _MOST_TASKS:
+        raise UserError(
+            f"--array {text} has {number:,} tasks, each with a run of its own; at most "
+            f"{_MOST_TASKS:,} can be submitted at once."
+        )
+    tasks = [task for numbers in ranges for task in numbers]
+    is_limit = limit.isdecimal() and int(limit) > 0 if limits else True
+    if not (is_limit and all(matches) and all(ranges) and len({*tasks}) == len(tasks)):
+        raise UserError(
+            f"--array {text} should be the numbers of tasks: 0-9, 1,3,5 or 0-99:10, each once; "
+            "0-9%2 runs two at a time."
+        )
+    return tasks, int(limit) if limits else None
+
+
+def submit_array(jobs: Mapping[int, JobScript], folder: Path, at_once: int | None) -> int:
+    """Submit the jobs of runs as tasks of one array, by their numbers; return the array's number.
+
+    Raises UserError if Slurm refuses it; the runs that were made for it are removed then.
+    """
+    options = next(iter(jobs.values())).options
+    check_with_slurm(options)
+    is_new, links = not folder.exists(), folder / ARRAY_LINKS
+    new_runs = [Path(job.run) for job in jobs.values() if not Path(job.run).exists()]
+    queue = my_jobs() if len(new_runs) < len(jobs) else []
+    try:
+        for job in jobs.values():
+            prepare(job, queue)
+        try:
+            links.mkdir(exist_ok=True)
+            for task, job in jobs.items():
+                (links / str(task)).unlink(missing_ok=True)
+                (links / str(task)).symlink_to(os.path.relpath(job.run, links))
+        except OSError as error:
+            raise cannot_write(links, error) from error
+        script = folder / "array.sbatch"
+        write_text(script, array_text(jobs, folder, at_once))
+        return hand_in(array_options(jobs, folder, at_once), options.sbatch, script, new_runs)
+    except UserError:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def check_with_slurm(options: JobOptions) -> None:
@@ -279,7 +340,7 @@ def prepare(job: JobScript, queue: Sequence[QueuedJob] | None = None) -> Path:
 
 
 def hand_in(
-    options: Mapping[str, str | None], more: Sequence[str], script: Path, made: Sequence[Path]
+    options: Mapping[str, str | None], more: Sequence[str], script: Path, new_runs: Sequence[Path]
 ) -> int:
     """Submit a script with its options; return the job's number.
 
@@ -295,7 +356,7 @@ def hand_in(
         answer = call("sbatch", "--parsable", *words, str(script), without=_NOT_FOR_A_RUN)
     except ProgramError as error:
         text = script.read_text()
-        for run in made:
+        for run in new_runs:
             for name in ("job.sbatch", OPTIONS, STARTER):
                 (run / name).unlink(missing_ok=True)
             remove_code(run)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, BinaryIO
@@ -17,12 +17,11 @@ from samestep.base.errors import UserError
 from samestep.base.run.files import Held, hold, read_object
 from samestep.base.startup import TIED_TO, stop_signals
 from samestep.base.words import measured
-from samestep.cluster.sweeping.chosen_by_optuna import OptunaChoice
-from samestep.cluster.sweeping.sweep_plan import LOGS, SweepPlan
+from samestep.cluster.sweeping.sweep_plan import LOGS, OptunaChoice, SweepPlan
 from samestep.launch.ranks.nproc import check_ranks, cores, ranks_to_start
 
 _LOOK_EVERY_S = 0.1
-_TOLD_LINES = 12
+_SHOWN_LINES = 12
 
 Command = Callable[[str], tuple[list[str], Mapping[str, str]]]
 """A training's name → the words behind `samestep`, and more variables for its process."""
@@ -88,7 +87,7 @@ def run_here(
     sweep: SweepPlan,
     command: Command,
     at_once: int,
-    tell: Callable[[EndedTraining], None],
+    report: Callable[[EndedTraining], None],
     *,
     gpus: int = 0,
     chooser: OptunaChoice | None = None,
@@ -104,34 +103,25 @@ def run_here(
         names = iter(chooser.next, "")
     running: dict[str, _Running] = {}
     failed = False
-    with held, _passing_on(running) as received:
-        try:
-            while True:
-                while len(running) < at_once and not received and (name := next(names, "")):
-                    taken = {one.place for one in running.values()}
-                    place = next(k for k in range(at_once) if k not in taken)
-                    running[name] = _start(sweep, name, command, place, at_once, gpus=gpus)
-                    if received:  # it came before this one could receive it
-                        running[name].process.send_signal(received[-1])
-                if not running:
-                    break
-                time.sleep(_LOOK_EVERY_S)
-                for name, one in [*running.items()]:
-                    if (code := one.process.poll()) is not None:
-                        del running[name]
-                        ended = _ended(sweep, name, code)
-                        if chooser is not None:
-                            chooser.ended(name)
-                        failed |= ended.status == "failed"
-                        tell(ended)
-        finally:
-            for one in running.values():
-                one.process.kill()
-                one.process.wait()
-    return _exit_code(received, failed=failed)
-
-
-def _exit_code(received: Sequence[int], *, failed: bool) -> int:
+    with held, _passing_on_signals(running) as received:
+        while True:
+            while len(running) < at_once and not received and (name := next(names, "")):
+                taken = {training.place for training in running.values()}
+                place = next(k for k in range(at_once) if k not in taken)
+                running[name] = _start(sweep, name, command, place, at_once, gpus=gpus)
+                if received:  # it came before this one could receive it
+                    running[name].process.send_signal(received[-1])
+            if not running:
+                break
+            time.sleep(_LOOK_EVERY_S)
+            for name, training in [*running.items()]:
+                if (code := training.process.poll()) is not None:
+                    del running[name]
+                    ended = _ended(sweep, name, code)
+                    if chooser is not None:
+                        chooser.ended(name)
+                    failed |= ended.status == "failed"
+                    report(ended)
     if len(received) > 1:
         return 128 + signal.SIGKILL
     return 128 + received[0] if received else int(failed)
@@ -145,9 +135,11 @@ def _start(
     # Trainings that each took all cores would wait for one another.
     variables.setdefault("OMP_NUM_THREADS", str(max(1, cores() // at_once)))
     if gpus:
-        seen = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
-        own = range(place * gpus, (place + 1) * gpus)
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(seen[k] if seen else str(k) for k in own)
+        visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+        numbers = range(place * gpus, (place + 1) * gpus)
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(
+            visible[n] if visible else str(n) for n in numbers
+        )
     with (sweep.folder / LOGS / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "samestep", *words],
@@ -161,14 +153,14 @@ def _start(
 
 
 @contextlib.contextmanager
-def _passing_on(running: Mapping[str, _Running]) -> Iterator[list[int]]:
-    """Pass stop signals on to the trainings; yield the list of those received."""
+def _passing_on_signals(running: Mapping[str, _Running]) -> Iterator[list[int]]:
+    """Pass stop signals on to the trainings; yield those received; kill what is left."""
     received: list[int] = []
 
     def handle(signum: int, _frame: FrameType | None) -> None:
-        for one in running.values():
+        for training in running.values():
             with contextlib.suppress(ProcessLookupError):
-                one.process.send_signal(signal.SIGKILL if received else signum)
+                training.process.send_signal(signal.SIGKILL if received else signum)
         received.append(signum)
 
     is_main = threading.current_thread() is threading.main_thread()
@@ -176,6 +168,9 @@ def _passing_on(running: Mapping[str, _Running]) -> Iterator[list[int]]:
     try:
         yield received
     finally:
+        for training in running.values():
+            training.process.kill()
+            training.process.wait()
         for number, handler in before:
             signal.signal(number, handler)
 
@@ -183,16 +178,16 @@ def _passing_on(running: Mapping[str, _Running]) -> Iterator[list[int]]:
 def _ended(sweep: SweepPlan, name: str, code: int) -> EndedTraining:
     result = read_object(sweep.run_dir(name) / "result.json")
     if code == 0:
-        halved = ", ended by --halving" * (result.get("reason") == "successive halving")
+        halved = ", ended by --halving" if result.get("reason") == "successive halving" else ""
         return EndedTraining(name, "completed", best_text(result) + halved)
     if code > 128 and result.get("status") == "stopped":
         return EndedTraining(name, "stopped", "saved; the same command continues")
     log = sweep.folder / LOGS / f"{name}.log"
     lines = log.read_text(errors="replace").splitlines()
-    at = next((k for k, line in enumerate(lines) if re.match("samestep: |╭─", line)), None)
-    told = lines[-_TOLD_LINES:] if at is None else lines[at : at + _TOLD_LINES]
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return EndedTraining(name, "failed", "\n".join([f"{how}; all it printed: {log}", *told]))
+    error_at = next((n for n, line in enumerate(lines) if re.match("samestep: |╭─", line)), None)
+    shown = lines[-_SHOWN_LINES:] if error_at is None else lines[error_at:][:_SHOWN_LINES]
+    end = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return EndedTraining(name, "failed", "\n".join([f"{end}; all it printed: {log}", *shown]))
 
 
 def best_text(result: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Which trainings a sweep has: flags with several values, the points they span, `sweep.json`.
+"""Which trainings a sweep has, and which is next: the points that flags span, `sweep.json`, Optuna.
 
 The file in the sweep's folder says what the sweep is. It is written before the first training, so
 that the same command continues where it was and another one is refused.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, what_to_install
 from samestep.base.run.directory import SWEEP, is_run
 from samestep.base.run.files import read_object, shown_path, write_text
 
@@ -27,6 +27,7 @@ MOST = 1000
 """Of more trainings, the user is asked first."""
 _MOST_TO_CHOOSE = 10_000
 _LONGEST_NAME = 120
+_OPTUNA_TRIES = 100
 _SWITCHES = frozenset({"true", "false"})
 Point = Mapping[str, str]
 """The settings in which one training differs from the others: flag → its value as text."""
@@ -68,8 +69,8 @@ class SweepPlan:
         else:
             chosen = itertools.product(*values)
         points: dict[str, Point] = {}
-        for one in chosen:
-            point = dict(zip(names, one, strict=True))
+        for point_values in chosen:
+            point = dict(zip(names, point_values, strict=True))
             name = _name(point)
             points[_hashed(name, point) if name in points else name] = point
         object.__setattr__(self, "points", points)
@@ -81,8 +82,13 @@ class SweepPlan:
 
     def words(self, point: Point) -> list[str]:
         """Return the flags of one training."""
-        own = (word for flag, text in point.items() for word in _words(flag, text))
-        return [*self.flags, *own]
+        words = [*self.flags]
+        for flag, text in point.items():
+            if text in _SWITCHES:
+                words.append(f"--{flag}" if text == "true" else f"--no-{flag}")
+            else:
+                words += [f"--{flag}", *text.split()]
+        return words
 
     def run_dir(self, name: str) -> Path:
         """Return the directory of one training."""
@@ -112,23 +118,27 @@ class SweepPlan:
             return {name: value for name, value in pairs if value != getattr(before, name)}
 
         def request_of(point: Point) -> Any:
-            ours: dict[str, Any] = {}
-            theirs: dict[str, Any] = {}
+            settings: dict[str, Any] = {}
+            options: dict[str, Any] = {}
             for flag, text in point.items():
                 corner = requests[repr({**first, flag: text})]
-                ours |= differing(corner.settings, base.settings)
-                theirs |= differing(corner.options, base.options)
-            options = base.options and replace(base.options, **theirs)
-            return replace(base, settings=replace(base.settings, **ours), options=options)
+                settings |= differing(corner.settings, base.settings)
+                options |= differing(corner.options, base.options)
+            return replace(
+                base,
+                settings=replace(base.settings, **settings),
+                options=base.options and replace(base.options, **options),
+            )
 
         return request_of
 
     def as_json(self) -> dict[str, Any]:
         """Return what sweep.json says."""
+        file = Path(self.recipe) if self.recipe.endswith(".py") else None
         return {
             "format": _FORMAT,
             "recipe": self.recipe,
-            "recipe_sha256": _sha256(Path(self.recipe)) if self.recipe.endswith(".py") else None,
+            "recipe_sha256": file and hashlib.sha256(file.read_bytes()).hexdigest(),
             "flags": [*self.flags],
             "axes": {flag: [*values] for flag, values in self.axes.items()},
             "sample": self.sample,
@@ -141,25 +151,21 @@ class SweepPlan:
         wanted, file = self.as_json(), self.folder / SWEEP
         if is_run(self.folder):
             raise UserError(f"{self.folder} is a run. Name another folder with --run-dir.")
-        found = read_object(file)
-        kept = {key: found.get(key) for key in wanted}
-        if not found:
+        before = read_object(file)
+        kept = {key: before.get(key) for key in wanted}
+        if not before:
             (self.folder / LOGS).mkdir(parents=True, exist_ok=True)
             write_text(file, json.dumps(wanted, indent=2) + "\n")
         elif kept != wanted:
             differs = [key for key in wanted if kept[key] != wanted[key]]
-            how = f"({differs[0]!r} is not the same)"
+            difference = f"({differs[0]!r} is not the same)"
             if differs == ["recipe_sha256"]:
-                how = f"with {shown_path(Path(self.recipe))} as it was before it was edited"
+                difference = f"with {shown_path(Path(self.recipe))} as it was before it was edited"
             raise UserError(
-                f"{shown_path(file)} is of another sweep {how}. Name another folder with "
+                f"{shown_path(file)} is of another sweep {difference}. Name another folder with "
                 "--run-dir, or repeat the command that began this one.",
                 flags=["run_dir"],
             )
-
-
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def num_points(axes: Mapping[str, Sequence[str]], sample: int | None = None) -> int:
@@ -174,11 +180,19 @@ def read_axes(words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...
     `--lr 1e-4,3e-4` has two, `--hidden-dims "64 32","128 64"` has two of two words. A value with a
     comma of its own stands in quotes within the word: `--track '"comet,mlflow",none'`.
     """
+    flags: list[tuple[str, list[str]]] = []  # each with the words behind it
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            flags.append((flag, [value] if equals else []))
+        elif not flags:
+            raise UserError(f"{word!r} stands behind no flag. A sweep has one recipe, then flags.")
+        else:
+            flags[-1][1].append(word)
     shared: list[str] = []
     axes: dict[str, tuple[str, ...]] = {}
-    found = [(flag, flag[2:].replace("_", "-"), given) for flag, given in _flags(words)]
-    names = [name for _, name, _ in found]
-    for flag, name, given in found:
+    names = [flag[2:].replace("_", "-") for flag, _ in flags]
+    for name, (flag, given) in zip(names, flags, strict=True):
         text = " ".join(given)
         if "," not in text:
             shared += [flag, *given]
@@ -197,40 +211,20 @@ def read_axes(words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...
     return shared, axes
 
 
-def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag with the words behind it."""
-    found: list[tuple[str, list[str]]] = []
-    for word in words:
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            found.append((flag, [value] if equals else []))
-        elif not found:
-            raise UserError(f"{word!r} stands behind no flag. A sweep has one recipe, then flags.")
-        else:
-            found[-1][1].append(word)
-    yield from found
-
-
-def _words(flag: str, text: str) -> list[str]:
-    if text in _SWITCHES:
-        return [f"--{flag}" if text == "true" else f"--no-{flag}"]
-    return [f"--{flag}", *text.split()]
-
-
 def _at(values: Sequence[Sequence[str]], number: int) -> tuple[str, ...]:
     """Return the point of this number in the order of `itertools.product`."""
-    found = []
-    for one in reversed(values):
-        number, place = divmod(number, len(one))
-        found.append(one[place])
-    return tuple(reversed(found))
+    point = []
+    for of_axis in reversed(values):
+        number, place = divmod(number, len(of_axis))
+        point.append(of_axis[place])
+    return tuple(reversed(point))
 
 
 def _name(point: Point) -> str:
     """Return a directory's name for a point, with a hash where letters had to be replaced."""
-    whole = _text(point)
-    name = re.sub(r"[^\w.,=+-]", "-", whole.replace(" ", "-"))
-    if len(name) > _LONGEST_NAME or name != whole.replace(" ", "-"):
+    text = _text(point).replace(" ", "-")
+    name = re.sub(r"[^\w.,=+-]", "-", text)
+    if len(name) > _LONGEST_NAME or name != text:
         name = _hashed(name[:_LONGEST_NAME], point)
     return name
 
@@ -247,3 +241,69 @@ def default_folder(recipe: str, words: Sequence[str]) -> Path:
     """Return the folder of a sweep that names none: the same for the same command."""
     key = hashlib.sha256(json.dumps([recipe, *words]).encode()).hexdigest()[:8]
     return Path("runs") / f"sweep-{Path(recipe).stem}-{key}"
+
+
+class OptunaChoice:
+    """Optuna's choice of the next training, by those that have ended.
+
+    It takes `sweep.num_trainings` of the points by a tree-structured Parzen estimator, in which
+    each flag is a categorical parameter: Bergstra et al. 2011, "Algorithms for Hyper-Parameter
+    Optimization". It needs no database: after a kill, the study is made again from the directories
+    of the runs.
+
+    Raises UserError if Optuna is not installed.
+    """
+
+    def __init__(self, sweep: SweepPlan) -> None:
+        try:
+            import optuna  # noqa: PLC0415 - an extra
+        except ImportError as error:
+            raise UserError(f"--optuna needs Optuna. {what_to_install(error)}") from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._sweep = sweep
+        self._failed = optuna.trial.TrialState.FAIL
+        # Trainings that still run count as bad, lest the next are all next to them.
+        sampler = optuna.samplers.TPESampler(seed=sweep.seed, constant_liar=True)
+        self._study = optuna.create_study(sampler=sampler)
+        self._space: dict[str, Any] = {
+            flag: optuna.distributions.CategoricalDistribution(values)
+            for flag, values in sweep.axes.items()
+        }
+        self._names = {tuple(point.values()): name for name, point in sweep.points.items()}
+        self._trials: dict[str, Any] = {}
+        self._again: list[str] = []
+        for name in sweep.points:
+            if sweep.status(name) == "completed":
+                self._begin(name)
+                self.ended(name)
+            elif sweep.run_dir(name).is_dir():
+                self._again.append(name)
+
+    def next(self) -> str:
+        """Return the training to start next; an empty text if there are enough."""
+        if self._again:
+            return self._begin(self._again.pop(0))
+        if len(self._trials) == self._sweep.num_trainings:
+            return ""
+        for _ in range(_OPTUNA_TRIES):
+            trial = self._study.ask(self._space)
+            name = self._names[tuple(trial.params[flag] for flag in self._space)]
+            if name not in self._trials:
+                self._trials[name] = trial
+                return name
+            self._study.tell(trial, state=self._failed)  # it would be the same training
+        return self._begin(next(name for name in self._sweep.points if name not in self._trials))
+
+    def ended(self, name: str) -> None:
+        """Note how good a training became."""
+        best = read_object(self._sweep.run_dir(name) / "result.json").get("best") or {}
+        value = best.get("value")
+        if isinstance(value, int | float) and math.isfinite(value):
+            self._study.tell(self._trials[name], -value if best.get("mode") == "max" else value)
+        else:
+            self._study.tell(self._trials[name], state=self._failed)
+
+    def _begin(self, name: str) -> str:
+        self._study.enqueue_trial(dict(self._sweep.points[name]))
+        self._trials[name] = self._study.ask(self._space)
+        return name

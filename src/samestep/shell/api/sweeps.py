@@ -11,9 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.base.errors import UserError
-from samestep.cluster.sweeping.chosen_by_optuna import OptunaChoice
 from samestep.cluster.sweeping.side_by_side import EndedTraining, num_at_once, run_here
-from samestep.cluster.sweeping.sweep_plan import MOST, Point, SweepPlan, default_folder, num_points
+from samestep.cluster.sweeping.sweep_plan import (
+    MOST,
+    OptunaChoice,
+    Point,
+    SweepPlan,
+    default_folder,
+    num_points,
+)
 from samestep.launch.ranks.process import TASK
 from samestep.shell.api.arguments import AnyPath, check_positive, one_line_errors, path_of
 

@@ -13,14 +13,18 @@ from samestep.base.run.files import shown_path
 from samestep.base.settings import Settings
 from samestep.base.words import count
 from samestep.cluster.slurm.checks import advice, check_ranks
-from samestep.cluster.slurm.job_array import submit_array
 from samestep.cluster.slurm.options import UncheckedOptions, apply_flags, options_before
 from samestep.cluster.slurm.queue import my_jobs
-from samestep.cluster.slurm.submission import find_workload, make_script, with_home_expanded
-from samestep.cluster.sweeping.chosen_by_optuna import OptunaChoice
+from samestep.cluster.slurm.submission import (
+    find_workload,
+    make_script,
+    submit_array,
+    with_home_expanded,
+)
 from samestep.cluster.sweeping.side_by_side import EndedTraining, hold_sweep, num_at_once, run_here
 from samestep.cluster.sweeping.sweep_plan import (
     MOST,
+    OptunaChoice,
     Point,
     SweepPlan,
     default_folder,

@@ -14,7 +14,6 @@ from samestep.base.flags import InShell
 from samestep.base.run.directory import seconds_since_sign
 from samestep.base.table import Table, escape, text_lines
 from samestep.base.words import count, duration, measured
-from samestep.cluster.slurm.pulses import LastSign, read_pulses
 from samestep.cluster.slurm.queue import (
     JobAndRun,
     Progress,
@@ -25,6 +24,7 @@ from samestep.cluster.slurm.queue import (
     my_jobs,
     read_progress,
 )
+from samestep.cluster.slurm.rank_ends import LastSign, last_signs
 from samestep.cluster.slurm.restarts import BEGUN, go_on_command, last_start, read_restarts
 from samestep.cluster.slurm.submission import is_script
 from samestep.shell.commands.forms import verb
@@ -144,7 +144,7 @@ def _signs(entry: JobAndRun) -> list[LastSign]:
     if entry.run is None or entry.job is None or entry.job.state != "RUNNING":
         return []
     begun = has_begun(entry.job, entry.run)
-    return read_pulses(entry.run, (entry.run / BEGUN).stat().st_mtime) if begun else []
+    return last_signs(entry.run, (entry.run / BEGUN).stat().st_mtime) if begun else []
 
 
 def _is_quiet(progress: Progress) -> bool:

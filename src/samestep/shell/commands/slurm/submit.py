@@ -12,7 +12,6 @@ from samestep.base.run.code_copy import CODE, kept_code
 from samestep.base.run.directory import is_run
 from samestep.base.run.files import shown_path, write_text
 from samestep.cluster.slurm.checks import advice, check_ranks
-from samestep.cluster.slurm.job_array import array_text, read_array, submit_array
 from samestep.cluster.slurm.options import (
     OPTIONS,
     JobOptions,
@@ -20,13 +19,15 @@ from samestep.cluster.slurm.options import (
     apply_flags,
     options_before,
 )
-from samestep.cluster.slurm.script import JobScript, script_text
+from samestep.cluster.slurm.script import JobScript, array_text, script_text
 from samestep.cluster.slurm.submission import (
     Workload,
     fill_run,
     find_workload,
     make_script,
+    read_array,
     submit,
+    submit_array,
     with_home_expanded,
 )
 from samestep.core.recipes import RECIPES

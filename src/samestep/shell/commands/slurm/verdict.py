@@ -7,9 +7,9 @@ from typing import Annotated
 
 from samestep.base.errors import UserError
 from samestep.base.flags import InShell
-from samestep.cluster.slurm.preflight import NOT_PASSED
 from samestep.cluster.slurm.queue import exclusion, find_job
 from samestep.cluster.slurm.restarts import (
+    NOT_PASSED,
     decide,
     failed_twice,
     go_on_command,
@@ -53,7 +53,7 @@ def main(
     ending = read_ending(
         run,
         code=code,
-        told=told,
+        received=told,
         kind=kind,
         log=log,
         first_node=os.environ.get("SLURMD_NODENAME", ""),
@@ -81,7 +81,9 @@ def main(
         )
     settle(run, verdict, ending)
     if ending.frames and verdict.word in ("again", "failed"):
-        head = ["The first failure:", ending.why] if ending.told != NOT_PASSED else ["What to do:"]
+        head = ["The first failure:", ending.why]
+        if ending.received == NOT_PASSED:
+            head = ["What to do:"]
         sys.stderr.write("\n".join([*head, *ending.frames, ""]))
     sys.stderr.write(f"samestep: {verdict.text}\n")
     sys.stderr.flush()
