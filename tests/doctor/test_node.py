@@ -18,11 +18,10 @@ from samestep.cluster.doctor import gpu_health
 from samestep.cluster.doctor import node as checks
 from samestep.cluster.doctor import run_directory as folders
 from samestep.cluster.doctor.findings import run_checks, worst
-from samestep.cluster.doctor.rank_facts import GpuHealth
+from samestep.cluster.doctor.rank_facts import GpuHealth, call_within, still_waiting, value_within
 from samestep.cluster.doctor.run_directory import read_folder
-from samestep.cluster.doctor.timeouts import call_within, still_waiting, value_within
 from samestep.launch.ranks.peak_rates import link_gb_s, peak_flops_per_s
-from tests.doctor.situations import FOLDER, GIB, H100, MACHINE, gpus, rank, says
+from tests.doctor.situations import FOLDER, GIB, H100, MACHINE, gpus, says
 
 WITH_GPUS = replace(
     MACHINE, cuda="12.8", driver="570.1", nccl="2.27.3", gpus=gpus(4), num_gpus_in_node=4
@@ -253,11 +252,10 @@ esac
 
 
 def test_a_healthy_gpu_is_all_green_by_the_rates_of_its_data_sheet():
-    found = run_checks(gpu_health.CHECKS, replace(rank(), gpu=HEALTHY))
+    found = run_checks(gpu_health.CHECKS, HEALTHY)
     assert (len(found), worst(found)) == (4, "green")
     unknown = replace(HEALTHY, peak_tflop_s=None, clock_mhz=None, uncorrected=None)
-    assert worst(run_checks(gpu_health.CHECKS, replace(rank(), gpu=unknown))) == "green"
-    assert run_checks(gpu_health.CHECKS, rank()) == []
+    assert worst(run_checks(gpu_health.CHECKS, unknown)) == "green"
     assert peak_flops_per_s("NVIDIA H200", "bf16", tf32=False) == 989.4e12
     assert peak_flops_per_s("NVIDIA H200", "fp32", tf32=True) == 494.7e12
     assert peak_flops_per_s("NVIDIA A10G", "bf16", tf32=False) is None, "not an A10"
@@ -268,7 +266,7 @@ def test_a_healthy_gpu_is_all_green_by_the_rates_of_its_data_sheet():
 @pytest.mark.parametrize("check", GPU_FAULTS)
 def test_each_planted_fault_of_a_gpu_is_found_and_comes_with_advice(check):
     for changes, said in GPU_FAULTS[check]:
-        says(check(replace(rank(), gpu=replace(HEALTHY, **changes))), said)
+        says(check(replace(HEALTHY, **changes)), said)
 
 
 def test_what_an_older_nvidia_smi_says_of_this_gpu_is_read(tmp_path, monkeypatch):

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from samestep.cluster.doctor.findings import Check, Finding, green, red, yellow
-from samestep.cluster.doctor.rank_facts import Address, Allocation, RankFacts
-from samestep.cluster.doctor.timeouts import value_within
+from samestep.cluster.doctor.rank_facts import Address, Allocation, RankFacts, value_within
 from samestep.launch.ranks.address import (
     address_towards,
     interface_of,

@@ -32,7 +32,7 @@ def device(allocation: Allocation) -> Finding:
         return red(
             f"{_names(without)}: {without[0].device_problem}",
             "Start as many ranks as there are GPUs that each of them sees, or use --device cpu.",
-            hosts=tuple({rank.machine.host: None for rank in without}),
+            hosts=tuple(dict.fromkeys(rank.machine.host for rank in without)),
         )
     if shared := sharing(ranks):
         return red(

@@ -24,9 +24,14 @@ from samestep.cluster.doctor import measurements
 from samestep.cluster.doctor.addresses import MEETING_CHECKS, announced_address
 from samestep.cluster.doctor.all_ranks import ONE_ENVIRONMENT, sharing
 from samestep.cluster.doctor.findings import Finding, green, red, run_checks, worst
-from samestep.cluster.doctor.rank_facts import Allocation, DoctorOptions, Measurements, RankFacts
+from samestep.cluster.doctor.rank_facts import (
+    Allocation,
+    DoctorOptions,
+    Measurements,
+    RankFacts,
+    call_within,
+)
 from samestep.cluster.doctor.run_directory import NFS_WAIT_S, find_shared_file
-from samestep.cluster.doctor.timeouts import call_within
 from samestep.launch.ranks.launch import Launch
 from samestep.launch.ranks.world import Store, World, join, leave, open_store
 
@@ -63,8 +68,15 @@ def lead(options: DoctorOptions, world: World, me: RankFacts) -> tuple[Allocatio
     except (RuntimeError, TimeoutError) as error:
         advice = "Set MASTER_PORT to another port on every rank; no firewall may close it."
         return alone, [*findings, red(_first_line(error), advice, "roll call")]
-    received, ended = collect_facts(store, me, options.timeout_s)
-    why = "when the launcher ended this" if ended else f"within {options.timeout_s:g} s"
+    ended = threading.Event()
+    previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    try:
+        others = range(1, me.launch.world_size)
+        facts_of = wait_for_all(store, "rank", others, options.timeout_s, ended)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    received = [msgspec.json.encode(me), *facts_of.values()]
+    why = "when the launcher ended this" if ended.is_set() else f"within {options.timeout_s:g} s"
     ranks, roll = _read_roll(received, why)
     allocation = Allocation(ranks=ranks)
     announced = announced_address(allocation)
@@ -85,18 +97,6 @@ def lead(options: DoctorOptions, world: World, me: RankFacts) -> tuple[Allocatio
     return allocation, findings
 
 
-def collect_facts(store: Store, me: RankFacts, timeout_s: float) -> tuple[list[bytes | None], bool]:
-    """Return the facts of each rank, None if it has not come, and whether SIGTERM cut it short."""
-    ended = threading.Event()
-    previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    try:
-        others = range(1, me.launch.world_size)
-        found = wait_for_all(store, "rank", others, timeout_s, ended)
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    return [msgspec.json.encode(me), *found.values()], ended.is_set()
-
-
 def follow(options: DoctorOptions, world: World, me: RankFacts) -> None:
     """As any other rank, send the facts to rank 0 and do what it orders."""
     launch = me.launch
@@ -106,15 +106,13 @@ def follow(options: DoctorOptions, world: World, me: RankFacts) -> None:
         store = _open_store(options, launch)
         orders = announce(store, launch.rank, msgspec.json.encode(me), options.timeout_s)
     except (CutOffError, RuntimeError, TimeoutError) as error:
-        why = (
-            str(error)
-            if isinstance(error, CutOffError)
-            else (
+        why = str(error)
+        if not isinstance(error, CutOffError):
+            why = (
                 f"Rank 0 did not answer at {launch.master_addr}:{launch.master_port} within "
                 f"{options.timeout_s:g} s: {_first_line(error)}. Check that rank 0 was started and "
                 "that no firewall closes the port between the two nodes."
             )
-        )
         # Usually the whole node is cut off, and one message from it is enough.
         raise CutOffError(f"[{me.label}] {why}" if launch.local_rank == 0 else "") from error
     if orders.join:
@@ -145,15 +143,14 @@ def wait_for_all(
 ) -> dict[int, bytes | None]:
     """Poll for `WHAT/RANK` of each rank: while PyTorch's store waits, no signal is handled."""
     deadline, ended = time.monotonic() + timeout_s, ended or threading.Event()
-    found: dict[int, bytes | None] = {}
+    values: dict[int, bytes | None] = {}
     for rank in ranks:
-        key, found[rank] = f"{what}/{rank}", None
-        while not (here := store.check([key])):
+        key = f"{what}/{rank}"
+        while not (is_there := store.check([key])):
             if time.monotonic() > deadline or ended.wait(_POLL_S):
                 break
-        if here:
-            found[rank] = bytes(store.get(key))
-    return found
+        values[rank] = bytes(store.get(key)) if is_there else None
+    return values
 
 
 def _measure_or_explain(
@@ -229,32 +226,33 @@ def _lost(failures: dict[int, str], world_size: int) -> Finding:
 
 
 def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts, ...], Finding]:
-    found: list[RankFacts] = []
+    ranks: list[RankFacts] = []
     foreign = []
     missing = [number for number, facts in enumerate(received) if not facts]
     for number, facts in enumerate(received):
         try:
-            found += [msgspec.json.decode(facts, type=RankFacts)] if facts else []
+            ranks += [msgspec.json.decode(facts, type=RankFacts)] if facts else []
         except msgspec.MsgspecError:
             foreign.append(number)
     if foreign:
         what = f"{_numbers(foreign)} cannot be understood: another samestep runs there"
-        return tuple(found), red(what, ONE_ENVIRONMENT, "roll call")
+        return tuple(ranks), red(what, ONE_ENVIRONMENT, "roll call")
+    main = ranks[0]
     if missing:
-        seen = {rank.machine.host.partition(".")[0] for rank in found}
-        listed = found[0].slurm.hosts if found[0].slurm else ()
+        seen = {rank.machine.host.partition(".")[0] for rank in ranks}
+        listed = main.slurm.hosts if main.slurm else ()
         silent = [host for host in listed if host.partition(".")[0] not in seen]
         where = f" (none came from {', '.join(silent[:4])})" if silent else ""
-        return tuple(found), red(
+        return tuple(ranks), red(
             f"{_numbers(missing)} of {len(received)} never came {why}{where}",
             "See their own messages above; check that they were started, and that their nodes "
-            f"reach {found[0].launch.master_addr}:{found[0].launch.master_port}.",
+            f"reach {main.launch.master_addr}:{main.launch.master_port}.",
             "roll call",
             hosts=tuple(silent),
         )
     # Rank 0 knows the number of workers from the run's settings.
-    ranks = tuple(replace(rank, num_workers=found[0].num_workers) for rank in found)
-    return ranks, green(f"all {len(received)} ranks came", name="roll call")
+    same = tuple(replace(rank, num_workers=main.num_workers) for rank in ranks)
+    return same, green(f"all {len(received)} ranks came", name="roll call")
 
 
 def _numbers(numbers: list[int]) -> str:

@@ -124,7 +124,7 @@ def _check(allocation: Allocation, findings: list[Finding]) -> Diagnosis:
     tables = []
     for rank in (main, *others):
         table = run_checks(slurm_job.CHECKS, rank) + run_checks(node.CHECKS, rank.machine)
-        table += run_checks(gpu_health.CHECKS, rank)
+        table += run_checks(gpu_health.CHECKS, rank.gpu) if rank.gpu else []
         table += run_checks(run_directory.CHECKS, rank.folder) if rank.folder else []
         tables.append((rank.label, table))
     return Diagnosis(

@@ -74,11 +74,11 @@ def merge(tables: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
         for finding in findings:
             rows[finding.name].append((label, finding))
     merged = []
-    for found in rows.values():
-        status = worst([finding for _, finding in found])
-        concerned = [(label, finding) for label, finding in found if finding.status == status]
+    for of_ranks in rows.values():
+        status = worst([finding for _, finding in of_ranks])
+        concerned = [(label, finding) for label, finding in of_ranks if finding.status == status]
         label, finding = concerned[0]
-        if status != "green" and len(concerned) < len(found):
+        if status != "green" and len(concerned) < len(of_ranks):
             more = f" and {len(concerned) - 1} more" if len(concerned) > 1 else ""
             hosts = {label.partition(" on ")[2]: None for label, _ in concerned}
             found_by = f"{label}{more}: {finding.found}"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from samestep.cluster.doctor.findings import Check, Finding, graded, green, red, yellow
-from samestep.cluster.doctor.rank_facts import GpuHealth, RankFacts
+from samestep.cluster.doctor.rank_facts import GpuHealth
 from samestep.launch.ranks.peak_rates import link_gb_s, peak_flops_per_s
 
 _NVIDIA_SMI_S = 10.0
@@ -39,9 +39,10 @@ _SLOWED = {
 
 def read_gpu(device: torch.device, uuid: str, name: str) -> GpuHealth:
     """Measure a GPU for about a second, and ask nvidia-smi about it."""
-    others = _others(uuid)  # before this process is one of those that use it
+    rows = nvidia_smi("compute-apps", "gpu_uuid", "pid")  # before this process is one of them
+    pids = [int(pid) for gpu, pid in rows if gpu.removeprefix("GPU-") == uuid]
     rate, to_gpu, from_gpu = _measure(device)
-    state = _ask(uuid)
+    state = _state_of(uuid)
     peak = peak_flops_per_s(name, "bf16", tf32=False)
     lanes = [_number(state.get(field)) for field in _LINK]
     reasons = next((state[field] for field in _REASONS if field in state), "0")
@@ -56,7 +57,7 @@ def read_gpu(device: torch.device, uuid: str, name: str) -> GpuHealth:
         most_mhz=_number(state.get("clocks.max.sm")),
         uncorrected=_number(state.get("ecc.errors.uncorrected.volatile.total")),
         slowed_by=tuple(reason for bit, reason in _SLOWED.items() if bits & bit),
-        others=others,
+        others=tuple(pid for pid in pids if pid != os.getpid() and not _is_doctor(pid)),
     )
 
 
@@ -85,30 +86,25 @@ def _seconds(device: torch.device, function: Callable[[], object]) -> float:
     return min(times)
 
 
-def _ask(uuid: str) -> dict[str, str]:
+def _state_of(uuid: str) -> dict[str, str]:
     """Return what nvidia-smi says of a GPU, by field; nothing where it does not answer."""
     for reasons in _REASONS:
         fields = (*_STATE, *_LINK, reasons)
-        for row in _nvidia_smi("gpu", "uuid", *fields):
+        for row in nvidia_smi("gpu", "uuid", *fields):
             if row[0].removeprefix("GPU-") == uuid:
                 return dict(zip(fields, row[1:], strict=True))
     return {}
 
 
-def _others(uuid: str) -> tuple[int, ...]:
-    """Return the processes that compute on a GPU, but for other ranks of this examination."""
-    rows = _nvidia_smi("compute-apps", "gpu_uuid", "pid")
-    pids = [int(pid) for gpu, pid in rows if gpu.removeprefix("GPU-") == uuid]
-    return tuple(pid for pid in pids if pid != os.getpid() and not _is_doctor(pid))
-
-
 def _is_doctor(pid: int) -> bool:
+    """Whether a process may be another rank of this examination."""
     with contextlib.suppress(OSError):
         return b"doctor" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
-def _nvidia_smi(kind: str, *fields: str) -> list[list[str]]:
+def nvidia_smi(kind: str, *fields: str) -> list[list[str]]:
+    """Return what nvidia-smi says of all GPUs, or of all processes; nothing if it is not here."""
     command = ["nvidia-smi", f"--query-{kind}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         printed = subprocess.check_output(command, stderr=subprocess.PIPE, timeout=_NVIDIA_SMI_S)
@@ -123,10 +119,8 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
 
 
-def gpu_speed(rank: RankFacts) -> Finding | None:
+def gpu_speed(gpu: GpuHealth) -> Finding:
     """Check that a large product of bf16 matrices is about as fast as it should be."""
-    if (gpu := rank.gpu) is None:
-        return None
     found = f"{gpu.bf16_tflop_s:.0f} TFLOP/s in bf16"
     if gpu.peak_tflop_s is None:
         return green(f"{found}; what this GPU should do is not known")
@@ -138,10 +132,8 @@ def gpu_speed(rank: RankFacts) -> Finding | None:
     )
 
 
-def gpu_copies(rank: RankFacts) -> Finding | None:
+def gpu_copies(gpu: GpuHealth) -> Finding:
     """Check that batches reach the GPU as fast as its link carries them."""
-    if (gpu := rank.gpu) is None:
-        return None
     slowest = min(gpu.to_gpu_gb_s, gpu.from_gpu_gb_s)
     found = f"{gpu.to_gpu_gb_s:.1f} GB/s to the GPU, {gpu.from_gpu_gb_s:.1f} GB/s back"
     least = _SLOW_COPY_GB_S
@@ -155,9 +147,9 @@ def gpu_copies(rank: RankFacts) -> Finding | None:
     )
 
 
-def gpu_clocks(rank: RankFacts) -> Finding | None:
+def gpu_clocks(gpu: GpuHealth) -> Finding | None:
     """Check that nothing slows the GPU's clocks down."""
-    if (gpu := rank.gpu) is None or gpu.clock_mhz is None:
+    if gpu.clock_mhz is None:
         return None
     found = f"{gpu.clock_mhz:,} of {gpu.most_mhz or gpu.clock_mhz:,} MHz"
     if gpu.slowed_by:
@@ -166,9 +158,9 @@ def gpu_clocks(rank: RankFacts) -> Finding | None:
     return green(found)
 
 
-def gpu_memory(rank: RankFacts) -> Finding | None:
+def gpu_memory(gpu: GpuHealth) -> Finding | None:
     """Check that the GPU's memory had no error that it could not correct."""
-    if (gpu := rank.gpu) is None or gpu.uncorrected is None:
+    if gpu.uncorrected is None:
         return None
     if gpu.uncorrected:
         advice = "Leave the node out (#SBATCH --exclude), and ask the administrators to replace it."
@@ -176,9 +168,9 @@ def gpu_memory(rank: RankFacts) -> Finding | None:
     return green("no error that it could not correct")
 
 
-def gpu_processes(rank: RankFacts) -> Finding | None:
+def gpu_processes(gpu: GpuHealth) -> Finding | None:
     """Check that no other process computes on the GPU."""
-    if (gpu := rank.gpu) is None or not gpu.others:
+    if not gpu.others:
         return None
     pids = ", ".join(map(str, gpu.others[:4]))
     return yellow(
@@ -187,4 +179,4 @@ def gpu_processes(rank: RankFacts) -> Finding | None:
     )
 
 
-CHECKS: list[Check[RankFacts]] = [gpu_speed, gpu_copies, gpu_clocks, gpu_memory, gpu_processes]
+CHECKS: list[Check[GpuHealth]] = [gpu_speed, gpu_copies, gpu_clocks, gpu_memory, gpu_processes]

@@ -1,13 +1,11 @@
 """One machine as one process sees it: versions, GPUs, cores, shared memory, limits."""
 
 import contextlib
-import csv
 import hashlib
 import os
 import re
 import shutil
 import socket
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -20,8 +18,8 @@ from samestep.base.machine import quota_cores, usable_cores
 from samestep.base.run.directory import versions
 from samestep.base.words import count
 from samestep.cluster.doctor.findings import Check, Finding, graded, green, red, size_name, yellow
-from samestep.cluster.doctor.rank_facts import Gpu, Machine
-from samestep.cluster.doctor.timeouts import value_within
+from samestep.cluster.doctor.gpu_health import nvidia_smi
+from samestep.cluster.doctor.rank_facts import Gpu, Machine, value_within
 
 try:
     import resource
@@ -29,7 +27,6 @@ except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]
 
 SHM = Path("/dev/shm")  # noqa: S108 - only read
-_NVIDIA_SMI_S = 10.0
 _RESOLVE_S = 1.5
 _TRACKER = "api.wandb.ai"  # resolves wherever trackers can be reached
 
@@ -88,9 +85,9 @@ def stale_files(
     for path in folder.glob("*"):
         with contextlib.suppress(OSError):
             stat = path.lstat()
-            old = now - max(stat.st_mtime, stat.st_ctime) > STALE_S
-            own = path.is_file() and stat.st_uid == os.getuid()
-            if own and old and stat.st_size >= STALE_BYTES:
+            is_old = now - max(stat.st_mtime, stat.st_ctime) > STALE_S
+            is_ours = path.is_file() and stat.st_uid == os.getuid()
+            if is_ours and is_old and stat.st_size >= STALE_BYTES:
                 sizes[str(path)] = stat.st_size
     held: set[str] = set()
     for process in processes.glob("[0-9]*") if sizes else ():
@@ -154,13 +151,11 @@ def _gpus() -> tuple[Gpu, ...]:
     """
     if not pytorch.cuda.is_available():
         return ()
-    query = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
-    try:
-        printed = subprocess.check_output(query, stderr=subprocess.PIPE, timeout=_NVIDIA_SMI_S)
-        rows = csv.reader(printed.decode().splitlines(), skipinitialspace=True)
-        used = {uuid.removeprefix("GPU-"): int(mib) * 2**20 for uuid, mib in rows}
-    except (OSError, subprocess.SubprocessError, ValueError):
-        used = {}  # no nvidia-smi, or a GPU that does not report it
+    used = {
+        uuid.removeprefix("GPU-"): int(mib) * 2**20
+        for uuid, mib in nvidia_smi("gpu", "uuid", "memory.used")
+        if mib.isdecimal()
+    }
     return tuple(
         Gpu(
             name=gpu.name,
@@ -248,8 +243,8 @@ def cores(machine: Machine) -> Finding:
     """Check how many of the machine's cores this process may use."""
     allowed, quota = len(machine.cores), machine.quota_cores
     limits = f"affinity {allowed}" + (f", quota {quota:.3g}" if quota is not None else "")
-    found = f"{min(allowed, quota or allowed):.3g} of the machine's {machine.machine_cores}"
-    found += f" ({limits})"
+    usable = f"{min(allowed, quota or allowed):.3g} of the machine's {machine.machine_cores}"
+    found = f"{usable} ({limits})"
     if quota is not None and quota < 1:
         advice = "Every step waits for the scheduler; give the container or job more CPU."
         return red(f"{found}: less than one", advice)

@@ -1,17 +1,23 @@
-"""What each rank knows of itself, and what all ranks measured.
+"""What each rank knows of itself, what all ranks measured, and how long a fact may take to read.
 
 The facts travel between ranks as JSON, which another version of samestep can read, unlike a
 pickle. An empty text means "none"; None means "unknown", or "no limit" for a limit.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from samestep.base.flags import InShell
 from samestep.base.settings import Backend, Device
 from samestep.launch.ranks.launch import Launch
+
+T = TypeVar("T")
+
+_TIMEOUT_THREAD = "samestep-doctor-timeout"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,3 +253,38 @@ def cores_together(ranks: Sequence[RankFacts]) -> float:
     together = float(len({core for rank in ranks for core in rank.machine.cores}))
     quotas = [rank.machine.quota_cores for rank in ranks if rank.machine.quota_cores is not None]
     return min([together, *quotas])
+
+
+def call_within(seconds: float, function: Callable[[], T]) -> T:
+    """Return a function's value or raise its error; raise TimeoutError if it takes too long.
+
+    A hanging system call cannot be interrupted: its thread is left behind and ends with the
+    process.
+    """
+    answer: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(function())
+        except Exception as error:
+            answer.set_exception(error)
+
+    thread = threading.Thread(target=call, name=_TIMEOUT_THREAD, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not answer.done():
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return answer.result()
+
+
+def value_within(seconds: float, function: Callable[[], T], otherwise: T) -> T:
+    """Return a function's value, or `otherwise` if it raises or takes too long."""
+    try:
+        return call_within(seconds, function)
+    except Exception:
+        return otherwise
+
+
+def still_waiting() -> bool:
+    """Whether a call that timed out is still running."""
+    return any(thread.name == _TIMEOUT_THREAD for thread in threading.enumerate())

@@ -16,8 +16,7 @@ from samestep.base.run.files import write_text
 from samestep.base.run.records import read_records
 from samestep.base.words import size
 from samestep.cluster.doctor.findings import Check, Finding, graded, green, red
-from samestep.cluster.doctor.rank_facts import Allocation, Folder
-from samestep.cluster.doctor.timeouts import call_within, value_within
+from samestep.cluster.doctor.rank_facts import Allocation, Folder, call_within, value_within
 from samestep.launch.ranks.world import World
 
 PREFIX = ".samestep-doctor-"  # prefix of every file that the doctor writes and removes again
@@ -136,7 +135,9 @@ def find_shared_file(world: World, run_dir: Path, wait_s: float) -> tuple[str, .
     file = places[min(levels, len(places) - 1)] / f"{PREFIX}{token}"
     try:
         silent = "gets no answer from its file system"
-        seen = value_within(wait_s + _MARGIN_S, lambda: _look(file, token, wait_s), silent)
+        seen = value_within(
+            wait_s + _MARGIN_S, lambda: _wait_for_token(file, token, wait_s), silent
+        )
         return tuple(world.gather(seen))
     finally:
         if world.is_main:
@@ -156,7 +157,7 @@ def _write_token(path: Path) -> tuple[str, int]:
     return token, len(path.parts) - len(base.parts)
 
 
-def _look(file: Path, token: str, wait_s: float) -> str:
+def _wait_for_token(file: Path, token: str, wait_s: float) -> str:
     """Poll for the file until the deadline; return why this rank does not see it."""
     deadline = time.monotonic() + wait_s
     while True:

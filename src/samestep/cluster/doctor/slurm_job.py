@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from samestep.base.errors import UserError
 from samestep.base.words import count, duration
 from samestep.cluster.doctor.findings import Check, Finding, graded, green, red, yellow
-from samestep.cluster.doctor.rank_facts import RankFacts, SlurmJob, SlurmTask
-from samestep.cluster.doctor.timeouts import value_within
+from samestep.cluster.doctor.rank_facts import RankFacts, SlurmJob, SlurmTask, value_within
 from samestep.cluster.slurm.options import read_time
 from samestep.cluster.slurm.queue import call
 from samestep.launch.ranks import launch as launches

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from samestep.base.errors import UserError
 from samestep.cluster.doctor.findings import worst
-from samestep.cluster.doctor.rank_facts import DoctorOptions
-from samestep.cluster.doctor.timeouts import still_waiting
+from samestep.cluster.doctor.rank_facts import DoctorOptions, still_waiting
 from samestep.launch.ranks.process import RankLog, print_error, run_as_rank
 from samestep.shell.api.arguments import check_positive
 from samestep.shell.commands.forms import Form, parse
