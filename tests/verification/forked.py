@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,9 @@ from samestep.core.session.request import Request
 from samestep.launch.ranks.process import TASK
 from samestep.launch.ranks.start import Ended
 from samestep.prove.verification.evidence import Check, Evidence
+from samestep.prove.verification.harness import Starts, Verification, VerifyOptions, starting
 from samestep.prove.verification.verify_loop import verify_loop
-from samestep.prove.verification.verify_recipe import (
-    Verification,
-    VerifyOptions,
-    gather,
-    judge_evidence,
-)
+from samestep.prove.verification.verify_recipe import gather
 from samestep.shell.commands.target import parse_target
 from samestep.shell.commands.verify import FORM
 from tests.command_line import end_with_first_failure
@@ -30,12 +26,15 @@ class Gathered:
     """What the real processes of one verification left; it may be judged several times."""
 
     request: Request
+    starts: Starts
     evidence: Evidence
 
     def judged(
         self, accept: tuple[Accepted, ...] = (), tolerance: float | None = None
     ) -> Verification:
-        return judge_evidence(self.request, self.evidence, accept=accept, tolerance=tolerance)
+        recipe, options = self.request.recipe, replace(self.starts.options, tolerance=tolerance)
+        starts = replace(self.starts, options=options, accepted=frozenset(accept))
+        return starts.answer(recipe.name, self.evidence, recipe.accepts)
 
 
 def gathered(
@@ -44,13 +43,16 @@ def gathered(
     folder: Path,
     sizes: tuple[int, ...] = (1, 2),
     lightning: bool = False,
+    quick: bool = False,
     **more: Any,
 ) -> Gathered:
     """Run all starts of a recipe; the ranks do what those of the command do."""
     arguments = [str(recipe), "--device", "cpu", *flags]
     _, request = parse_target(FORM, arguments)
-    launch = partial(_launch, arguments, folder)
-    return Gathered(request, gather(request, sizes, launch, lightning=lightning, **more))
+    options, launch = VerifyOptions(sizes=sizes, quick=quick), partial(_launch, arguments, folder)
+    with starting(options, request.settings, launch) as starts:
+        evidence = gather(request, starts, lightning=lightning, **more)
+    return Gathered(request, starts, evidence)
 
 
 def verified_loop(
@@ -58,14 +60,10 @@ def verified_loop(
 ) -> Verification:
     """Verify a script with a loop of its own; it is started by name, as a user would."""
     options = VerifyOptions(sizes=sizes, **{"quick": True, **more})
-
-    def launch(num_ranks: int, task: Path, _device: str) -> Ended:
-        return _launch([str(script)], folder, num_ranks, task)
-
-    return verify_loop(script, arguments, options, launch)
+    return verify_loop(script, arguments, options, partial(_launch, [str(script)], folder))
 
 
-def _launch(arguments: list[str], folder: Path, num_ranks: int, task: Path) -> Ended:
+def _launch(arguments: list[str], folder: Path, num_ranks: int, task: Path, _: str) -> Ended:
     place = folder / task.stem
     ranks = start_ranks(_rank, num_ranks, place, arguments, str(task), str(place))
     code = end_with_first_failure(ranks)

@@ -13,7 +13,7 @@ from samestep.launch.ranks.world import World
 from samestep.prove.verification.evidence import Check, Evidence
 from samestep.prove.verification.few_samples import choose_training_size, cut_down, num_samples
 from samestep.prove.verification.recipe_under_test import RecipeUnderTest
-from samestep.prove.verification.rows import judge, plan_trainings
+from samestep.prove.verification.rows import check_rows, plan_trainings
 from samestep.prove.verification.rows.loss import LossOfParts
 from samestep.prove.verification.rows.model import ProcessOutputs
 from samestep.prove.verification.rows.state import ModuleCall
@@ -82,7 +82,7 @@ def with_facts(evidence: Evidence, *, present: frozenset = frozenset(), **found:
     facts = replace(
         evidence.facts,
         present=present,
-        found={"loss": LossOfParts(0.0, 0.0, adds_up=False), **kept},
+        results={"loss": LossOfParts(0.0, 0.0, adds_up=False), **kept},
     )
     traces, reports = {}, {}
     for start in evidence.starts:
@@ -91,17 +91,17 @@ def with_facts(evidence: Evidence, *, present: frozenset = frozenset(), **found:
             traces[start.place, training.name] = [trace(facts, r, start.world_size) for r in ranks]
         on_ranks = {"order": ["a", "b"], "metrics": {}}
         on_ranks["processes"] = computed()
-        reports[start.place] = [RankReport(num_samples=60, found=dict(on_ranks)) for _ in ranks]
-    reports[evidence.starts[-1].place][0].found["one device"] = {"loss": 0.7, "accuracy": 0.5}
+        reports[start.place] = [RankReport(num_samples=60, results=dict(on_ranks)) for _ in ranks]
+    reports[evidence.starts[-1].place][0].results["one device"] = {"loss": 0.7, "accuracy": 0.5}
     return replace(evidence, facts=facts, traces=traces, reports=reports)
 
 
 def checks(evidence: Evidence) -> dict[str, Check]:
-    return {check.name: check for check in judge(evidence)}
+    return {check.name: check for check in check_rows(evidence)}
 
 
 def different(evidence: Evidence) -> dict[str, str | None]:
-    return {check.name: check.cause.name for check in judge(evidence) if not check.passed}
+    return {check.name: check.cause.name for check in check_rows(evidence) if not check.passed}
 
 
 def recipe_under_test(recipe: Path, *flags: str) -> RecipeUnderTest:

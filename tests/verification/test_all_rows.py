@@ -66,7 +66,7 @@ def failing(evidence, training, *, step=1, message=BROKE, place=1, mistake=False
 def on_rank(evidence, row, *found, place=1):
     reports = copy.deepcopy(evidence.reports)
     for report, value in zip(reports[place], found, strict=False):
-        report.found[row] = value
+        report.results[row] = value
     return replace(evidence, reports=reports)
 
 

@@ -17,11 +17,11 @@ from samestep.base.errors import UserError
 from samestep.prove.verification import trace as traces
 from samestep.prove.verification.causes import Cause
 from samestep.prove.verification.few_samples import choose_training_size
+from samestep.prove.verification.harness import Verification
 from samestep.prove.verification.result_table import as_table, show
-from samestep.prove.verification.rows import judge
+from samestep.prove.verification.rows import check_rows
 from samestep.prove.verification.rows.loss import LossOfParts
 from samestep.prove.verification.trace import Trace, Values, difference, evaluations_apart, relative
-from samestep.prove.verification.verify_recipe import Verification
 from tests.verification.made_up import undisturbed
 
 
@@ -133,7 +133,12 @@ GOLDEN = Path(__file__).with_name("table.txt")
 
 def verification(evidence, **changes) -> Verification:
     known = {"recipe": "spiral", "sizes": (1, 2), "facts": evidence.facts}
-    more = {"precisions": ("fp64", "fp32"), "checks": judge(evidence), "seconds": 3.0, "notes": ()}
+    more = {
+        "precisions": ("fp64", "fp32"),
+        "checks": check_rows(evidence),
+        "seconds": 3.0,
+        "notes": (),
+    }
     return Verification(**{**known, **more, **changes})
 
 
@@ -164,7 +169,7 @@ def test_the_last_line_tells_another_training_from_what_is_accepted_or_written(s
         replace(check, status=status, cause=Cause("every rank writes", "x"))
         if check.name in rows
         else check
-        for check in judge(undisturbed())
+        for check in check_rows(undisturbed())
     ]
     last = shown(verification(undisturbed(), checks=checks))[-1]
     assert last.startswith(words[0])
@@ -172,7 +177,7 @@ def test_the_last_line_tells_another_training_from_what_is_accepted_or_written(s
 
 
 def test_the_table_and_json_have_every_row_and_the_cause_of_several_once():
-    checks = [replace(judge(undisturbed())[1], difference=math.inf)]
+    checks = [replace(check_rows(undisturbed())[1], difference=math.inf)]
     found = json.loads(json.dumps(as_table(verification(undisturbed(), checks=checks))))
     assert {"same", "world_sizes", "precisions", "held_still", "notes", "seconds"} <= found.keys()
     assert {"name", "passed", "status", "first_step", "why", "advice"} <= found["checks"][0].keys()

@@ -16,11 +16,11 @@ from samestep.prove.verification import causes
 from samestep.prove.verification.recipe_under_test import exact_precision, hold_model
 from samestep.prove.verification.rows import (
     data,
-    look,
     loss,
     metrics,
     model,
     rounding,
+    run_experiments,
     state,
     trainings,
 )
@@ -91,7 +91,7 @@ TOLD = {
 
 def looked_at(folder, name):
     recipe = planted.write(folder, getattr(planted, name) if name else "", name="planted.py")
-    return look(recipe_under_test(recipe), undisturbed().facts)
+    return run_experiments(recipe_under_test(recipe), undisturbed().facts)
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -100,24 +100,26 @@ def test_the_experiments_find_what_is_planted_and_nothing_else(name, tmp_path):
     present, rows = FOUND[name]
     assert facts.present == present
     evidence = with_facts(undisturbed(), present=facts.present)
-    assert different(replace(evidence, facts=replace(evidence.facts, found=facts.found))) == rows
+    assert (
+        different(replace(evidence, facts=replace(evidence.facts, results=facts.results))) == rows
+    )
     if name in TOLD:
         row, of_it, told = TOLD[name]
-        assert of_it(facts.found[row]) == told
+        assert of_it(facts.results[row]) == told
 
 
 def test_the_line_that_draws_unused_parameters_and_built_in_batch_sizes_are_named(tmp_path):
     facts = looked_at(tmp_path, "FUNCTIONAL")
     line = planted.line_of(tmp_path / "planted.py", "functional.dropout")
-    assert list(facts.found[trainings.DROPOUT.name].values()) == [line]
+    assert list(facts.results[trainings.DROPOUT.name].values()) == [line]
     facts = looked_at(tmp_path, "OWN_GENERATOR")
     line = planted.line_of(tmp_path / "planted.py", "generator=g,")
-    assert facts.found[state.STATE.name].own_generators == [line]
+    assert facts.results[state.STATE.name].own_generators == [line]
     facts = looked_at(tmp_path, "UNUSED")
     assert model.unused_parameters(facts) == ["spare.weight", "spare.bias"]
     tested = recipe_under_test(planted.write(tmp_path, planted.FIXED_SHAPE))
     few = replace(tested, size=replace(tested.size, global_batch=8, rest=5))
-    found = look(few, undisturbed().facts).found[loss.LAST_BATCH.name]
+    found = run_experiments(few, undisturbed().facts).results[loss.LAST_BATCH.name]
     assert set(found) == {5, 1}
     assert found[5].startswith("RuntimeError: ")
 
@@ -162,7 +164,7 @@ def test_what_a_step_keeps_draws_or_asks_for_is_found_by_name(name, tmp_path):
 )
 def test_an_optimizer_computes_in_float64_or_its_type_is_known(name, kind, tmp_path):
     tested = recipe_under_test(planted.write(tmp_path, getattr(planted, name)))
-    found = rounding.OPTIMIZER.look(tested)
+    found = rounding.OPTIMIZER.experiment(tested)
     assert (found.wide, found.kind) == (True, kind)
 
 

@@ -128,29 +128,29 @@ class Evidence:
 
     def by_optimizer(self, training: str = MAIN) -> float:
         """Return what the user's own optimizer may make of rounding; 0 if that was not tried."""
-        own = training == OWN_PRECISION and self.trace(0, NUDGED_IN_OWN)
-        nudged = own or self.trace(0, NUDGED_GRADIENT)
+        usual, nudged = self.reference, self.trace(0, NUDGED_GRADIENT)
+        if training == OWN_PRECISION and (in_own := self.trace(0, NUDGED_IN_OWN)):
+            usual, nudged = self.traces[0, OWN_PRECISION][0], in_own
         if nudged is None:
             return 0.0
-        one = self.traces[0, OWN_PRECISION][0] if own else self.reference
         losses_only = self.losses_only(training)
-        return OPTIMIZER_TIMES * difference(one, nudged, 0.0, losses_only=losses_only).largest
+        return OPTIMIZER_TIMES * difference(usual, nudged, 0.0, losses_only=losses_only).largest
 
     def trace(self, place: int, training: str) -> Trace | None:
         """Return rank 0's trace of a short training, if there is one."""
         return next(iter(self.traces.get((place, training), [])), None)
 
-    def found(self, row: str, kind: type[T]) -> T | None:  # noqa: ARG002 - for type checkers
-        """Return what a row's experiment found in the first process, if anything."""
-        return cast("T | None", self.facts.found.get(row))
+    def result(self, row: str, kind: type[T]) -> T | None:  # noqa: ARG002 - for type checkers
+        """Return the result of a row's experiment in the first process, if there is any."""
+        return cast("T | None", self.facts.results.get(row))
 
-    def found_on_ranks(self, row: str, kind: type[T]) -> list[tuple[str, T]]:  # noqa: ARG002
-        """Return each process as "rank 1 of 2", with what a row's experiment found there."""
+    def results_on_ranks(self, row: str, kind: type[T]) -> list[tuple[str, T]]:  # noqa: ARG002
+        """Return each process as "rank 1 of 2", with the result of a row's experiment there."""
         return [
-            (f"rank {rank} of {start.world_size}", cast("T", report.found[row]))
+            (f"rank {rank} of {start.world_size}", cast("T", report.results[row]))
             for start in self.starts
             for rank, report in enumerate(self.reports.get(start.place, ()))
-            if row in report.found
+            if row in report.results
         ]
 
     def tolerance_of(self, training: str) -> float:
@@ -192,14 +192,18 @@ class Evidence:
         """Return why nothing was compared with several ranks, if nothing was."""
         if not self.several:
             return "only one number of ranks"
-        came = any((start.place, MAIN) in self.traces for start in self.several)
-        return "" if came else NOT_REACHED
+        compared = any((start.place, MAIN) in self.traces for start in self.several)
+        return "" if compared else NOT_REACHED
 
     def failures(self, *, training: str = "", place: int | None = None) -> list[RankFailure]:
         """Return the failures of a short training or of a start, causes before their effects."""
-        reports = [r for at, each in self.reports.items() if place in (None, at) for r in each]
-        found = [f for r in reports for f in r.failures if training in ("", f.training)]
-        return sorted(found, key=lambda failure: failure.lost_peer)
+        failures = [
+            failure
+            for start, reports in self.reports.items()
+            for failure in (failure for report in reports for failure in report.failures)
+            if place in (None, start) and training in ("", failure.training)
+        ]
+        return sorted(failures, key=lambda failure: failure.lost_peer)
 
     def died(self, place: int) -> bool:
         """Whether a start ended before one of its ranks could say why."""
@@ -217,10 +221,10 @@ class TableRow:
     """What starts train for this row."""
     thorough: bool = False
     """Whether `--quick` leaves it out."""
-    look: Callable[[RecipeUnderTest], Any] | None = None
-    """An experiment of the first process; `Evidence.found` returns its result, unless None."""
-    look_on_rank: Callable[[RecipeUnderTest, World], Any] | None = None
-    """An experiment of every rank of every start: see `Evidence.found_on_ranks`."""
+    experiment: Callable[[RecipeUnderTest], Any] | None = None
+    """Of the first process; `Evidence.result` returns its result, unless None."""
+    rank_experiment: Callable[[RecipeUnderTest, World], Any] | None = None
+    """Of every rank of every start: see `Evidence.results_on_ranks`."""
     explain: Callable[[Evidence], Cause | None] | None = None
     """Returns this row's cause if it was found, for differences in other rows."""
     suspect: Callable[[Evidence], Cause | None] | None = None

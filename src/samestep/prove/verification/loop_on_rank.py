@@ -45,7 +45,7 @@ from samestep.launch.ranks import process_group
 from samestep.launch.ranks.process import hand_back, leave_for_parent
 from samestep.launch.ranks.world import abandon
 from samestep.prove.verification.few_samples import TrainingSize, num_samples, spread, subset
-from samestep.prove.verification.on_rank import failure_of
+from samestep.prove.verification.harness import failure_of
 from samestep.prove.verification.read_again import Changes, dataset_again
 from samestep.prove.verification.recipe_under_test import Doubles, freeze, nudge
 from samestep.prove.verification.rows.one_writer import ONE_WRITER, RecipeOutput
@@ -107,7 +107,7 @@ class Pass(NamedTuple):
 def run_script(task: LoopTask, output: RecipeOutput, log: Path) -> NoReturn:
     """Run the script as one rank; hand back a trace and a report, and end this process."""
     trace, report = Trace(training=task.training.name), RankReport()
-    report.found[ONE_WRITER.name] = output
+    report.results[ONE_WRITER.name] = output
     OwnRun.opened_as = partial(WatchedRun, task, trace, report)
     sys.argv[:] = [str(task.script), *task.arguments]
     sys.path.insert(0, str(task.script.parent.resolve()))
@@ -243,7 +243,7 @@ class WatchedRun(OwnRun):
             self._report.num_samples = num_samples(data)
             if places is not None and not isinstance(data, tuple | Tensor):
                 self._read = partial(dataset_again, few, more.get("collate"))
-            self._report.found[GLOBAL_BATCH] = global_batch_size
+            self._report.results[GLOBAL_BATCH] = global_batch_size
             if (weights := more.get("weights")) is not None and places is not None:
                 more["weights"] = per_sample("weights", weights, data)[torch.as_tensor(places)]
         inner: Any = super().batches(few, global_batch_size, drop_last=drop_last, **more)
@@ -282,7 +282,7 @@ class WatchedRun(OwnRun):
             parts = [values_of(torch.zeros_like(p) if g is None else g)[1:] for g, p in pairs]
             own = batch.rows if terms is None else float(terms)
             mine = Pass(float(loss), own * (batch.weight > 0), np.concatenate(parts), step)
-            self._report.found.setdefault(PASSES, []).append(mine)
+            self._report.results.setdefault(PASSES, []).append(mine)
         total = super().backward(loss, *trained, terms=terms, **more)
         self._passed.setdefault(step, float(total))
         return total
@@ -343,7 +343,7 @@ class WatchedRun(OwnRun):
     def _keep_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         names = {id(p): name for name, p in self._opened.trained.items()}
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        groups = self._report.found.setdefault(GROUPS, {}).setdefault(self._trace.begun, [])
+        groups = self._report.results.setdefault(GROUPS, {}).setdefault(self._trace.begun, [])
         groups += map(_numbers_of, optimizer.param_groups)
         kept = self._trace.gradients.setdefault(self._trace.begun, {})
         fresh = ((names.get(id(p), "a parameter outside the state"), p.grad) for p in held)
@@ -387,7 +387,7 @@ class WatchedRun(OwnRun):
         means = ((n, m.running_mean, m.running_var) for n, m in self._norms.items())
         kinds = {p.dtype for p in self._opened.trained.values()}
         wide = self._task.doubles
-        self._report.found |= {
+        self._report.results |= {
             "size": size,
             "precision": precision_of(self._kinds | kinds),
             "BatchNorm": [*self._norms],
@@ -401,7 +401,7 @@ class WatchedRun(OwnRun):
         }
         if not self._task.start.place:
             with contextlib.suppress(Exception):  # of a data set that reads in another way
-                self._report.found[READ_AGAIN] = self._read()
+                self._report.results[READ_AGAIN] = self._read()
         for opened in self._data.values():
             opened.source.close()
         hand_back(self._trace)

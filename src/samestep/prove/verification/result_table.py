@@ -9,8 +9,8 @@ from rich.console import Console
 from samestep.base.table import Cell, Styled, Table, coloured, text_lines
 from samestep.base.words import count, duration, ranks, wrapped
 from samestep.prove.verification.evidence import LEFT_OUT, Check
+from samestep.prove.verification.harness import Verification
 from samestep.prove.verification.rows.one_writer import ONE_WRITER
-from samestep.prove.verification.verify_recipe import Verification
 
 _STYLES = {
     "same": "green",

@@ -79,8 +79,8 @@ class RecipeFacts:
     """Whether steps may leave parameters unused (--find-unused), which FSDP cannot train."""
     present: frozenset[Kind] = frozenset()
     """What the recipe has of the things that differ by themselves on other numbers of ranks."""
-    found: dict[str, Any] = field(default_factory=dict)
-    """Row → what its experiment found; absent if nothing."""
+    results: dict[str, Any] = field(default_factory=dict)
+    """Row → the result of its experiment, if there is any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +121,8 @@ class RankReport:
 
     num_samples: int = 0
     """Training samples that its data has."""
-    found: dict[str, Any] = field(default_factory=dict)
-    """Row → what its experiment found on this rank."""
+    results: dict[str, Any] = field(default_factory=dict)
+    """Row → the result of its experiment on this rank."""
     failures: list[RankFailure] = field(default_factory=list)
 
 
@@ -169,7 +169,7 @@ class ShortTraining:
         """Whether a start runs it, given the precision that the user chose."""
         if self.nudged or self.nudges_gradient:
             narrow = facts.exact != "fp64" and facts.virtual_ranks is None
-            own = self.nudges_gradient and OPTIMIZER_ROW in facts.found
+            own = self.nudges_gradient and OPTIMIZER_ROW in facts.results
             return not start.place and (own or (self.nudged and narrow))
         if start.closing or self.resumes:
             return self.resumes and start.place > 0

@@ -1,78 +1,81 @@
-"""One verification, from the request to the answer: start ranks, gather what they found, judge."""
+"""Verify a recipe: which starts there are, and what each rank does in them.
 
-import pickle
+A rank runs the short trainings of its start one by one, and hands each back when it is done.
+"""
+
+import contextlib
 import shutil
-import tempfile
-import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 import torch
+from torch import nn
 
-from samestep.base.errors import UserError, did_you_mean
-from samestep.base.settings import Settings
-from samestep.base.words import count
-from samestep.core.recipe import Accepted
+from samestep.base.errors import UserError
+from samestep.base.settings import Precision, Settings, in_precision
+from samestep.core.data.batches import is_stream
+from samestep.core.data.recipe_splits import load_splits
+from samestep.core.recipe import Recipe, Splits
+from samestep.core.recipe_source import with_options
 from samestep.core.session.request import Request
-from samestep.core.training.meter import KEPT
-from samestep.launch.ranks.nproc import check_ranks
-from samestep.launch.ranks.process import handed_back
-from samestep.launch.ranks.start import Ended
+from samestep.core.session.training_run import Shown, run_elastic, run_session
+from samestep.core.training.alike import seed_alike
+from samestep.core.training.device import switched
+from samestep.core.training.learner import Learner
+from samestep.core.training.plan import check_virtual
+from samestep.core.training.side_effects import ALL_KINDS, RandomDraws, watched
+from samestep.core.training.stopping import ReceivedSignal
+from samestep.launch.ranks.process import hand_back
+from samestep.launch.ranks.regroup import Membership
+from samestep.launch.ranks.world import World
 from samestep.prove.verification import NO_EFFECT
-from samestep.prove.verification.evidence import Check, Evidence, TableRow
-from samestep.prove.verification.rows import judge
+from samestep.prove.verification.evidence import Evidence
+from samestep.prove.verification.few_samples import (
+    choose_training_size,
+    cut_down,
+    cut_numbers,
+    evaluated_split,
+    num_samples,
+    without_streams,
+)
+from samestep.prove.verification.harness import (
+    Launch,
+    Progress,
+    Starts,
+    Verification,
+    VerifyOptions,
+    failure_of,
+    starting,
+)
+from samestep.prove.verification.recipe_under_test import (
+    RecipeUnderTest,
+    exact_precision,
+    hold_model,
+    nudge,
+)
+from samestep.prove.verification.rows import plan_trainings, run_experiments, run_on_rank
+from samestep.prove.verification.rows.metrics import ONE_DEVICE, evaluate_checkpoint
+from samestep.prove.verification.rows.model import unused_parameters
+from samestep.prove.verification.rows.one_writer import ONE_WRITER, RecipeOutput
+from samestep.prove.verification.rows.rounding import OPTIMIZER
 from samestep.prove.verification.short_trainings import (
     MAIN,
     RankReport,
     RecipeFacts,
-    Start,
+    ShortTraining,
     StartInstructions,
     plan_starts,
+    run_of,
+    settings_of,
     start_with_death,
 )
-from samestep.prove.verification.trace import Trace
+from samestep.prove.verification.trace import Trace, recording
 
-MOST_RANKS = 64
-_SIZES, _QUICK_SIZES = (1, 2, 3), (1, 2)
-
-Launch = Callable[[int, Path, str], Ended]
-"""(number of ranks, file of their task, their device) → how they ended."""
-Tell = Callable[[int, int, str], None]
-"""(starts that are done, all starts, the next one's ranks in words)"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
-    """What a verification compares, and what may differ."""
-
-    sizes: tuple[int, ...] | None = None
-    """Numbers of ranks; None for 1, 2 and 3, or fewer."""
-    quick: bool = False
-    accept: tuple[str, ...] = ()
-    """What may differ by intent."""
-    tolerance: float | None = None
-    """Compare only losses, up to this relative difference."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verification:
-    """The answer, and what it rests on."""
-
-    recipe: str
-    sizes: tuple[int, ...]
-    facts: RecipeFacts
-    precisions: tuple[str, ...]
-    checks: list[Check]
-    notes: tuple[str, ...]
-    seconds: float = 0.0
-
-    @property
-    def same(self) -> bool:
-        """Whether nothing differs that was not accepted."""
-        return all(check.passed for check in self.checks)
+_HEAVY = 1_000_000
+"""A model of more parameters gets fewer steps, so that a verification stays within a minute."""
 
 
 def verify_recipe(
@@ -81,219 +84,284 @@ def verify_recipe(
     launch: Launch,
     *,
     given: Collection[str],
-    keep: Launch | None = None,
-    tell: Tell = lambda *_: None,
+    launch_elastic: Launch | None = None,
+    progress: Progress = lambda *_: None,
 ) -> Verification:
     """Train a recipe for a few steps on several numbers of ranks, and compare.
 
-    `launch` starts ranks that call `run_start`, and `keep` ranks that outlive each other; `given`
-    are the settings that the user has given; `tell` shows the progress. It raises KeyboardInterrupt
-    if a signal stopped the ranks.
+    `launch` starts ranks that call `run_start`, and `launch_elastic` ranks that outlive each other;
+    `given` are the settings that the user has given.
     """
-    settings, started_at = request.settings, time.time()
-    sizes = sizes_of(options, settings.virtual_ranks)
-    check_ranks(max(sizes), oversubscribe=settings.oversubscribe, flag="--nproc")
-    accepted = accepted_of(options, settings.virtual_ranks)
-    device, notes = device_of(settings, max(sizes))
+    recipe, notes = request.recipe, list[str]()
     if idle := sorted({*given} & {*NO_EFFECT}):  # as train() takes them
-        notes += (f"{', '.join(idle)}: no effect, since a verification chooses its own steps.",)
-    request = replace(request, settings=replace(settings, device=device))
-    if device != "cpu" and torch.cuda.is_available():
-        keep = None  # it was never tried with NCCL
-    evidence = gather(
-        request,
-        sizes,
-        lambda number, task: launch(number, task, device),
-        None if keep is None else lambda number, task: keep(number, task, device),
-        batch=settings.batch_size if "batch_size" in given else None,
-        quick=options.quick,
-        tell=tell,
-    )
-    found = judge_evidence(
-        request, evidence, accept=accepted, tolerance=options.tolerance, notes=notes
-    )
-    return replace(found, seconds=time.time() - started_at)
-
-
-def sizes_of(options: VerifyOptions, virtual: int | None) -> Sequence[int]:
-    """Return the numbers of ranks: none is larger than the number of virtual ranks."""
-    if options.sizes is None:
-        usual = _QUICK_SIZES if options.quick else _SIZES
-        return [size for size in usual if virtual is None or size <= virtual]
-    if virtual is not None and max(options.sizes) > virtual:
-        raise UserError(
-            f"--virtual-ranks {virtual} is less than the {max(options.sizes)} ranks of "
-            f"--nproc {','.join(map(str, options.sizes))}: each rank computes one or more "
-            f"virtual ranks. Give at least --virtual-ranks {max(options.sizes)}, or fewer ranks.",
-            flags=("virtual_ranks",),
-        )
-    return options.sizes
-
-
-def accepted_of(options: VerifyOptions, virtual: int | None) -> tuple[Accepted, ...]:
-    """Return what may differ by intent, after a look at the words."""
-    known, accept = list(get_args(Accepted)), ",".join(options.accept)
-    for word in (word for word in options.accept if word not in known):
-        raise UserError(
-            f"--accept {accept}: {word!r} cannot be accepted. "
-            f"{did_you_mean(word, known)}There is: {', '.join(known)}."
-        )
-    for flag, value in (("accept", accept), ("tolerance", options.tolerance)):
-        if value and virtual is not None:
-            raise UserError(
-                f"--{flag} {value} does not go with --virtual-ranks, with which everything has to "
-                "be equal to the last bit. Leave one of them out."
-            )
-    return cast("tuple[Accepted, ...]", options.accept)
-
-
-def device_of(settings: Settings, top: int) -> tuple[Any, tuple[str, ...]]:
-    """Return the device of all ranks, one GPU each or the CPU, and a note about it."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    too_few = f"{top} ranks need a GPU each, and {gpus} are here."
-    if settings.device == "cuda" and 0 < gpus < top:
-        raise UserError(
-            f"--device cuda: {too_few} Use --device cpu, or --nproc 1{',2' if gpus > 1 else ''}."
-        )
-    if settings.device != "auto":
-        return settings.device, ()
-    if gpus >= top or (top == 1 and torch.backends.mps.is_available()):
-        return "auto", ()
-    return "cpu", (f"On the CPU: {too_few}",) * (gpus > 0)
+        notes.append(f"{', '.join(idle)}: no effect, since a verification chooses its own steps.")
+    batch = request.settings.batch_size if "batch_size" in given else None
+    with starting(options, request.settings, launch, progress) as starts:
+        if starts.device != "cpu" and torch.cuda.is_available():
+            launch_elastic = None  # it was never tried with NCCL
+        evidence = gather(request, starts, launch_elastic, batch=batch)
+    return starts.answer(recipe.name, evidence, recipe.accepts, notes)
 
 
 def gather(
     request: Request,
-    sizes: Sequence[int],
-    launch: Callable[[int, Path], Ended],
-    keep: Callable[[int, Path], Ended] | None = None,
+    starts: Starts,
+    launch_elastic: Launch | None = None,
     *,
     batch: int | None = None,
     lightning: bool = True,
-    quick: bool = False,
-    tell: Tell = lambda *_: None,
 ) -> Evidence:
     """Start ranks, one size after the other, and gather what they hand back.
 
     One process is always among the sizes. The global batch is the smallest that will do, unless it
     is given. Lightning's Trainer is compared too if it is installed.
     """
-    settings, starts = request.settings, plan_starts(sizes, quick=quick)
-    with_death = None if quick or keep is None else start_with_death(sizes, len(starts))
-    # Lightning's engine refuses all of these.
-    recipe = request.recipe
-    takes = recipe.loss_over == "samples" and recipe.carry is None
-    takes = takes and settings.ema is None and settings.virtual_ranks is None
-    takes = takes and not {"optimizer", "metrics"}.intersection(recipe.schedule_asks())
+    settings, recipe, sizes, quick = (
+        request.settings,
+        request.recipe,
+        starts.sizes,
+        starts.options.quick,
+    )
+    planned = plan_starts(sizes, quick=quick)
+    with_death = None
+    if launch_elastic is not None and not quick:
+        with_death = start_with_death(sizes, len(planned))
+    in_lightning = (  # its engine refuses the opposites
+        find_spec("lightning") is not None
+        and recipe.loss_over == "samples"
+        and recipe.carry is None
+        and settings.ema is None
+        and settings.virtual_ranks is None
+        and not {"optimizer", "metrics"}.intersection(recipe.schedule_asks())
+    )
     instructions = StartInstructions(
-        start=starts[0],
-        folder=Path(tempfile.mkdtemp(prefix="samestep-verify-")),
-        sizes=tuple(sorted({1, *sizes})),
+        start=planned[0],
+        folder=starts.folder,
+        sizes=tuple(sorted({1, *starts.sizes})),
         batch=batch,
-        lightning=lightning and takes and find_spec("lightning") is not None,
+        lightning=lightning and in_lightning,
         quick=quick,
     )
-    traces: dict[tuple[int, str], list[Trace]] = {}
-    reports: dict[int, list[RankReport]] = {}
-    ended: dict[int, str] = {}
-    folder, facts = instructions.folder, None
-    try:
-        planned = [*starts, *filter(None, [with_death])]
-        for start in planned:
-            tell(start.place, len(planned), count(start.world_size, "rank"))
-            task = folder / f"start-{start.place}"
-            failed = frozenset(f.training for report in reports.get(0, ()) for f in report.failures)
-            told = replace(instructions, start=start, facts=facts, failed=failed)
-            task.write_bytes(pickle.dumps(told))
-            how = (keep if start.loses_rank and keep else launch)(start.world_size, task)
-            values = [handed_back(task, rank) for rank in range(start.world_size)]
-            # A rank that was killed has no report.
-            reports[start.place] = [
-                next((v for v in each if isinstance(v, RankReport)), RankReport())
-                for each in values
-            ]
-            of_start: dict[str, list[Trace]] = {}
-            for trace in (v for each in values for v in each if isinstance(v, Trace)):
-                of_start.setdefault(trace.training, []).append(trace)
-            # Only what all ranks have finished counts.
-            finish = len(values) - start.loses_rank
-            complete = {n: found for n, found in of_start.items() if len(found) == finish}
-            traces |= {(start.place, name): found for name, found in complete.items()}
-            if how.code:
-                ended[start.place] = _message(start, how, reports[start.place])
-            if start.place == 0:
-                facts = next((v for v in values[0] if isinstance(v, RecipeFacts)), None)
-                if MAIN not in complete:
-                    break
-            else:  # these runs may be large, and have been resumed now
-                shutil.rmtree(folder / f"runs-{start.place - 1}", ignore_errors=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    if facts is None:
-        raise UserError(ended.get(0, "The first process left nothing."))
+    all_starts = [*planned, *([with_death] if with_death else [])]
+    starts.total = len(all_starts)
+    for start in all_starts:
+        in_one_process = starts.reports.get(0, ())
+        failed = frozenset(f.training for report in in_one_process for f in report.failures)
+        task = replace(instructions, start=start, facts=starts.facts, failed=failed)
+        _, failure = starts.run(start, task, launch_elastic if start.loses_rank else None)
+        if start.place:  # the runs before it may be large, and have been resumed now
+            shutil.rmtree(starts.folder / f"runs-{start.place - 1}", ignore_errors=True)
+        elif failure and failure.mistake:
+            raise UserError(failure.message)
+        elif (0, MAIN) not in starts.traces:
+            break
+    if starts.facts is None:
+        raise UserError(starts.ended.get(0, "The first process left nothing."))
     return Evidence(
-        facts=facts,
-        starts=starts,
+        facts=starts.facts,
+        starts=planned,
         with_death=with_death,
-        traces=traces,
-        reports=reports,
-        ended=ended,
+        traces=starts.traces,
+        reports=starts.reports,
+        ended=starts.ended,
         chosen=settings.precision,
         quick=quick,
         allows_unused=settings.allows_unused,
     )
 
 
-def _message(start: Start, ended: Ended, reports: list[RankReport]) -> str:
-    """Return why a start failed; raise it if the user has to mend it first."""
-    if ended.code > 128:
-        raise KeyboardInterrupt
-    failures = [failure for report in reports for failure in report.failures]
-    failure = min(failures, key=lambda f: f.lost_peer, default=None)
-    message = failure.message if failure else ended.message.partition("; the other ranks")[0]
-    message = message.replace(f"{KEPT} ", "")  # nothing was kept before these few steps
-    if start.place == 0 and (failure.mistake if failure else ended.code == 2):
-        raise UserError(message)
-    return message or f"It ended with exit code {ended.code}."
-
-
-def judge_evidence(
+def run_start(
     request: Request,
-    evidence: Evidence,
-    *,
-    accept: Sequence[Accepted] = (),
-    tolerance: float | None = None,
-    notes: Sequence[str] = (),
-) -> Verification:
-    """Return whether the recipe trains the same, by what its ranks handed back.
+    instructions: StartInstructions,
+    world: World,
+    output: RecipeOutput,
+    membership: Membership | None = None,
+) -> None:
+    """Run a start's short trainings on this rank; hand back traces, facts and, last, a report.
 
-    `accept` may differ by intent, in addition to what the recipe accepts. With a `tolerance` only
-    losses are compared, up to this relative difference; without, everything is, up to rounding.
+    With a `membership`, the world is yet to be joined, once a training begins.
     """
-    accepts = {*request.recipe.accepts, *accept}
-    return answer_of(request.recipe.name, evidence, accepts, tolerance, notes)
+    start = _Start(request, instructions, world, membership)
+    try:
+        with switched(request.settings, world.device):
+            start.run()
+    finally:
+        start.report.results[ONE_WRITER.name] = output
+        hand_back(start.report)
 
 
-def answer_of(
-    name: str,
-    evidence: Evidence,
-    accepts: Collection[Accepted],
-    tolerance: float | None,
-    notes: Sequence[str],
-    rows: Sequence[TableRow] | None = None,
-) -> Verification:
-    """Return the answer, by the rows for recipes or by others."""
-    evidence = replace(evidence, accepts=frozenset(accepts), tolerance=tolerance)
-    if tolerance is not None:
-        notes = (*notes, f"With --tolerance {tolerance:g} trainings are compared by their losses.")
-    if evidence.quick:
-        notes = (*notes, "With --quick some rows are left out: verify without it before you rely.")
-    exact = evidence.facts.exact
-    return Verification(
-        recipe=name,
-        sizes=tuple(sorted({start.world_size for start in evidence.starts})),
-        facts=evidence.facts,
-        precisions=(exact,) if evidence.quick else tuple(dict.fromkeys((exact, evidence.chosen))),
-        checks=judge(evidence, rows),
-        notes=tuple(notes),
-    )
+class _Start:
+    """The short trainings of one start on one rank, and the data that they share."""
+
+    _recipe: Recipe
+    _facts: RecipeFacts
+    _few: Splits
+
+    def __init__(
+        self,
+        request: Request,
+        instructions: StartInstructions,
+        world: World,
+        membership: Membership | None,
+    ) -> None:
+        self._request, self._instructions, self._start = request, instructions, instructions.start
+        self._membership, self._joined = membership, world
+        self._world = World(device=world.device) if membership else world
+        self.report = RankReport()
+
+    def run(self) -> None:
+        """Look at the recipe if this is the first start, then run what is planned."""
+        request, start, settings = self._request, self._start, self._request.settings
+        options = self._world.on_main(lambda: request.recipe.complete_options(request.options))
+        self._recipe = replace(request.recipe.with_options(options), complete=None)
+        # The self-check would end the training with what is to be named here.
+        quiet = replace(settings, self_check=False)
+        self._request = replace(request, options=options, settings=quiet, resume=True)
+        seed_alike(settings.seed)
+        # A run prepares all of its data; here a few samples are used.
+        splits = load_splits(self._recipe, options, self._world, prepare=False)
+        if settings.virtual_ranks is not None:  # refuses data that they cannot share
+            num = 0 if is_stream(splits.train) else num_samples(splits.train)
+            check_virtual(settings, num, self._world.world_size)
+            torch.set_num_threads(settings.threads or 1)
+        splits = without_streams(splits, settings.seed)
+        self.report.num_samples = num_samples(splits.train)
+        facts = self._facts = self._instructions.facts or self._size(splits)
+        self._few = cut_down(splits, facts.size.num_samples, facts.size.num_evaluated)
+        self._recipe = cut_numbers(self._recipe, splits, self._few)
+        problem = ""
+        if start.place == 0:
+            exact, why, problem = exact_precision(self._tested(), settings.precision)
+            self._facts = replace(facts, exact=exact, inexact=why)
+        # Before anything else is tried: the other processes do the same.
+        self.report.results |= run_on_rank(self._tested(), self._world)
+        if start.place == 0:
+            if not problem:
+                self._facts = run_experiments(self._tested(), self._facts)
+            hand_back(self._facts)
+        quick, failed = self._instructions.quick, self._instructions.failed
+        for training in plan_trainings(
+            start, self._facts, settings.precision, quick=quick, failed=failed
+        ):
+            trace = Trace(training=training.name)
+            try:
+                self._train(training, trace)
+            except Exception as error:
+                self.report.failures.append(failure_of(trace, error))
+                if self._world.world_size > 1 or training.name == MAIN:
+                    raise
+            else:
+                hand_back(trace)
+        if start.closing:
+            run = run_of(self._instructions.folder, start.place - 1, MAIN)
+            self.report.results[ONE_DEVICE.name] = evaluate_checkpoint(self._tested(), run)
+
+    def _size(self, splits: Splits) -> RecipeFacts:
+        """Choose how much of the data is trained and evaluated."""
+        name, settings = evaluated_split(splits), self._request.settings
+        seed_alike(settings.seed)
+        heavy = False
+        with contextlib.suppress(UserError):  # the first short training reports it
+            model = self._recipe.build_model(self._request.options)
+            heavy = sum(p.numel() for p in model.parameters()) > _HEAVY
+        size = choose_training_size(
+            self.report.num_samples,
+            num_samples(getattr(splits, name)),
+            self._instructions.sizes,
+            batch=self._instructions.batch,
+            virtual=settings.virtual_ranks,
+            drop_last=settings.drop_last,
+            heavy=heavy,
+        )
+        return RecipeFacts(
+            num_samples=self.report.num_samples,
+            size=size,
+            evaluates=name,
+            lightning=self._instructions.lightning,
+            allows_unused=settings.allows_unused,
+            virtual_ranks=settings.virtual_ranks,
+        )
+
+    def _tested(self, precision: Precision | None = None) -> RecipeUnderTest:
+        return RecipeUnderTest(
+            recipe=self._recipe,
+            options=self._request.options,
+            settings=in_precision(self._request.settings, precision or self._facts.exact),
+            splits=self._few,
+            size=self._facts.size,
+            world=World(device=self._world.device),
+        )
+
+    def _validated(self, training: ShortTraining, settings: Settings) -> tuple[Splits, Settings]:
+        """Return the samples and settings of a training, with a validation where it needs one."""
+        given = self._request.settings
+        if self._world.device.type != "cuda":
+            settings = replace(settings, sync_batchnorm=False)
+        # A schedule may follow what is validated; else only some trainings take that time.
+        if {"optimizer", "metrics"}.intersection(self._recipe.schedule_asks()):
+            return self._few, replace(settings, monitor=given.monitor, mode=given.mode)
+        few = self._few if training.evaluates else replace(self._few, validation=None)
+        return few, settings
+
+    def _train(self, training: ShortTraining, trace: Trace) -> None:
+        place, name = self._start.place, training.name
+        if training.resumes:
+            place, name = place - 1, MAIN
+        run = run_of(self._instructions.folder, place, name)
+        settings = settings_of(
+            training, self._request.settings, self._facts, self._start.world_size, run
+        )
+        few, settings = self._validated(training, settings)
+        unused = [] if settings.allows_unused else unused_parameters(self._facts)
+        inner = self._recipe
+
+        def model(options: Any = None) -> nn.Module:
+            """Build it without parameters that nothing uses."""
+            built: nn.Module = with_options("model", inner.model, options)()
+            for name, parameter in built.named_parameters():
+                if name in unused:
+                    parameter.requires_grad = False
+            return built
+
+        recipe = replace(inner, model=model, data=lambda *_: few)
+        tested, prepare = self._tested(settings.precision), lambda _: None
+        if self._facts.virtual_ranks is None:  # else nothing is fixed, or looked into
+            loss = watched(tested.placed_loss, RandomDraws(), ALL_KINDS - training.free)
+            forward = None if inner.forward is None else tested.exactly(inner.forward)
+            evaluated = None
+            if inner.evaluation_loss is not None:
+                held = ALL_KINDS - training.free
+                evaluated = watched(tested.placed_evaluation_loss, RandomDraws(), held)
+            recipe = replace(recipe, loss=loss, evaluation_loss=evaluated, forward=forward)
+            prepare = partial(self._hold, training, trace, tested)
+        request = replace(self._request, recipe=recipe, settings=settings)
+        received, shown = ReceivedSignal(), Shown((trace.keep,))
+        engine = recording(training, self._facts.size.stop, trace, prepare)
+        if self._membership is None:
+            run_session(request, self._world, received=received, shown=shown, engine=engine)
+        else:
+            run_elastic(
+                request,
+                self._joined,
+                self._membership,
+                received=received,
+                shown=lambda *_: shown,
+                engine=engine,
+            )
+
+    def _hold(
+        self, training: ShortTraining, trace: Trace, tested: RecipeUnderTest, learner: Learner
+    ) -> None:
+        """Hold still what a training does not leave free, before anything is computed."""
+        takes, model = learner.applied, learner.model
+        # A checkpoint, or another rank, brings the statistics that it was trained with.
+        goes_on = training.resumes or trace.begun > 0
+        calibrate = None if goes_on else partial(tested.calibrate, takes)
+        hold_model(model, RandomDraws(), ALL_KINDS - training.free, calibrate)
+        model.forward = tested.exactly(model.forward)
+        if training.nudged:
+            nudge(model, tested.settings.precision)
+        if arithmetic := self._facts.results.get(OPTIMIZER.name):
+            arithmetic.hold(tested, learner.optimizer)
+            if training.nudges_gradient:
+                learner.optimizer.register_step_pre_hook(arithmetic.nudging())

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from samestep.core.recipe import Recipe
     from samestep.core.session.request import Request
     from samestep.launch.ranks.start import Ended
-    from samestep.prove.verification.verify_recipe import Verification
+    from samestep.prove.verification.harness import Verification
     from samestep.scripts.checking.check_report import CheckReport
     from samestep.shell.api.trained_run import TrainedRun
 
@@ -206,7 +206,7 @@ def run_verify(
     tolerance: float | None,
     given: Collection[str] = (),
     arguments: Sequence[str] = (),
-    tell: Callable[[int, int, str], None] = lambda *_: None,
+    progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> "Verification":
     """Verify a recipe, by its request, or a script with a loop of its own, as has been asked.
 
@@ -214,13 +214,14 @@ def run_verify(
     """
     from samestep.launch.ranks.keeper import Elastic  # noqa: PLC0415 - they import torch
     from samestep.launch.ranks.start import run_ranks  # noqa: PLC0415
-    from samestep.prove.verification import verify_recipe as recipes  # noqa: PLC0415
+    from samestep.prove.verification.harness import MOST_RANKS, VerifyOptions  # noqa: PLC0415
     from samestep.prove.verification.verify_loop import verify_loop  # noqa: PLC0415
+    from samestep.prove.verification.verify_recipe import verify_recipe  # noqa: PLC0415
 
     check_positive(tolerance=tolerance)
     named = accept.split(",") if isinstance(accept, str) else accept or ()
-    options = recipes.VerifyOptions(
-        sizes=None if nproc is None else numbers("nproc", nproc, most=recipes.MOST_RANKS),
+    options = VerifyOptions(
+        sizes=None if nproc is None else numbers("nproc", nproc, most=MOST_RANKS),
         quick=quick,
         accept=tuple(filter(None, map(str.strip, named))),
         tolerance=tolerance,
@@ -229,12 +230,14 @@ def run_verify(
     def launch(number: int, path: Path, device: str, elastic: Elastic | None = None) -> "Ended":
         return run_ranks(number, ["verify", *words_of(device)], str(path), elastic)
 
-    def keep(number: int, path: Path, device: str) -> "Ended":
+    def launch_elastic(number: int, path: Path, device: str) -> "Ended":
         return launch(number, path, device, Elastic(most=number, replaces=False))
 
     if isinstance(what, Path):
-        return verify_loop(what, arguments, options, launch, tell=tell)
-    return recipes.verify_recipe(what, options, launch, given=given, keep=keep, tell=tell)
+        return verify_loop(what, arguments, options, launch, progress=progress)
+    return verify_recipe(
+        what, options, launch, given=given, launch_elastic=launch_elastic, progress=progress
+    )
 
 
 @one_line_errors

@@ -98,7 +98,7 @@ def _verify(arguments: list[str]) -> int:
         command, request = parse_target(FORM, arguments)
     from samestep.prove.verification.result_table import as_table, show  # noqa: PLC0415 - it needs torch
 
-    with _progress() as tell:
+    with _progress() as progress:
         verification = run_verify(
             script or request,
             lambda device: [*flags, "--device", device, *(["--", *words] if words else ())],
@@ -108,7 +108,7 @@ def _verify(arguments: list[str]) -> int:
             tolerance=command.tolerance,
             given=names_given(own_flags(flags)),
             arguments=words,
-            tell=tell,
+            progress=progress,
         )
     if command.json:
         print_json(as_table(verification), indent=2)
@@ -124,7 +124,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20))
     bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
 
-    def tell(done: int, total: int, ranks: str) -> None:
+    def show_progress(done: int, total: int, ranks: str) -> None:
         nonlocal last
         if console.is_terminal:
             said = f"{ranks}, start {done + 1} of {total}"
@@ -136,7 +136,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
     with bar if console.is_terminal else nullcontext():
         task = bar.add_task("starting", total=None)
-        yield tell
+        yield show_progress
 
 
 def _rank(path: Path, arguments: list[str]) -> int:
@@ -144,9 +144,9 @@ def _rank(path: Path, arguments: list[str]) -> int:
     from samestep.launch.ranks.regroup import membership  # noqa: PLC0415
     from samestep.launch.ranks.world import find_world, join, leave  # noqa: PLC0415
     from samestep.prove.verification.loop_on_rank import LoopTask, run_script  # noqa: PLC0415
-    from samestep.prove.verification.on_rank import run_start  # noqa: PLC0415
     from samestep.prove.verification.rows.one_writer import watch_output  # noqa: PLC0415
     from samestep.prove.verification.short_trainings import StartInstructions  # noqa: PLC0415
+    from samestep.prove.verification.verify_recipe import run_start  # noqa: PLC0415
     from samestep.shell.api.call import request_of  # noqa: PLC0415 - the help needs no torch
     from samestep.shell.api.sending import CALL_FILE, receive  # noqa: PLC0415
 

@@ -52,53 +52,58 @@ def plan_trainings(
     What has `failed` in one process is not tried again.
     """
     rows = [row for row in rows_of(facts) if not (quick and row.thorough)]
-    of_rows = [row.training for row in rows if row.training]
-    trainings = [t for t in of_rows if t.loses_rank is start.loses_rank]
-    taken = [t for t in trainings if t.is_taken(start, facts, chosen) and t.name not in failed]
-    return sorted(taken, key=_how_late)
+    trainings = [
+        training
+        for training in (row.training for row in rows)
+        if training is not None
+        and training.loses_rank is start.loses_rank
+        and training.is_taken(start, facts, chosen)
+        and training.name not in failed
+    ]
+    return sorted(
+        trainings, key=lambda t: (t.sharded, t.lightning, t.own_precision, t.halves or t.resumes)
+    )
 
 
-def _how_late(training: ShortTraining) -> tuple[bool, ...]:
-    late = (training.sharded, training.lightning, training.own_precision)
-    return (*late, training.halves or training.resumes)
+def run_experiments(tested: RecipeUnderTest, facts: RecipeFacts) -> RecipeFacts:
+    """Return the facts with the results of all rows' experiments in this process."""
+    results = {row.name: row.experiment(tested) for row in rows_of(facts) if row.experiment}
+    return replace(
+        facts,
+        # With virtual ranks nothing is fixed.
+        present=tested.free_step.kinds if facts.virtual_ranks is None else frozenset(),
+        results={name: result for name, result in results.items() if result is not None},
+    )
 
 
-def look(tested: RecipeUnderTest, facts: RecipeFacts) -> RecipeFacts:
-    """Return the facts with what the experiments of all rows found in this process."""
-    found = {row.name: row.look(tested) for row in rows_of(facts) if row.look}
-    # With virtual ranks nothing is fixed.
-    held = tested.free_step.kinds if facts.virtual_ranks is None else frozenset()
-    kept = {name: value for name, value in found.items() if value is not None}
-    return replace(facts, present=held, found=kept)
-
-
-def look_on_rank(tested: RecipeUnderTest, world: World) -> dict[str, Any]:
-    """Return what the experiments of all rows found on this rank."""
-    found = {}
+def run_on_rank(tested: RecipeUnderTest, world: World) -> dict[str, Any]:
+    """Return the results of all rows' experiments on this rank."""
+    results = {}
     for row in ROWS:
         with contextlib.suppress(Exception):  # the short trainings say how it fails
-            if row.look_on_rank:
-                found[row.name] = row.look_on_rank(tested, world)
-    return found
+            if row.rank_experiment:
+                results[row.name] = row.rank_experiment(tested, world)
+    return results
 
 
-def judge(evidence: Evidence, rows: Sequence[TableRow] | None = None) -> list[Check]:
+def check_rows(evidence: Evidence, rows: Sequence[TableRow] | None = None) -> list[Check]:
     """Return the checks of all rows, or only the first if one process could not train."""
-    found = []
+    checks: list[Check] = []
     known, rows = rows or ROWS, rows or rows_of(evidence.facts)
     for row in rows if evidence.trace(0, MAIN) else rows[:1]:
         left_out = row.thorough and evidence.quick
         answer = Check("skipped", LEFT_OUT) if left_out else row.answer(evidence)
-        checks = answer if isinstance(answer, list) else [answer]
-        found += [_explained(evidence, known, replace(c, name=c.name or row.name)) for c in checks]
+        for check in answer if isinstance(answer, list) else [answer]:
+            named = replace(check, name=check.name or row.name)
+            checks.append(_with_cause(evidence, known, named))
     # Unknown causes of trainings are likely the same one: all show the first. A check without a
     # step is not of a training but of a single value, such as a metric.
-    unknown = [c for c in found if c.cause.name == UNKNOWN.name and c.first_step]
+    unknown = [check for check in checks if check.cause.name == UNKNOWN.name and check.first_step]
     first = min(unknown, key=lambda check: check.first_step or 0, default=None)
-    return [replace(c, cause=first.cause) if first and c in unknown else c for c in found]
+    return [replace(c, cause=first.cause) if first and c in unknown else c for c in checks]
 
 
-def _explained(evidence: Evidence, known: Sequence[TableRow], check: Check) -> Check:
+def _with_cause(evidence: Evidence, known: Sequence[TableRow], check: Check) -> Check:
     """Return a check with its cause, if other rows found it."""
     if failure := check.failure:
         # A message says more than the step, which only shows that it was the last batch.

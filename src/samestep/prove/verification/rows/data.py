@@ -25,7 +25,7 @@ def _explain_order(evidence: Evidence) -> Cause | None:
     if len(lengths) > 1:
         each = [f"{rank} holds {number:,}" for number, rank in lengths.items()]
         return causes.LENGTHS.of(lengths=", ".join(each[:_SHOWN]))
-    found = evidence.found_on_ranks(ORDER.name, list[str])
+    found = evidence.results_on_ranks(ORDER.name, list[str])
     others = [rank for rank, hashes in found if hashes != found[0][1]]
     if not others or changing_part(evidence) == "dataset":
         return None
@@ -51,7 +51,7 @@ def _order(evidence: Evidence) -> Check:
 
 ORDER = TableRow(
     name="order",
-    look_on_rank=lambda tested, _world: tested.hashes(
+    rank_experiment=lambda tested, _world: tested.hashes(
         replace(tested.recipe, augment=None, transform=None)
     ),
     answer=_order,
@@ -103,12 +103,12 @@ def _collate_again(tested: RecipeUnderTest) -> Changes | None:
 
 def changing_part(evidence: Evidence) -> Reader | None:
     """Return what changes a sample when it is read twice, if anything does."""
-    changes = evidence.found(AUGMENTATION.name, Changes)
+    changes = evidence.result(AUGMENTATION.name, Changes)
     return changes.part if changes else None
 
 
 def _explain_augmentation(evidence: Evidence) -> Cause | None:
-    changes = evidence.found(AUGMENTATION.name, Changes)
+    changes = evidence.result(AUGMENTATION.name, Changes)
     # A virtual rank always reads the same samples together.
     if changes is None or (changes.batchwise and evidence.bits):
         return None
@@ -117,7 +117,7 @@ def _explain_augmentation(evidence: Evidence) -> Cause | None:
 
 AUGMENTATION = TableRow(
     name="augmentation",
-    look=_read_again,
+    experiment=_read_again,
     answer=lambda evidence: cause_check(
         evidence,
         f"a sample read again{'' if evidence.bits else ', in other batches'}",

@@ -128,7 +128,7 @@ def _narrow(outputs: Any, start: int, number: int) -> Any:
 def loss_of_parts(evidence: Evidence) -> LossOfParts | None:
     """Return what was found; nothing of a loss or targets that are something else each time."""
     changes = state_of(evidence).loss or changing_part(evidence) == "collate"
-    return None if changes else evidence.found(LOSS.name, LossOfParts)
+    return None if changes else evidence.result(LOSS.name, LossOfParts)
 
 
 def _explain_loss(evidence: Evidence) -> Cause | None:
@@ -158,7 +158,11 @@ def _loss(evidence: Evidence) -> Check:
 
 
 LOSS = TableRow(
-    name="loss", look=_compare_parts, answer=_loss, explain=_explain_loss, with_virtual_ranks=False
+    name="loss",
+    experiment=_compare_parts,
+    answer=_loss,
+    explain=_explain_loss,
+    with_virtual_ranks=False,
 )
 
 
@@ -190,7 +194,7 @@ def _bent(evidence: Evidence) -> Cause | None:
 
 def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
     size = evidence.facts.size
-    fails = evidence.found(LAST_BATCH.name, dict[int, str]) or {}
+    fails = evidence.result(LAST_BATCH.name, dict[int, str]) or {}
     if failure.step != size.uneven_step and size.rest not in fails:
         return None
     rest = count(size.rest, "sample")
@@ -198,7 +202,7 @@ def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
 
 
 def _last_batch(evidence: Evidence) -> Check:
-    size, fails = evidence.facts.size, evidence.found(LAST_BATCH.name, dict[int, str]) or {}
+    size, fails = evidence.facts.size, evidence.result(LAST_BATCH.name, dict[int, str]) or {}
     parts, bent = loss_of_parts(evidence), _bent(evidence)
     bent_in_full_batches = parts is not None and parts.full > evidence.exact
     if size.uneven_step is None:
@@ -220,7 +224,7 @@ def _last_batch(evidence: Evidence) -> Check:
 
 LAST_BATCH = TableRow(
     name="last batch",
-    look=_try_small_batches,
+    experiment=_try_small_batches,
     answer=_last_batch,
     explain=_bent,
     explain_failure=_explain_failure,

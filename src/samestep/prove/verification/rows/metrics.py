@@ -133,15 +133,15 @@ def _metrics(evidence: Evidence) -> Check:
     if found.largest > evidence.exact or evidence.bits:
         return measured(compared, found, evidence.exact, _cause(evidence, found.what))
     # What these few weights do not show, other outputs do.
-    alone = evidence.found(METRICS.name, dict[str, float]) or {}
+    alone = evidence.result(METRICS.name, dict[str, float]) or {}
     name = max(alone, key=lambda name: alone[name], default="")
     cause = _cause(evidence, name) if name else None
     return cause_check(evidence, compared, cause, alone[name] if cause else found.largest)
 
 
 def _cause(evidence: Evidence, name: str) -> Cause | None:
-    in_process = evidence.found(METRICS.name, dict[str, float]) or {}
-    on_ranks = [f for _, f in evidence.found_on_ranks(METRICS.name, dict[str, float])]
+    in_process = evidence.result(METRICS.name, dict[str, float]) or {}
+    on_ranks = [f for _, f in evidence.results_on_ranks(METRICS.name, dict[str, float])]
     for cause, found in ((causes.OVER_RANKS, on_ranks), (causes.OVER_BATCH, [in_process])):
         if any(each.get(name, 0.0) > evidence.exact for each in found):
             return cause.of(metric=name)
@@ -149,7 +149,7 @@ def _cause(evidence: Evidence, name: str) -> Cause | None:
 
 
 METRICS = TableRow(
-    name="metrics", look=_dependences, look_on_rank=_measure_with_others, answer=_metrics
+    name="metrics", experiment=_dependences, rank_experiment=_measure_with_others, answer=_metrics
 )
 
 
@@ -198,7 +198,7 @@ def _one_device(evidence: Evidence) -> Check:
         return Check("skipped", evidence.not_compared())
     largest, stop = evidence.starts[-2], evidence.facts.size.stop
     trace = evidence.trace(largest.place, MAIN)
-    on_ranks = evidence.found_on_ranks(ONE_DEVICE.name, dict[str, float])
+    on_ranks = evidence.results_on_ranks(ONE_DEVICE.name, dict[str, float])
     loaded = next((found for _, found in on_ranks if found), None)
     if trace is None or loaded is None or stop not in trace.evaluations:
         return Check("skipped", "there is no checkpoint to load")

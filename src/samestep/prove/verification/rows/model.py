@@ -66,7 +66,7 @@ def _few(tensor: Tensor) -> Tensor:
 
 
 def _outputs(evidence: Evidence) -> list[tuple[str, ProcessOutputs]]:
-    return evidence.found_on_ranks(PROCESSES.name, ProcessOutputs)
+    return evidence.results_on_ranks(PROCESSES.name, ProcessOutputs)
 
 
 def _other_weights(evidence: Evidence) -> Cause | None:
@@ -119,7 +119,7 @@ def _processes(evidence: Evidence) -> Check:
 
 
 PROCESSES = TableRow(
-    name="processes", look_on_rank=_compute, answer=_processes, explain=_explain_processes
+    name="processes", rank_experiment=_compute, answer=_processes, explain=_explain_processes
 )
 
 
@@ -207,7 +207,7 @@ def _explain_samples_apart(evidence: Evidence) -> Cause | None:
 
 def influence_of(evidence: Evidence) -> BatchInfluence:
     """Return what the other samples of a batch change; nothing where that was not tried."""
-    return evidence.found(SAMPLES_APART.name, BatchInfluence) or BatchInfluence()
+    return evidence.result(SAMPLES_APART.name, BatchInfluence) or BatchInfluence()
 
 
 def _samples_apart(evidence: Evidence) -> Check:
@@ -218,7 +218,7 @@ def _samples_apart(evidence: Evidence) -> Check:
 
 SAMPLES_APART = TableRow(
     name="samples apart",
-    look=_halve_batch,
+    experiment=_halve_batch,
     answer=_samples_apart,
     explain=_explain_samples_apart,
     explain_failure=lambda evidence, failure: (
@@ -232,7 +232,7 @@ SAMPLES_APART = TableRow(
 
 def unused_parameters(facts: RecipeFacts) -> list[str]:
     """Return the parameters without a gradient: ranks would wait for it forever."""
-    return list(facts.found.get(PARAMETERS.name, ()))
+    return list(facts.results.get(PARAMETERS.name, ()))
 
 
 def _unused_cause(names: list[str]) -> Cause:
@@ -253,7 +253,7 @@ def _parameters(evidence: Evidence) -> Check:
 
 PARAMETERS = TableRow(
     name="parameters",
-    look=lambda tested: [
+    experiment=lambda tested: [
         name
         for name, p in tested.free_step.model.named_parameters()
         if p.requires_grad and p.grad is None

@@ -47,7 +47,7 @@ def _one_writer(evidence: Evidence) -> Check:
     written: dict[str, str] = {}
     printed: dict[str, str] = {}
     for reports in evidence.reports.values():
-        outputs = [report.found.get(ONE_WRITER.name, RecipeOutput()) for report in reports]
+        outputs = [report.results.get(ONE_WRITER.name, RecipeOutput()) for report in reports]
         writers = Counter(path for output in outputs for path in output.written)
         for rank, output in enumerate(outputs):
             written |= {path: line for path, line in output.written.items() if writers[path] > 1}

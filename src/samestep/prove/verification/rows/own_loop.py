@@ -69,7 +69,7 @@ def _in_loop(row: TableRow) -> TableRow:
         advice = _ADVICE.get(check.cause.name, check.cause.advice)
         return replace(check, cause=replace(check.cause, advice=advice))
 
-    return replace(row, look=None, answer=answer)
+    return replace(row, experiment=None, answer=answer)
 
 
 def _traces(evidence: Evidence) -> list[tuple[Start, list[Trace]]]:
@@ -82,14 +82,14 @@ def _traces(evidence: Evidence) -> list[tuple[Start, list[Trace]]]:
 
 
 def _explain_order(evidence: Evidence) -> Cause | None:
-    sizes = dict(evidence.found_on_ranks(GLOBAL_BATCH, int))
+    sizes = dict(evidence.results_on_ranks(GLOBAL_BATCH, int))
     if len({*sizes.values()}) > 1:
         each = dict.fromkeys(
             f"{count(size, 'sample')} on {count(int(rank.split()[-1]), 'rank')}"
             for rank, size in sizes.items()
         )
         return causes.BATCH_BY_RANKS.of(sizes=listed([*each]))
-    if changes := evidence.found(READ_AGAIN, Changes):
+    if changes := evidence.result(READ_AGAIN, Changes):
         return changes.cause
     for start, traces in _traces(evidence):
         for step, one in evidence.reference.samples.items():
@@ -167,7 +167,7 @@ def _gradients(evidence: Evidence) -> Check:
 
 def _explain_settings(evidence: Evidence) -> Cause | None:
     """Return the first number in the optimizer's groups that depends on the ranks."""
-    (_, first), *others = evidence.found_on_ranks(GROUPS, dict[int, list[dict[str, float]]])
+    (_, first), *others = evidence.results_on_ranks(GROUPS, dict[int, list[dict[str, float]]])
     for step, groups in first.items():
         for rank, found in others:
             for mine, its in zip(groups, found.get(step, []), strict=False):
@@ -197,7 +197,7 @@ GRADIENTS = TableRow(name="gradients", answer=_gradients, explain=_explain_gradi
 
 def _passes(evidence: Evidence, start: Start, step: int = 1) -> list[list[Pass]]:
     """Return the backward passes of a step on each rank of a start, in order."""
-    found = [report.found.get(PASSES, []) for report in evidence.reports.get(start.place, ())]
+    found = [report.results.get(PASSES, []) for report in evidence.reports.get(start.place, ())]
     return [
         [*ranks] for ranks in zip(*([p for p in f if p.step == step] for f in found), strict=False)
     ]
@@ -276,7 +276,7 @@ LOSS = TableRow(name="loss", answer=_loss, explain=_explain_loss)
 
 
 def _state(evidence: Evidence) -> Check:
-    if not (names := evidence.found("state", set[str])):
+    if not (names := evidence.result("state", set[str])):
         return Check("same", "the steps draw nothing from Python or NumPy")
     cause = causes.OTHER_GENERATORS.of(names=" and ".join(sorted(names)))
     return left_free_check(evidence, "state", "draws as they are", cause)
@@ -299,7 +299,7 @@ def _evaluation(evidence: Evidence) -> Check:
             apart.append(TrainingDifference(largest, first_step=step, what=what))
     compared = f"means of {', '.join(next(iter(one.values())))}"
     cause = None
-    if draws := evidence.found("evaluation", dict[str, str]):
+    if draws := evidence.result("evaluation", dict[str, str]):
         lines = ", ".join(sorted({line for line in draws.values() if line})[:3])
         cause = causes.DRAWN_IN_VALIDATION.of(lines=f" ({lines})" if lines else "")
     return measured(compared, worst(apart), evidence.tolerance_of(MAIN), cause)

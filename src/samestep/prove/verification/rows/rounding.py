@@ -72,7 +72,7 @@ class Kinds(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[torch.dtype] = set()
+        self.types: set[torch.dtype] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -80,12 +80,12 @@ class Kinds(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves([args, kwargs, result]):
             if isinstance(leaf, Tensor) and leaf.numel() > 1:  # a single one counts steps
-                self.found.add(leaf.dtype)
+                self.types.add(leaf.dtype)
         return result
 
     def arithmetic(self, weights: torch.dtype, *, wide: bool) -> Arithmetic | None:
         """Return what was computed in, given the type of the weights; None if nothing was."""
-        kind = max(self.found, key=_unit, default=None)
+        kind = max(self.types, key=_unit, default=None)
         name = str(kind).removeprefix("torch.")
         return None if kind is None else Arithmetic(wide, name, _unit(kind), _unit(weights))
 
@@ -128,7 +128,7 @@ def _kinds_of(tested: RecipeUnderTest, *, wide: bool) -> Kinds:
 def _answer(evidence: Evidence) -> Iterator[Check]:
     own = (OWN_PRECISION, NUDGED_IN_OWN, NUDGED_IN_OWN)
     for training, found, nudged in ((MAIN, OPTIMIZER_ROW, NUDGED_GRADIENT), own):
-        arithmetic = evidence.found(found, Arithmetic) if evidence.trace(0, nudged) else None
+        arithmetic = evidence.result(found, Arithmetic) if evidence.trace(0, nudged) else None
         allowed = evidence.by_optimizer(training)
         if arithmetic is None or allowed <= evidence.before_updates(training):
             continue
@@ -144,7 +144,7 @@ def _answer(evidence: Evidence) -> Iterator[Check]:
 
 OPTIMIZER = TableRow(
     name=OPTIMIZER_ROW,
-    look=_look,
+    experiment=_look,
     training=ShortTraining(name=NUDGED_GRADIENT, nudges_gradient=True),
     answer=lambda evidence: [*_answer(evidence)],
     with_virtual_ranks=False,

@@ -372,7 +372,7 @@ def _remembering(tested: RecipeUnderTest) -> ModuleDifference | None:
 
 def state_of(evidence: Evidence) -> OutsideState:
     """Return what the experiment found; nothing where it failed."""
-    return evidence.found(STATE.name, OutsideState) or OutsideState()
+    return evidence.result(STATE.name, OutsideState) or OutsideState()
 
 
 def _suspect(evidence: Evidence) -> Cause | None:
@@ -422,7 +422,7 @@ def _state(evidence: Evidence) -> Check:
 
 STATE = TableRow(
     name="state",
-    look=_look_for_state,
+    experiment=_look_for_state,
     training=left_free("state"),
     answer=_state,
     explain=_explain,

@@ -212,7 +212,7 @@ LIGHTNING = TableRow(
 
 
 def _batchnorm(evidence: Evidence) -> Check:
-    if not (names := evidence.found(BATCHNORM.name, list[str])):
+    if not (names := evidence.result(BATCHNORM.name, list[str])):
         return Check("same", "the model has none")
     cause = causes.BATCHNORM.of(layers=listed(names, 1))
     compared = f"{len(names)} layers as they are" if len(names) > 1 else "1 layer as it is"
@@ -221,7 +221,7 @@ def _batchnorm(evidence: Evidence) -> Check:
 
 BATCHNORM = TableRow(
     name="BatchNorm",
-    look=lambda tested: list(batch_norms(tested.free_step.model)),
+    experiment=lambda tested: list(batch_norms(tested.free_step.model)),
     training=left_free("batchnorm"),
     answer=_batchnorm,
     with_virtual_ranks=False,
@@ -229,7 +229,7 @@ BATCHNORM = TableRow(
 
 
 def _dropout(evidence: Evidence) -> Check:
-    if not (draws := evidence.found(DROPOUT.name, dict[str, str])):
+    if not (draws := evidence.result(DROPOUT.name, dict[str, str])):
         return Check("same", "the model draws nothing from torch")
     lines = sorted({line for line in draws.values() if line})
     cause = causes.DROPOUT.of(lines=f" ({', '.join(lines[:3])})" if lines else "")
@@ -238,7 +238,7 @@ def _dropout(evidence: Evidence) -> Check:
 
 DROPOUT = TableRow(
     name="dropout",
-    look=lambda tested: tested.free_step.seen.draws,  # operation of torch → the user's line
+    experiment=lambda tested: tested.free_step.seen.draws,  # operation of torch → the user's line
     training=left_free("dropout"),
     answer=_dropout,
     with_virtual_ranks=False,
