@@ -92,8 +92,6 @@ class Evidence:
     tolerance: float | None = None
     """The user's own, for losses."""
     quick: bool = False
-    allows_unused: bool = False
-    """Whether steps may leave parameters unused."""
 
     @property
     def reference(self) -> Trace:
@@ -139,6 +137,11 @@ class Evidence:
     def trace(self, place: int, training: str) -> Trace | None:
         """Return rank 0's trace of a short training, if there is one."""
         return next(iter(self.traces.get((place, training), [])), None)
+
+    def traces_of_several(self) -> list[tuple[Start, list[Trace]]]:
+        """Return the traces of all ranks of each start of several that came to its end."""
+        traces = ((start, self.traces.get((start.place, MAIN), [])) for start in self.several)
+        return [(start, of_ranks) for start, of_ranks in traces if of_ranks]
 
     def result(self, row: str, kind: type[T]) -> T | None:  # noqa: ARG002 - for type checkers
         """Return the result of a row's experiment in the first process, if there is any."""

@@ -46,10 +46,10 @@ from samestep.launch.ranks.process import hand_back, leave_for_parent
 from samestep.launch.ranks.world import abandon
 from samestep.prove.verification.few_samples import TrainingSize, num_samples, spread, subset
 from samestep.prove.verification.harness import failure_of
-from samestep.prove.verification.read_again import Changes, dataset_again
 from samestep.prove.verification.recipe_under_test import Doubles, freeze, nudge
+from samestep.prove.verification.rows.data import Changes, dataset_again
 from samestep.prove.verification.rows.one_writer import ONE_WRITER, RecipeOutput
-from samestep.prove.verification.rows.rounding import Arithmetic, Kinds
+from samestep.prove.verification.rows.rounding import Arithmetic, TypesInSteps
 from samestep.prove.verification.short_trainings import (
     OPTIMIZER_ROW,
     RankReport,
@@ -135,8 +135,8 @@ def run_script(task: LoopTask, output: RecipeOutput, log: Path) -> NoReturn:
         error = UserError(f"{name} asks for input, and there is none. Give it by an argument.")
     failure = failure_of(trace, error)
     # Among several ranks, what all of them have found together is a difference.
-    found = task.start.world_size == 1 or getattr(error, "on_all_ranks", False)
-    report.failures.append(replace(failure, mistake=failure.mistake and found))
+    agreed = task.start.world_size == 1 or getattr(error, "on_all_ranks", False)
+    report.failures.append(replace(failure, mistake=failure.mistake and agreed))
     hand_back(report)
     leave_for_parent(failure.message, 1)
     abandon(1)
@@ -165,14 +165,14 @@ class WatchedRun(OwnRun):
             changed["device"] = task.device
         super().__init__(replace(options, **changed))
         self._task, self._trace, self._report = task, trace, report
-        self._still = ALL_KINDS - task.training.free
+        self._held = ALL_KINDS - task.training.free
         self._seen, self._in_validation = RandomDraws(), RandomDraws()
         self._drawn_before: tuple[object, object] | None = None
         self._size: TrainingSize | None = None
-        self._passed: dict[int, float] = {}
-        self._kinds: set[torch.dtype] = set()
-        self._in_steps = Kinds()
-        self._read: Callable[[], Changes | None] = lambda: None
+        self._losses: dict[int, float] = {}
+        self._autocast: set[torch.dtype] = set()
+        self._in_steps = TypesInSteps()
+        self._read_again: Callable[[], Changes | None] = lambda: None
 
     # --- what the script does with its run
 
@@ -183,23 +183,22 @@ class WatchedRun(OwnRun):
             self._doubles = Doubles()  # for the rest of this process
             self._doubles.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()
-        own, trace = self._opened, self._trace
-        emit = own.session.emit
+        emit = self._opened.session.emit
 
-        def kept(record: dict[str, Any]) -> None:
+        def keep_and_emit(record: dict[str, Any]) -> None:
             if record["event"] != "step" or "loss" in record:
-                trace.keep(record)
+                self._trace.keep(record)
             emit(record)
 
-        changed: dict[str, Any] = {"emit": kept}
-        vars(own.session).update(changed)
-        vars(own)["check_weights"] = lambda: None  # that is compared here, and gets a cause
+        vars(self._opened.session)["emit"] = keep_and_emit
+        vars(self._opened)["check_weights"] = lambda: None  # they are compared here, with a cause
         register_optimizer_step_pre_hook(lambda optimizer, *_: self._keep_gradients(optimizer))
         if self._task.arithmetic and self._task.training.nudges_gradient:
             register_optimizer_step_pre_hook(self._task.arithmetic.nudging())
         if not self._task.start.place:  # one process is enough to see what steps compute in
-            register_optimizer_step_pre_hook(lambda *_: self._watch_step(begins=True))
-            register_optimizer_step_post_hook(lambda *_: self._watch_step(begins=False))
+            types: Any = self._in_steps
+            register_optimizer_step_pre_hook(lambda *_: types.__enter__() and None)
+            register_optimizer_step_post_hook(lambda *_: types.__exit__(None, None, None))
         register_module_forward_pre_hook(lambda *_: self._note_precision())
         return self
 
@@ -215,14 +214,14 @@ class WatchedRun(OwnRun):
 
     def epochs(self, num_epochs: int, *, state: Mapping[str, Any]) -> Iterator[int]:
         """Yield the epochs, the first two of them at least."""
-        for one in state.values():
-            if isinstance(one, torch.amp.GradScaler) and "_init_scale" in vars(one):
+        for part in state.values():
+            if isinstance(part, torch.amp.GradScaler) and "_init_scale" in vars(part):
                 # Its search for a scale skips steps, other ones where a rank has less of the loss.
-                vars(one)["_init_scale"] = min(vars(one)["_init_scale"], _SCALE)
-            if isinstance(one, nn.Module) and self._task.doubles:
-                one.double()
-            if isinstance(one, torch.optim.Optimizer) and self._task.doubles:
-                for parameter in (p for group in one.param_groups for p in group["params"]):
+                vars(part)["_init_scale"] = min(vars(part)["_init_scale"], _SCALE)
+            if isinstance(part, nn.Module) and self._task.doubles:
+                part.double()
+            if isinstance(part, torch.optim.Optimizer) and self._task.doubles:
+                for parameter in (p for group in part.param_groups for p in group["params"]):
                     parameter.data = parameter.data.double()
         # Where an epoch is all that the script wants, it is cut to a few batches here.
         for epoch in super().epochs(max(num_epochs, 2), state=state):
@@ -242,7 +241,7 @@ class WatchedRun(OwnRun):
             few, places = _few(data, size.num_samples)
             self._report.num_samples = num_samples(data)
             if places is not None and not isinstance(data, tuple | Tensor):
-                self._read = partial(dataset_again, few, more.get("collate"))
+                self._read_again = partial(dataset_again, few, more.get("collate"))
             self._report.results[GLOBAL_BATCH] = global_batch_size
             if (weights := more.get("weights")) is not None and places is not None:
                 more["weights"] = per_sample("weights", weights, data)[torch.as_tensor(places)]
@@ -251,11 +250,12 @@ class WatchedRun(OwnRun):
             for batch in batches:
                 self._stop_after_enough()
                 self._begin(batch, places)
-                with Draws(self._seen, hold="dropout" in self._still):
+                with Draws(self._seen, hold="dropout" in self._held):
                     try:
                         yield batch
                     finally:
-                        self._end(batch.step + 1)
+                        self._note_draws()
+                        self._trace.weights[batch.step + 1] = self._weights()
         self._stop_after_enough()
 
     def validation(self, data: Any, batch_size: int, **more: Any) -> Iterator[OwnBatch]:
@@ -277,14 +277,14 @@ class WatchedRun(OwnRun):
         usable = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
         if usable:
             parameters = parameters_of(trained)
-            found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-            pairs = zip(found, parameters, strict=True)
+            gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+            pairs = zip(gradients, parameters, strict=True)
             parts = [values_of(torch.zeros_like(p) if g is None else g)[1:] for g, p in pairs]
-            own = batch.rows if terms is None else float(terms)
-            mine = Pass(float(loss), own * (batch.weight > 0), np.concatenate(parts), step)
+            num_terms = batch.rows if terms is None else float(terms)
+            mine = Pass(float(loss), num_terms * (batch.weight > 0), np.concatenate(parts), step)
             self._report.results.setdefault(PASSES, []).append(mine)
         total = super().backward(loss, *trained, terms=terms, **more)
-        self._passed.setdefault(step, float(total))
+        self._losses.setdefault(step, float(total))
         return total
 
     # --- what is kept of it
@@ -298,10 +298,10 @@ class WatchedRun(OwnRun):
             for of, norm in batch_norms(module).items()
         }
         self._trace.weights[0] = self._weights()
-        if "batchnorm" in self._still:
+        if "batchnorm" in self._held:
             freeze(self._norms.values())
         for name, norm in self._norms.items():
-            if "batchnorm" not in self._still:
+            if "batchnorm" not in self._held:
                 norm.momentum = 1.0  # the statistics are then those of the last batch
             elif norm.running_mean is not None and name in task.statistics:
                 norm.running_mean.copy_(task.statistics[name][0])
@@ -312,19 +312,15 @@ class WatchedRun(OwnRun):
     def _begin(self, batch: OwnBatch, places: Tensor | None) -> None:
         self._trace.begun = step = batch.step + 1
         leaves = tree_leaves(batch.data)
-        by_row = all(isinstance(one, Tensor) and one.shape[:1] == (batch.rows,) for one in leaves)
+        by_row = all(isinstance(x, Tensor) and x.shape[:1] == (batch.rows,) for x in leaves)
         marks = sample_hashes(batch.data) if by_row else [""] * batch.rows
         self._convert(batch, places)
         if batch.weight:
             pairs = zip(batch.indices.tolist(), marks, strict=True)
             self._trace.samples[step] = [f"{place} {mark}" for place, mark in pairs]
-        if "state" in self._still:
+        if "state" in self._held:
             seed_rank(0, 0)
         self._drawn_before = _generators()
-
-    def _end(self, step: int) -> None:
-        self._note_draws()
-        self._trace.weights[step] = self._weights()
 
     def _convert(self, batch: OwnBatch, places: Tensor | None) -> None:
         """Give a batch the places of its samples in all of the data, and wide numbers."""
@@ -335,38 +331,33 @@ class WatchedRun(OwnRun):
             batch.data = map_tensors(wide, batch.data)
 
     def _weights(self) -> dict[str, NDArray[np.float64]]:
-        own = self._opened
-        modules = own.modules().items()
+        modules = self._opened.modules().items()
         buffers = ((f"{name}.{of}", b) for name, m in modules for of, b in m.named_buffers())
-        return values_by_name([*own.trained.items(), *buffers])
+        return values_by_name([*self._opened.trained.items(), *buffers])
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         names = {id(p): name for name, p in self._opened.trained.items()}
-        held = [p for group in optimizer.param_groups for p in group["params"]]
         groups = self._report.results.setdefault(GROUPS, {}).setdefault(self._trace.begun, [])
         groups += map(_numbers_of, optimizer.param_groups)
+        gradients = (
+            (names.get(id(p), "a parameter outside the state"), p.grad)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
         kept = self._trace.gradients.setdefault(self._trace.begun, {})
-        fresh = ((names.get(id(p), "a parameter outside the state"), p.grad) for p in held)
-        for name, values in values_by_name(fresh).items():
-            kept.setdefault(name, values)
-
-    def _watch_step(self, *, begins: bool) -> None:
-        if begins:
-            self._in_steps.__enter__()  # type: ignore[no-untyped-call]
-        else:
-            self._in_steps.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        kept |= values_by_name(gradients) | kept  # what came first stays
 
     def _note_draws(self) -> None:
         """Note whether Python's or NumPy's generator was used; what follows draws alike anyway."""
         before, self._drawn_before = self._drawn_before, None
         names, after = ("Python's random", "NumPy's random"), _generators()
         drawn = zip(names, before or after, after, strict=True)
-        self._seen.generators |= {name for name, one, other in drawn if one != other}
+        self._seen.generators |= {name for name, then, now in drawn if then != now}
 
     def _note_precision(self) -> None:
         device = self._opened.world.device.type
         if torch.is_autocast_enabled(device):
-            self._kinds.add(torch.get_autocast_dtype(device))
+            self._autocast.add(torch.get_autocast_dtype(device))
 
     def _stop_after_enough(self) -> None:
         """End this process after the last step; all that belongs to the step is recorded."""
@@ -381,15 +372,15 @@ class WatchedRun(OwnRun):
                 "run.batches(…) was trained."
             )
         for step in range(1, taken + 1):
-            self._trace.losses.setdefault(step, self._passed.get(step, float("nan")))
+            self._trace.losses.setdefault(step, self._losses.get(step, float("nan")))
         full = max(0, taken - 1 - (not self._size.drop_last))
         size = self._size if taken == self._size.steps else replace(self._size, full=full)
         means = ((n, m.running_mean, m.running_var) for n, m in self._norms.items())
-        kinds = {p.dtype for p in self._opened.trained.values()}
+        weights = {p.dtype for p in self._opened.trained.values()}
         wide = self._task.doubles
         self._report.results |= {
             "size": size,
-            "precision": precision_of(self._kinds | kinds),
+            "precision": precision_of(self._autocast | weights),
             "BatchNorm": [*self._norms],
             STATISTICS: {name: both for name, *both in means if both[0] is not None},
             "dropout": self._seen.draws,
@@ -401,7 +392,7 @@ class WatchedRun(OwnRun):
         }
         if not self._task.start.place:
             with contextlib.suppress(Exception):  # of a data set that reads in another way
-                self._report.results[READ_AGAIN] = self._read()
+                self._report.results[READ_AGAIN] = self._read_again()
         for opened in self._data.values():
             opened.source.close()
         hand_back(self._trace)
@@ -413,8 +404,8 @@ class WatchedRun(OwnRun):
 
 def _numbers_of(group: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of an optimizer's group, such as its learning rate."""
-    one = {k: v for k, v in group.items() if not isinstance(v, Tensor) or v.numel() == 1}
-    return {k: float(v) for k, v in one.items() if isinstance(v, int | float | Tensor)}
+    single = {k: v for k, v in group.items() if not isinstance(v, Tensor) or v.numel() == 1}
+    return {k: float(v) for k, v in single.items() if isinstance(v, int | float | Tensor)}
 
 
 def _generators() -> tuple[object, object]:

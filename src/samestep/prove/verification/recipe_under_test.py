@@ -6,7 +6,7 @@ difference that is left then has another cause.
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -28,6 +28,7 @@ from samestep.core.training.alike import seed_alike
 from samestep.core.training.apply import Moment, applied, call, evaluating, summed, timed
 from samestep.core.training.batch_transform import BatchTransform
 from samestep.core.training.device import autocast, data_dtype
+from samestep.core.training.optimizer import optimizer_of
 from samestep.core.training.prepare import place_loss, prepare
 from samestep.core.training.side_effects import (
     ALL_KINDS,
@@ -139,6 +140,15 @@ class RecipeUnderTest:
             self.free_loss(model, block, loss)
         own = [line for line in before if before[line] != seen.own.get(line)]
         return FreeStep(model, seen, own)
+
+    def steps_of_optimizer(self) -> Iterator[torch.optim.Optimizer]:
+        """Yield the recipe's own optimizer, each time with the gradients for another step."""
+        model, block, settings = self.build(), self.batch(), self.settings
+        optimizer = optimizer_of(self.recipe, model, settings, settings.lr, self.world.device)
+        for _ in range(2):
+            model.zero_grad()
+            self.free_loss(model, block, self.placed_loss).backward()  # type: ignore[no-untyped-call]
+            yield optimizer
 
     @cached_property
     def held_outputs(self) -> HeldForward | None:
@@ -267,6 +277,12 @@ class RecipeUnderTest:
         with autocast(self.settings.precision, self.world.device):
             outputs = call(self.applied(model), block.inputs)
             return cast("Tensor", loss(outputs, block.targets))
+
+
+def draws_in_words(seen: RandomDraws) -> list[str]:
+    """Return what was drawn from: torch, with the user's lines, Python or NumPy."""
+    torch_lines = {f"torch ({line})" if line else "torch" for line in seen.draws.values()}
+    return sorted(torch_lines | seen.generators)
 
 
 def first_line(error: Exception) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from samestep.base.errors import UserError
-from samestep.base.settings import Precision, Settings, in_precision
+from samestep.base.settings import Precision, in_precision
 from samestep.core.data.batches import is_stream
 from samestep.core.data.recipe_splits import load_splits
 from samestep.core.recipe import Recipe, Splits
@@ -116,16 +116,10 @@ def gather(
     One process is always among the sizes. The global batch is the smallest that will do, unless it
     is given. Lightning's Trainer is compared too if it is installed.
     """
-    settings, recipe, sizes, quick = (
-        request.settings,
-        request.recipe,
-        starts.sizes,
-        starts.options.quick,
-    )
-    planned = plan_starts(sizes, quick=quick)
-    with_death = None
+    settings, recipe, quick = request.settings, request.recipe, starts.options.quick
+    planned, with_death = plan_starts(starts.sizes, quick=quick), None
     if launch_elastic is not None and not quick:
-        with_death = start_with_death(sizes, len(planned))
+        with_death = start_with_death(starts.sizes, len(planned))
     in_lightning = (  # its engine refuses the opposites
         find_spec("lightning") is not None
         and recipe.loss_over == "samples"
@@ -166,7 +160,6 @@ def gather(
         ended=starts.ended,
         chosen=settings.precision,
         quick=quick,
-        allows_unused=settings.allows_unused,
     )
 
 
@@ -240,9 +233,8 @@ class _Start:
                 self._facts = run_experiments(self._tested(), self._facts)
             hand_back(self._facts)
         quick, failed = self._instructions.quick, self._instructions.failed
-        for training in plan_trainings(
-            start, self._facts, settings.precision, quick=quick, failed=failed
-        ):
+        planned = partial(plan_trainings, quick=quick, failed=failed)
+        for training in planned(start, self._facts, settings.precision):
             trace = Trace(training=training.name)
             try:
                 self._train(training, trace)
@@ -292,28 +284,21 @@ class _Start:
             world=World(device=self._world.device),
         )
 
-    def _validated(self, training: ShortTraining, settings: Settings) -> tuple[Splits, Settings]:
-        """Return the samples and settings of a training, with a validation where it needs one."""
-        given = self._request.settings
-        if self._world.device.type != "cuda":
-            settings = replace(settings, sync_batchnorm=False)
-        # A schedule may follow what is validated; else only some trainings take that time.
-        if {"optimizer", "metrics"}.intersection(self._recipe.schedule_asks()):
-            return self._few, replace(settings, monitor=given.monitor, mode=given.mode)
-        few = self._few if training.evaluates else replace(self._few, validation=None)
-        return few, settings
-
     def _train(self, training: ShortTraining, trace: Trace) -> None:
         place, name = self._start.place, training.name
         if training.resumes:
             place, name = place - 1, MAIN
-        run = run_of(self._instructions.folder, place, name)
-        settings = settings_of(
-            training, self._request.settings, self._facts, self._start.world_size, run
-        )
-        few, settings = self._validated(training, settings)
+        run, given = run_of(self._instructions.folder, place, name), self._request.settings
+        settings = settings_of(training, given, self._facts, self._start.world_size, run)
+        if self._world.device.type != "cuda":
+            settings = replace(settings, sync_batchnorm=False)
+        few, inner = self._few, self._recipe
+        # A schedule may follow what is validated; else only some trainings take that time.
+        if {"optimizer", "metrics"}.intersection(inner.schedule_asks()):
+            settings = replace(settings, monitor=given.monitor, mode=given.mode)
+        elif not training.evaluates:
+            few = replace(few, validation=None)
         unused = [] if settings.allows_unused else unused_parameters(self._facts)
-        inner = self._recipe
 
         def model(options: Any = None) -> nn.Module:
             """Build it without parameters that nothing uses."""
@@ -326,13 +311,14 @@ class _Start:
         recipe = replace(inner, model=model, data=lambda *_: few)
         tested, prepare = self._tested(settings.precision), lambda _: None
         if self._facts.virtual_ranks is None:  # else nothing is fixed, or looked into
-            loss = watched(tested.placed_loss, RandomDraws(), ALL_KINDS - training.free)
-            forward = None if inner.forward is None else tested.exactly(inner.forward)
-            evaluated = None
-            if inner.evaluation_loss is not None:
-                held = ALL_KINDS - training.free
-                evaluated = watched(tested.placed_evaluation_loss, RandomDraws(), held)
-            recipe = replace(recipe, loss=loss, evaluation_loss=evaluated, forward=forward)
+            held = ALL_KINDS - training.free
+            recipe = replace(
+                recipe,
+                loss=watched(tested.placed_loss, RandomDraws(), held),
+                evaluation_loss=inner.evaluation_loss
+                and watched(tested.placed_evaluation_loss, RandomDraws(), held),
+                forward=inner.forward and tested.exactly(inner.forward),
+            )
             prepare = partial(self._hold, training, trace, tested)
         request = replace(self._request, recipe=recipe, settings=settings)
         received, shown = ReceivedSignal(), Shown((trace.keep,))
@@ -353,10 +339,10 @@ class _Start:
         self, training: ShortTraining, trace: Trace, tested: RecipeUnderTest, learner: Learner
     ) -> None:
         """Hold still what a training does not leave free, before anything is computed."""
-        takes, model = learner.applied, learner.model
+        model = learner.model
         # A checkpoint, or another rank, brings the statistics that it was trained with.
-        goes_on = training.resumes or trace.begun > 0
-        calibrate = None if goes_on else partial(tested.calibrate, takes)
+        continues = training.resumes or trace.begun > 0
+        calibrate = None if continues else partial(tested.calibrate, learner.applied)
         hold_model(model, RandomDraws(), ALL_KINDS - training.free, calibrate)
         model.forward = tested.exactly(model.forward)
         if training.nudged:

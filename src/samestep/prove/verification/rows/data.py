@@ -1,19 +1,80 @@
 """The rows about samples: the same in every process, unchanged when read again, all counted."""
 
+import contextlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from samestep.base.errors import listed
 from samestep.base.words import count
+from samestep.core.data.keyed_random import seed_reading
 from samestep.core.recipe import Recipe
+from samestep.core.training.side_effects import RandomDraws, watched
 from samestep.prove.verification import causes
 from samestep.prove.verification.causes import Cause
 from samestep.prove.verification.evidence import Check, Evidence, TableRow, cause_check
-from samestep.prove.verification.read_again import Changes, Reader, collated_again
-from samestep.prove.verification.recipe_under_test import RecipeUnderTest
-from samestep.prove.verification.short_trainings import MAIN
+from samestep.prove.verification.recipe_under_test import RecipeUnderTest, draws_in_words
+from samestep.prove.verification.trace import hash_of, sample_hashes
 
 _SHOWN = 4
+_SAMPLES = 8
+"""Samples that are read again; and how often one is put into a batch, where all rows are equal."""
+Reader = Literal["dataset", "transform", "augment", "collate"]
+
+
+class Changes(NamedTuple):
+    """What changes a sample when it is read twice."""
+
+    part: Reader
+    batchwise: bool
+    """Whether it does so only when the sample is read in another batch."""
+    draws: str = ""
+    """What collate draws from, with the line."""
+
+    @property
+    def cause(self) -> Cause:
+        """The cause in words."""
+        if self.part == "collate":
+            return causes.COLLATE_DRAWS.of(draws=self.draws or "a generator of its own")
+        other = "for a sample when the batch has other samples"
+        again = "each time the same sample is read in the same epoch"
+        return causes.UNKEYED[self.part].of(when=other if self.batchwise else again)
+
+
+def collated_again(collate: Callable[[Any], Any], rows: list[Any]) -> Changes | None:
+    """Put samples together again: what a collate draws, it draws for all of them together."""
+    seen, repeated = RandomDraws(), list[str]()
+
+    def batch(seed: int, rows: list[Any]) -> Any:
+        seed_reading(seed)
+        return watched(collate, seen)(rows)
+
+    first, second, other = (hash_of(batch(seed, rows)) for seed in (1, 1, 2))
+    with contextlib.suppress(Exception):  # a batch without a row for each sample
+        repeated = sample_hashes(batch(1, [rows[0]] * _SAMPLES))
+    draws = draws_in_words(seen)
+    # It may seed anew for each batch: one sample in several places shows that.
+    by_place = bool(draws) and len(repeated) == _SAMPLES and len({*repeated}) > 1
+    if first == second == other and not by_place:
+        return None
+    return Changes("collate", first == second, listed(draws))
+
+
+def dataset_again(data: Any, collate: Callable[[Any], Any] | None) -> Changes | None:
+    """Read samples of a data set again, each seeded as in a training, and put them together."""
+
+    def read() -> list[Any]:
+        rows = []
+        for place in range(min(_SAMPLES, len(data))):
+            seed_reading(place)
+            rows.append(data[place])
+        return rows
+
+    rows = read()
+    if hash_of(rows) != hash_of(read()):
+        return Changes("dataset", batchwise=False)
+    return None if collate is None else collated_again(collate, rows)
 
 
 def _explain_order(evidence: Evidence) -> Cause | None:
@@ -25,8 +86,8 @@ def _explain_order(evidence: Evidence) -> Cause | None:
     if len(lengths) > 1:
         each = [f"{rank} holds {number:,}" for number, rank in lengths.items()]
         return causes.LENGTHS.of(lengths=", ".join(each[:_SHOWN]))
-    found = evidence.results_on_ranks(ORDER.name, list[str])
-    others = [rank for rank, hashes in found if hashes != found[0][1]]
+    on_ranks = evidence.results_on_ranks(ORDER.name, list[str])
+    others = [rank for rank, hashes in on_ranks if hashes != on_ranks[0][1]]
     if not others or changing_part(evidence) == "dataset":
         return None
     if any(rank.startswith("rank 0 ") for rank in others):
@@ -40,10 +101,14 @@ def _order(evidence: Evidence) -> Check:
     changing = "samples change when they are read" if changing_part(evidence) else ""
     if skipped := changing or evidence.not_compared():
         return Check("skipped", skipped)
+    return check_order(evidence)
+
+
+def check_order(evidence: Evidence) -> Check:
+    """Return whether the ranks together train the samples of one process in its order."""
     compared = "on all ranks that of one process"
-    for start in evidence.several:
-        traces = evidence.traces.get((start.place, MAIN), [])
-        for step, hashes in evidence.reference.samples.items() if traces else ():
+    for _, traces in evidence.traces_of_several():
+        for step, hashes in evidence.reference.samples.items():
             if [h for trace in traces for h in trace.samples.get(step, [])] != hashes:
                 return cause_check(evidence, compared, causes.OTHER_ORDER, first_step=step)
     return Check("same", compared)
@@ -90,15 +155,15 @@ def _read_again(tested: RecipeUnderTest) -> Changes | None:
 def _collate_again(tested: RecipeUnderTest) -> Changes | None:
     """See what a recipe's collate makes of the samples of a batch when it is called again."""
     collate: Any = tested.recipe.collate
-    found: list[Changes | None] = []
+    changes: list[Changes | None] = []
 
     def again(rows: Any) -> Any:
-        if not found:
-            found.append(collated_again(collate, rows))
+        if not changes:
+            changes.append(collated_again(collate, rows))
         return collate(rows)
 
     tested.batch(recipe=replace(tested.recipe, collate=again))
-    return found[0]
+    return changes[0]
 
 
 def changing_part(evidence: Evidence) -> Reader | None:
@@ -135,9 +200,8 @@ def _evaluation(evidence: Evidence) -> Check:
     changing = "samples change when read" if changing_part(evidence) == "dataset" else ""
     if skipped := changing or evidence.not_compared():
         return Check("skipped", skipped)
-    for start in evidence.several:
-        traces = evidence.traces.get((start.place, MAIN), [])
-        if traces and Counter(mark for trace in traces for mark in trace.evaluated) != expected:
+    for _, traces in evidence.traces_of_several():
+        if Counter(mark for trace in traces for mark in trace.evaluated) != expected:
             return Check("different", compared, cause=causes.OTHER_ORDER)
     return Check("same", compared)
 

@@ -244,7 +244,7 @@ def _parameters(evidence: Evidence) -> Check:
     names = unused_parameters(evidence.facts)
     compared = "every parameter gets a gradient"
     # With --find-unused or --static-graph ranks do not wait; other rows compare the trainings.
-    if names and evidence.allows_unused:
+    if names and evidence.facts.allows_unused:
         return Check("same", f"{count(len(names), 'parameter')} unused in a step, as you allow")
     if not names:
         return Check("same", compared)

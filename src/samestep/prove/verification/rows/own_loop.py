@@ -19,8 +19,8 @@ from samestep.prove.verification.evidence import (
     measured,
 )
 from samestep.prove.verification.loop_on_rank import GLOBAL_BATCH, GROUPS, PASSES, READ_AGAIN, Pass
-from samestep.prove.verification.read_again import Changes
 from samestep.prove.verification.rows import rounding, trainings
+from samestep.prove.verification.rows.data import Changes, check_order
 from samestep.prove.verification.rows.one_writer import ONE_WRITER
 from samestep.prove.verification.short_trainings import MAIN, Start
 from samestep.prove.verification.trace import (
@@ -72,12 +72,6 @@ def _in_loop(row: TableRow) -> TableRow:
     return replace(row, experiment=None, answer=answer)
 
 
-def _traces(evidence: Evidence) -> list[tuple[Start, list[Trace]]]:
-    """Return the traces of all ranks of each start that came to its end."""
-    found = [(start, evidence.traces.get((start.place, MAIN), [])) for start in evidence.several]
-    return [(start, traces) for start, traces in found if traces]
-
-
 # --- samples
 
 
@@ -91,7 +85,7 @@ def _explain_order(evidence: Evidence) -> Cause | None:
         return causes.BATCH_BY_RANKS.of(sizes=listed([*each]))
     if changes := evidence.result(READ_AGAIN, Changes):
         return changes.cause
-    for start, traces in _traces(evidence):
+    for start, traces in evidence.traces_of_several():
         for step, one in evidence.reference.samples.items():
             marks = dict(mark.split(" ") for mark in one)
             for rank, trace in enumerate(traces):
@@ -105,16 +99,11 @@ def _explain_order(evidence: Evidence) -> Cause | None:
 
 
 def _order(evidence: Evidence) -> Check:
-    compared = "on all ranks that of one process"
     if skipped := evidence.not_compared():
         return Check("skipped", skipped)
     if cause := _explain_order(evidence):
-        return cause_check(evidence, compared, cause)
-    for _, traces in _traces(evidence):
-        for step, marks in evidence.reference.samples.items():
-            if [mark for trace in traces for mark in trace.samples.get(step, [])] != marks:
-                return cause_check(evidence, compared, causes.OTHER_ORDER, first_step=step)
-    return Check("same", compared)
+        return cause_check(evidence, "on all ranks that of one process", cause)
+    return check_order(evidence)
 
 
 ORDER = TableRow(name="order", answer=_order, explain=_explain_order)
@@ -125,7 +114,7 @@ ORDER = TableRow(name="order", answer=_order, explain=_explain_order)
 
 def _explain_weights(evidence: Evidence) -> Cause | None:
     first = evidence.reference.weights.get(0, {})
-    for start, traces in _traces(evidence):
+    for start, traces in evidence.traces_of_several():
         began = traces[0].weights.get(0, {})
         for name, values in first.items():
             if not np.array_equal(values, began.get(name, values)):
@@ -147,7 +136,7 @@ def _gradients(evidence: Evidence) -> Check:
     compared, found = "the optimizer's, on all ranks those of rank 0", TrainingDifference()
     if skipped := evidence.not_compared():
         return Check("skipped", skipped)
-    for _, traces in _traces(evidence):
+    for _, traces in evidence.traces_of_several():
         first, *others = (
             Trace(losses=dict.fromkeys(trace.gradients, 0.0), gradients=trace.gradients)
             for trace in traces
@@ -184,7 +173,7 @@ def _explain_gradients(evidence: Evidence) -> Cause | None:
     if cause := _explain_settings(evidence):
         return cause
     never = not any(_passes(evidence, start) for start in evidence.several)
-    compared = (evidence.compare(traces[0]) for _, traces in _traces(evidence))
+    compared = (evidence.compare(traces[0]) for _, traces in evidence.traces_of_several())
     apart = any(found.largest > evidence.exact for found in compared)
     return causes.RANKS_AVERAGED if never and apart else None
 
@@ -292,7 +281,7 @@ def _evaluation(evidence: Evidence) -> Check:
     if skipped := evidence.not_compared():
         return Check("skipped", skipped)
     apart = []
-    for _, traces in _traces(evidence):
+    for _, traces in evidence.traces_of_several():
         other = traces[0].evaluations
         for step in sorted(one.keys() & other):
             largest, what = evaluations_apart(one[step], other[step])

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.base.trees import tree_leaves
-from samestep.core.training.optimizer import optimizer_of
 from samestep.prove.verification import causes
 from samestep.prove.verification.evidence import OPTIMIZER_TIMES, Check, Evidence, TableRow
 from samestep.prove.verification.recipe_under_test import RecipeUnderTest
@@ -67,7 +66,7 @@ class Arithmetic(NamedTuple):
         return move
 
 
-class Kinds(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TypesInSteps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Note the types of the numbers that operations take and return."""
 
     def __init__(self) -> None:
@@ -102,33 +101,26 @@ def _unit(kind: torch.dtype) -> float:
     return 2.0**-8 if kind in (torch.int8, torch.uint8) else 0.0  # as quantised state is
 
 
-def _look(tested: RecipeUnderTest) -> Arithmetic | None:
+def _watch_steps(tested: RecipeUnderTest) -> Arithmetic | None:
     """Take a few steps with a recipe's own optimizer, in float64 throughout if it can."""
     if tested.recipe.optimizer is None:
         return None
     for wide in (True, False):
+        types = TypesInSteps()
         with contextlib.suppress(Exception):  # the short trainings say how it fails
-            return _kinds_of(tested, wide=wide).arithmetic(tested.dtype, wide=wide)
+            for optimizer in tested.steps_of_optimizer():
+                step: Callable[..., Any] = optimizer.step
+                step = tested.exactly(step) if wide else step
+                with types:
+                    step()
+            return types.arithmetic(tested.dtype, wide=wide)
     return None
 
 
-def _kinds_of(tested: RecipeUnderTest, *, wide: bool) -> Kinds:
-    model, block, settings = tested.build(), tested.batch(), tested.settings
-    optimizer = optimizer_of(tested.recipe, model, settings, settings.lr, tested.world.device)
-    step: Callable[..., Any] = tested.exactly(optimizer.step) if wide else optimizer.step
-    kinds = Kinds()
-    for _ in range(2):
-        model.zero_grad()
-        tested.free_loss(model, block, tested.placed_loss).backward()  # type: ignore[no-untyped-call]
-        with kinds:
-            step()
-    return kinds
-
-
 def _answer(evidence: Evidence) -> Iterator[Check]:
-    own = (OWN_PRECISION, NUDGED_IN_OWN, NUDGED_IN_OWN)
-    for training, found, nudged in ((MAIN, OPTIMIZER_ROW, NUDGED_GRADIENT), own):
-        arithmetic = evidence.result(found, Arithmetic) if evidence.trace(0, nudged) else None
+    in_own = (OWN_PRECISION, NUDGED_IN_OWN, NUDGED_IN_OWN)
+    for training, result, nudged in ((MAIN, OPTIMIZER_ROW, NUDGED_GRADIENT), in_own):
+        arithmetic = evidence.result(result, Arithmetic) if evidence.trace(0, nudged) else None
         allowed = evidence.by_optimizer(training)
         if arithmetic is None or allowed <= evidence.before_updates(training):
             continue
@@ -144,7 +136,7 @@ def _answer(evidence: Evidence) -> Iterator[Check]:
 
 OPTIMIZER = TableRow(
     name=OPTIMIZER_ROW,
-    experiment=_look,
+    experiment=_watch_steps,
     training=ShortTraining(name=NUDGED_GRADIENT, nudges_gradient=True),
     answer=lambda evidence: [*_answer(evidence)],
     with_virtual_ranks=False,

@@ -19,7 +19,6 @@ from samestep.base.autograd import leaves_of
 from samestep.base.errors import is_users, listed
 from samestep.base.trees import map_leaves, tree_leaves
 from samestep.core.data.blocks import Block
-from samestep.core.training.optimizer import optimizer_of
 from samestep.core.training.side_effects import (
     RandomDraws,
     closure_prints,
@@ -38,7 +37,7 @@ from samestep.prove.verification.evidence import (
     cause_check,
     left_free_check,
 )
-from samestep.prove.verification.recipe_under_test import RecipeUnderTest
+from samestep.prove.verification.recipe_under_test import RecipeUnderTest, draws_in_words
 from samestep.prove.verification.short_trainings import left_free
 from samestep.prove.verification.trace import largest_apart, relative
 
@@ -262,16 +261,11 @@ def _of_optimizer(tested: RecipeUnderTest) -> dict[str, list[str]]:
     """Return what an optimizer of the recipe's own keeps outside its state, and what it draws."""
     if tested.recipe.optimizer is None:
         return {}
-    model, block, settings = tested.build(), tested.batch(), tested.settings
-    optimizer = optimizer_of(tested.recipe, model, settings, settings.lr, tested.world.device)
     seen, prints = RandomDraws(), []
-    for _ in range(2):
-        model.zero_grad()
-        tested.free_loss(model, block, tested.placed_loss).backward()  # type: ignore[no-untyped-call]
+    for optimizer in tested.steps_of_optimizer():
         watched(optimizer.step, seen)()
         prints.append(optimizer_prints(optimizer))
-    lines = {f"torch ({line})" if line else "torch" for line in seen.draws.values()}
-    return {"optimizer": differing(*prints), "draws": sorted(lines | seen.generators)}
+    return {"optimizer": differing(*prints), "draws": draws_in_words(seen)}
 
 
 def _asked(function: Callable[[], Tensor]) -> tuple[Tensor, dict[str, str]]:
