@@ -16,12 +16,7 @@ from samestep.prove.verification.rows.loss import LossOfParts
 from samestep.prove.verification.rows.model import BatchInfluence
 from samestep.prove.verification.rows.one_writer import RecipeOutput
 from samestep.prove.verification.rows.rounding import Arithmetic
-from samestep.prove.verification.rows.state import (
-    Hidden,
-    ModuleCall,
-    ModuleDifference,
-    first_at_fault,
-)
+from samestep.prove.verification.rows.state import ModuleCall, ModuleDifference, first_at_fault
 from samestep.prove.verification.short_trainings import (
     MAIN,
     NUDGED,
@@ -81,8 +76,7 @@ def test_an_undisturbed_training_is_the_same_in_every_row_and_all_ranks_may_diff
     ]
     assert found["stop and resume"].compared.endswith(": ranks 1→2, 2→3, 3→1")
     times_two = [*computed().calls[:2], kept_call("the loss", [4.0], [1.0])]
-    asks = Hidden(asks={"get_world_size()": "a.py:3"})
-    evidence = undisturbed(state=replace(OUTSIDE, hidden=asks))
+    evidence = undisturbed(state=replace(OUTSIDE, asks={"get_world_size()": "a.py:3"}))
     evidence = on_rank(evidence, "processes", *[computed(calls=times_two)] * 2)
     quick = replace(evidence, reports={k: v for k, v in evidence.reports.items() if k < 2})
     assert different(quick) == {"processes": causes.FORWARD_BY_RANK.name}
@@ -117,11 +111,11 @@ def test_without_float64_the_measure_is_what_one_rounding_of_the_weights_moves(m
     ],
 )
 def test_what_is_hidden_explains_the_rest_and_is_no_difference_itself(hidden, cause, status):
-    evidence = undisturbed(state=replace(OUTSIDE, hidden=Hidden(**hidden)))
+    evidence = undisturbed(state=replace(OUTSIDE, **hidden))
     assert different(evidence) == {}
     assert checks(evidence)["state"].status == status
     assert different(losses_apart(evidence, "resumed")) == {"stop and resume": cause}
-    known = undisturbed(state=replace(OUTSIDE, hidden=Hidden(**hidden)), loss=SUM)
+    known = undisturbed(state=replace(OUTSIDE, **hidden), loss=SUM)
     assert different(losses_apart(known))["2 ranks"] == causes.NOT_A_MEAN.name
 
 
@@ -247,8 +241,8 @@ def test_what_an_optimizer_makes_of_a_rounding_is_allowed_and_a_count_explains_m
     assert "first.weight_u" in checks(evidence)["accumulation"].cause.why
     both = losses_apart(evidence)
     assert different(both) == dict.fromkeys(("2 ranks", "accumulation"), causes.UNKNOWN.name)
-    counted = Hidden(counted=["the model's steps"])
-    evidence = losses_apart(undisturbed(state=replace(OUTSIDE, hidden=counted)), "accumulated")
+    counted = replace(OUTSIDE, counted=["the model's steps"])
+    evidence = losses_apart(undisturbed(state=counted), "accumulated")
     assert different(evidence) == {"accumulation": causes.MOVED_BUFFER.name}
     assert checks(evidence)["state"].status == "same"
 

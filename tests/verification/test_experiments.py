@@ -156,7 +156,7 @@ def test_what_a_step_keeps_draws_or_asks_for_is_found_by_name(name, tmp_path):
     recipe = planted.write(tmp_path, getattr(planted, name))
     line = planted.line_of(recipe, text)
     wanted = json.loads(json.dumps(planted_here).replace("{line}", line))
-    assert vars(find_hidden(recipe_under_test(recipe))) == {**NOTHING, **wanted}
+    assert {**NOTHING, **find_hidden(recipe_under_test(recipe))} == {**NOTHING, **wanted}
 
 
 @pytest.mark.parametrize(

@@ -70,56 +70,55 @@ def _outputs(evidence: Evidence) -> list[tuple[str, ProcessOutputs]]:
 
 
 def _other_weights(evidence: Evidence) -> Cause | None:
-    found = _outputs(evidence)
-    for who, one in found[1:]:
-        for name, values in found[0][1].weights.items():
-            other = one.weights.get(name, values[:0])
-            if len(other) != len(values) or largest_apart(values, other) > evidence.exact:
-                return causes.INITIAL_WEIGHTS.of(parameter=name, rank=who, first=found[0][0])
+    (first, outputs), *others = _outputs(evidence)
+    for rank, other in others:
+        for name, values in outputs.weights.items():
+            theirs = other.weights.get(name, values[:0])
+            if len(theirs) != len(values) or largest_apart(values, theirs) > evidence.exact:
+                return causes.INITIAL_WEIGHTS.of(parameter=name, rank=rank, first=first)
     return None
 
 
 def _other_forward(evidence: Evidence) -> Cause | None:
-    found = _outputs(evidence)
-    for who, other in found[1:]:
-        first_process, first = found[0]
-        if other.samples != first.samples or len(other.calls) != len(first.calls):
+    (first, outputs), *others = _outputs(evidence)
+    for rank, other in others:
+        if other.samples != outputs.samples or len(other.calls) != len(outputs.calls):
             continue
         for of_loss in (False, True):
-            mine, others = (
-                [call for call in each.calls if (call.name == _LOSS) is of_loss]
-                for each in (first, other)
+            calls, other_calls = (
+                [call for call in process.calls if (call.name == _LOSS) is of_loss]
+                for process in (outputs, other)
             )
-            if module := first_at_fault(mine, others, evidence.exact, first.model):
-                asks = [
-                    f"{what} in {line}" for what, line in state_of(evidence).hidden.asks.items()
-                ]
+            if module := first_at_fault(calls, other_calls, evidence.exact, outputs.model):
+                asks = [f"{what} in {line}" for what, line in state_of(evidence).asks.items()]
                 return causes.FORWARD_BY_RANK.of(
                     module=module.place,
-                    rank=who,
+                    rank=rank,
                     difference=module.difference,
-                    first=first_process,
+                    first=first,
                     lines=f" ({', '.join(asks)})" if asks else "",
                 )
     return None
 
 
 def _explain_processes(evidence: Evidence) -> Cause | None:
+    if len(_outputs(evidence)) < 2:
+        return None
     state = state_of(evidence)
     # What each process remembers of its own calls differs, too.
-    differs = state.remembers or state.loss or state.hidden.learned
+    differs = state.remembers or state.loss or state.learned
     return _other_weights(evidence) or (None if differs else _other_forward(evidence))
 
 
-def _processes(evidence: Evidence) -> Check:
-    if len(_outputs(evidence)) < 2:
-        return Check("skipped", "a forward fails in some process")
-    compared = "weights as built, a forward, the loss"
-    return cause_check(evidence, compared, _explain_processes(evidence))
-
-
 PROCESSES = TableRow(
-    name="processes", rank_experiment=_compute, answer=_processes, explain=_explain_processes
+    name="processes",
+    rank_experiment=_compute,
+    answer=lambda evidence: (
+        cause_check(evidence, "weights as built, a forward, the loss", _explain_processes(evidence))
+        if len(_outputs(evidence)) > 1
+        else Check("skipped", "a forward fails in some process")
+    ),
+    explain=_explain_processes,
 )
 
 
@@ -193,15 +192,15 @@ def _halve_batch(tested: RecipeUnderTest) -> BatchInfluence | None:
 
 
 def _explain_samples_apart(evidence: Evidence) -> Cause | None:
-    found = influence_of(evidence)
+    influence = influence_of(evidence)
     # A module that remembers something gives another output each time, whatever the batch.
     if state_of(evidence).remembers:
         return None
-    if found.written:
-        return causes.WRITTEN.of(names=", ".join(found.written[:3]))
-    if found.buffers:
-        return causes.BUFFERS.of(names=", ".join(found.buffers[:3]))
-    module = found.module
+    if influence.written:
+        return causes.WRITTEN.of(names=", ".join(influence.written[:3]))
+    if influence.buffers:
+        return causes.BUFFERS.of(names=", ".join(influence.buffers[:3]))
+    module = influence.module
     return module and causes.MIXED.of(module=module.place, difference=module.difference)
 
 

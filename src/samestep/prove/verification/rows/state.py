@@ -82,34 +82,36 @@ def first_difference(
     """
     passes = []
     with contextlib.suppress(Exception):  # modules that do not run each time, or fail on a size
-        for each in inputs:
+        for batch in inputs:
             restore()
-            passes.append(module_calls(tested, model, each, rows))
-        one, other = passes
+            passes.append(module_calls(tested, model, batch, rows))
+        first, second = passes
         if packed:
-            one = [_cut(*pair) for pair in zip(one, other, strict=True)]
-            one, other = ([_of_samples(call) for call in calls] for calls in (one, other))
-        return first_at_fault(one, other, tested.rounding, type(model).__name__)
+            first = [_cut(*pair) for pair in zip(first, second, strict=True)]
+            for calls in (first, second):  # without single numbers, as a model's own mean loss is
+                calls[:] = [c._replace(outputs=[x for x in c.outputs if x.dim()]) for c in calls]
+        return first_at_fault(first, second, tested.rounding, type(model).__name__)
     return None
 
 
 def first_at_fault(
-    one: Sequence[ModuleCall], other: Sequence[ModuleCall], rounding: float, model: str
+    calls: Sequence[ModuleCall], others: Sequence[ModuleCall], rounding: float, model: str
 ) -> ModuleDifference | None:
     """Return the first module that made another output of equal inputs; None if the last did not.
 
     A module whose inputs differ already only passes on what a module around it has made.
     """
-    pairs = list(zip(one, other, strict=True))
+    pairs = list(zip(calls, others, strict=True))
     if not pairs or _apart(pairs[-1][0].outputs, pairs[-1][1].outputs) <= rounding:
         return None
-    given_else = ""
-    for mine, others in pairs:
-        if _apart(mine.inputs, others.inputs) > rounding:
-            given_else = given_else or mine.name
-        elif (difference := _apart(mine.outputs, others.outputs)) > rounding:
-            inside = not mine.name or given_else.startswith(f"{mine.name}.")
-            return ModuleDifference(mine.name or model, difference, given_else * inside)
+    other_inputs = ""
+    for call, other in pairs:
+        if _apart(call.inputs, other.inputs) > rounding:
+            other_inputs = other_inputs or call.name
+        elif (difference := _apart(call.outputs, other.outputs)) > rounding:
+            is_within = not call.name or other_inputs.startswith(f"{call.name}.")
+            before = other_inputs if is_within else ""
+            return ModuleDifference(call.name or model, difference, before)
     return None
 
 
@@ -117,17 +119,18 @@ def module_calls(
     tested: RecipeUnderTest, model: nn.Module, inputs: Any, rows: int | None = None
 ) -> list[ModuleCall]:
     """Return all modules' calls as they return, of tensors only the first `rows` if given."""
-    found: list[ModuleCall] = []
-    given: list[list[Tensor]] = []
+    calls: list[ModuleCall] = []
+    inputs_of_running: list[list[Tensor]] = []
 
     def begin(_module: nn.Module, *arguments: Any) -> None:
-        given.append([leaf[:rows] if leaf.dim() else leaf for leaf in _tensors(arguments)])
+        leaves = [leaf[:rows] if leaf.dim() else leaf for leaf in _tensors(arguments)]
+        inputs_of_running.append(leaves)
 
     def end(name: str, output: Any) -> None:
         leaves = _tensors(output)
         if rows is not None:
             leaves = [leaf[:rows] for leaf in leaves if leaf.dim() and len(leaf) >= rows]
-        found.append(ModuleCall(name, given.pop(), leaves))
+        calls.append(ModuleCall(name, inputs_of_running.pop(), leaves))
 
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for name, module in model.named_modules():
@@ -135,7 +138,7 @@ def module_calls(
             after = module.register_forward_hook(lambda _m, _i, out, name=name: end(name, out))
             hooks.enter_context(after)
         tested.forward(model, inputs)
-    return found
+    return calls
 
 
 def _cut(call: ModuleCall, part: ModuleCall) -> ModuleCall:
@@ -143,14 +146,9 @@ def _cut(call: ModuleCall, part: ModuleCall) -> ModuleCall:
 
     def last(whole: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
         pairs = zip(whole, parts, strict=True)
-        return [one[tuple(slice(-n or None, None) for n in part.shape)] for one, part in pairs]
+        return [x[tuple(slice(-n or None, None) for n in part.shape)] for x, part in pairs]
 
     return ModuleCall(call.name, last(call.inputs, part.inputs), last(call.outputs, part.outputs))
-
-
-def _of_samples(call: ModuleCall) -> ModuleCall:
-    """Return a call without single numbers, such as a model's own mean loss."""
-    return call._replace(outputs=[one for one in call.outputs if one.dim()])
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -158,10 +156,10 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf.detach().clone() for leaf in leaves]
 
 
-def _apart(mine: list[Tensor], others: list[Tensor]) -> float:
-    if len(mine) != len(others):  # one of them is given a state, say
+def _apart(tensors: list[Tensor], others: list[Tensor]) -> float:
+    if len(tensors) != len(others):  # one module is given a state, say
         return math.inf
-    pairs = [(a, b) for a, b in zip(mine, others, strict=True) if a.shape == b.shape]
+    pairs = [(a, b) for a, b in zip(tensors, others, strict=True) if a.shape == b.shape]
     return max((largest_apart(a, b) for a, b in pairs), default=0.0)
 
 
@@ -173,9 +171,17 @@ _ENVIRONMENT = type(os.environ).__getitem__.__code__
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hidden:
-    """What was found, each in words."""
+class OutsideState:
+    """What a step draws from, asks for or remembers that is in no checkpoint; most in words."""
 
+    generators: list[str] = field(default_factory=list)
+    """Of Python and NumPy, those that forward or loss draws from."""
+    own_generators: list[str] = field(default_factory=list)
+    """Lines that draw from a `torch.Generator` of their own, with state kept across steps."""
+    remembers: ModuleDifference | None = None
+    """The first module whose output differs in a second forward with the same inputs."""
+    loss: float | None = None
+    """How much the loss of equal outputs changes when it is called again, if it does."""
     kept: list[str] = field(default_factory=list)
     """Plain attributes that other samples in between leave changed, of the model or the loss."""
     counted: list[str] = field(default_factory=list)
@@ -190,12 +196,21 @@ class Hidden:
     """What forward or loss asks its process for, a rank or the time → the line."""
 
 
-def find_hidden(tested: RecipeUnderTest) -> Hidden | None:
-    """Take a few steps of a recipe in this process, and look; None where they fail."""
+def _look_for_state(tested: RecipeUnderTest) -> OutsideState:
+    state = OutsideState(
+        generators=sorted(tested.free_step.seen.generators),
+        own_generators=tested.free_step.own_generators,
+        remembers=_remembering(tested),
+        loss=_change_of_loss(tested),
+    )
     with contextlib.suppress(Exception):  # the short trainings say how it fails
-        found: dict[str, Any] = {**_of_forward(tested), **_of_optimizer(tested)}
-        return Hidden(**found)
-    return None
+        return replace(state, **find_hidden(tested))
+    return state
+
+
+def find_hidden(tested: RecipeUnderTest) -> dict[str, Any]:
+    """Take a few steps of a recipe, and return what the forward and the optimizer hide."""
+    return {**_of_forward(tested), **_of_optimizer(tested)}
 
 
 def restoring(model: nn.Module, *, checkpointed: bool) -> Callable[[], None]:
@@ -207,8 +222,7 @@ def restoring(model: nn.Module, *, checkpointed: bool) -> Callable[[], None]:
     extra: list[tuple[nn.Module, Any]] = []
     for module in model.modules():
         left_out = module._non_persistent_buffers_set if checkpointed else ()  # noqa: SLF001
-        own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)  # noqa: SLF001
-        for held in own:
+        for held in (module._parameters, module._buffers):  # noqa: SLF001
             kept = {k: None if t is None else t.detach().clone() for k, t in held.items()}
             tensors += [(held, name, kept[name]) for name in kept if name not in left_out]
         if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -270,25 +284,25 @@ def _of_optimizer(tested: RecipeUnderTest) -> dict[str, list[str]]:
 
 def _asked(function: Callable[[], Tensor]) -> tuple[Tensor, dict[str, str]]:
     """Return what a function returns, and what the user's lines asked their process for."""
-    found: dict[str, str] = {}
+    asked: dict[str, str] = {}
 
     def note(frame: FrameType, event: str, called: Any) -> None:
         what, code = "", frame.f_code
         if event == "c_call" and is_users(code.co_filename):
-            own = getattr(called, "__qualname__", "")
-            if called in _CLOCKS or own in ("datetime.now", "datetime.utcnow"):
+            name = getattr(called, "__qualname__", "")
+            if called in _CLOCKS or name in ("datetime.now", "datetime.utcnow"):
                 what = f"{called.__module__ or 'datetime'}.{called.__name__}()"
         elif event == "call" and code.co_name in _RANK_CALLS:
             what = f"{code.co_name}()"
         elif event == "call" and code is _ENVIRONMENT and frame.f_locals.get("key") in _OF_RANKS:
             what = f"os.environ[{frame.f_locals['key']!r}]"
         if what and (line := users_line(frame)):
-            found.setdefault(what, line)
+            asked.setdefault(what, line)
 
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        return function(), found
+        return function(), asked
     finally:
         sys.setprofile(before)
 
@@ -306,31 +320,6 @@ def _described(leaf: Tensor, model: nn.Module, loss: object) -> str:
             if any(each is leaf for each in (kept if isinstance(kept, list | tuple) else (kept,))):
                 return f"{owner} {name}"
     return f"a parameter of shape {tuple(leaf.shape)}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutsideState:
-    """What a forward draws from or remembers outside of weights and buffers."""
-
-    generators: list[str] = field(default_factory=list)
-    """Of Python and NumPy, those that forward or loss draws from."""
-    own_generators: list[str] = field(default_factory=list)
-    """Lines that draw from a `torch.Generator` of their own, with state kept across steps."""
-    remembers: ModuleDifference | None = None
-    """The first module whose output differs in a second forward with the same inputs."""
-    loss: float | None = None
-    """How much the loss of equal outputs changes when it is called again, if it does."""
-    hidden: Hidden = field(default_factory=Hidden)
-
-
-def _look_for_state(tested: RecipeUnderTest) -> OutsideState:
-    return OutsideState(
-        generators=sorted(tested.free_step.seen.generators),
-        own_generators=tested.free_step.own_generators,
-        remembers=_remembering(tested),
-        loss=_change_of_loss(tested),
-        hidden=find_hidden(tested) or Hidden(),
-    )
 
 
 def _change_of_loss(tested: RecipeUnderTest) -> float | None:
@@ -360,34 +349,33 @@ def _remembering(tested: RecipeUnderTest) -> ModuleDifference | None:
                 tested.forward(model, other.inputs)
         restore()
 
-    found = first_difference(tested, model, *twice, restore=restore)
-    return found or first_difference(tested, model, *twice, restore=after_others)
+    difference = first_difference(tested, model, *twice, restore=restore)
+    return difference or first_difference(tested, model, *twice, restore=after_others)
 
 
 def state_of(evidence: Evidence) -> OutsideState:
-    """Return what the experiment found; nothing where it failed."""
+    """Return the result of the experiment, an empty one where it failed."""
     return evidence.result(STATE.name, OutsideState) or OutsideState()
 
 
 def _suspect(evidence: Evidence) -> Cause | None:
     """Return what may be the cause of a difference that no experiment explains."""
-    hidden = state_of(evidence).hidden
+    state = state_of(evidence)
     known = (
-        *((causes.DRAWS, hidden.draws), (causes.OPTIMIZER, hidden.optimizer)),
-        *((causes.ATTRIBUTE, hidden.kept), (causes.LEARNED, hidden.learned)),
+        *((causes.DRAWS, state.draws), (causes.OPTIMIZER, state.optimizer)),
+        *((causes.ATTRIBUTE, state.kept), (causes.LEARNED, state.learned)),
     )
     return next((cause.of(names=listed(names)) for cause, names in known if names), None)
 
 
 def _explain(evidence: Evidence) -> Cause | None:
     state = state_of(evidence)
-    module, hidden = state.remembers, state.hidden
+    module, asks = state.remembers, state.asks.items()
     if module is None and state.loss is None:
         return None
-    asks = hidden.asks.items()
     if clocks := [f"{what} in {line}" for what, line in asks if what.startswith(_CLOCK_MODULES)]:
         return causes.CLOCK.of(lines=listed(clocks))
-    kept = f" It changes {listed(hidden.kept)}." if hidden.kept else ""
+    kept = f" It changes {listed(state.kept)}." if state.kept else ""
     if module is None:
         return causes.IN_LOSS.of(change=state.loss, kept=kept)
     return causes.OUTSIDE_MODULE.of(module=module.place, difference=module.difference, kept=kept)

@@ -123,7 +123,7 @@ def _accumulation(evidence: Evidence) -> Check:
         return training_check(evidence, name, "2 micro-steps each", found)
     check = training_check(evidence, name, "2 micro-steps per step")
     influence, trained = influence_of(evidence), evidence.compare_starts(MAIN).values()
-    moved = [*influence.moved, *state_of(evidence).hidden.counted]
+    moved = [*influence.moved, *state_of(evidence).counted]
     apart = any(found.largest > evidence.tolerance_of(MAIN) for found in trained)
     if check.passed or check.failure or apart or influence.depends or not moved:
         return check
