@@ -45,8 +45,8 @@ def check_partitions(options: JobOptions, partition: str | None) -> None:
                 f"The partitions are: {', '.join(sorted(known))}."
             )
     # The largest first: the user reads its refusal.
-    largest = sorted((known[name] for name in names), key=lambda p: p.nodes, reverse=True)
-    refusals = [_refusal(options, one) for one in largest]
+    largest_first = sorted((known[name] for name in names), key=lambda p: p.nodes, reverse=True)
+    refusals = [_refusal(options, partition) for partition in largest_first]
     if refusals and all(refusals):
         others = " No other partition can give it either." if len(refusals) > 1 else ""
         raise UserError(f"{refusals[0]}{others}")
@@ -62,12 +62,12 @@ def parse_partitions(text: str) -> dict[str, Partition]:
     return {
         name: Partition(
             name=name,
-            nodes=sum(int(row[0]) for row in mine),
-            cores=max(int(row[1].rstrip("+")) for row in mine),
-            gpus=max(sum(map(int, _GPUS.findall(row[3]))) for row in mine),
-            limit=mine[0][2],
+            nodes=sum(int(row[0]) for row in of_partition),
+            cores=max(int(row[1].rstrip("+")) for row in of_partition),
+            gpus=max(sum(map(int, _GPUS.findall(row[3]))) for row in of_partition),
+            limit=of_partition[0][2],
         )
-        for name, mine in rows.items()
+        for name, of_partition in rows.items()
     }
 
 

@@ -15,6 +15,7 @@ from samestep.base.errors import UserError, did_you_mean, in_words
 from samestep.base.flags import InShell
 from samestep.base.run.directory import names_secret
 from samestep.base.run.files import read_object, toml_of, write_text
+from samestep.base.words import count
 
 # The forms of sbatch's --time: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]].
 _TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
@@ -146,7 +147,6 @@ class JobOptions:
                 "the names to leave out (^docker,lo)."
             )
         self._check_words()
-        self._check_elastic()
 
     def _check_words(self) -> None:
         if self.allow_edit and self.snapshot:
@@ -163,8 +163,6 @@ class JobOptions:
         for name in ("job_name", "partition", "account", "qos", "output", "container_image"):
             if "\n" in (getattr(self, name) or ""):
                 raise UserError(f"{_flag(name)} must be one line.")
-
-    def _check_elastic(self) -> None:
         if self.elastic is not None and (self.container or self.container_image):
             raise UserError("--elastic starts ranks by srun, which is not in a container.")
         if self.elastic is not None and self.launcher == "torchrun":
@@ -199,8 +197,8 @@ class JobOptions:
     @property
     def size(self) -> str:
         """Nodes × ranks in words."""
-        nodes, ranks = self.node_range[1] > 1, self.ranks_per_node > 1
-        return f"{self.nodes} node{'s' * nodes} × {self.ranks_per_node} rank{'s' * ranks}"
+        nodes = "node" if self.node_range[1] == 1 else "nodes"
+        return f"{self.nodes} {nodes} × {count(self.ranks_per_node, 'rank')}"
 
 
 class UncheckedOptions(JobOptions):
@@ -300,10 +298,10 @@ def _flag(name: str) -> str:
 
 def defaults_files(folder: Path, environment: Mapping[str, str] = os.environ) -> list[Path]:
     """Return the user's samestep.toml and the nearest one in or above a folder, if they exist."""
-    home = environment.get("XDG_CONFIG_HOME") or str(Path("~/.config").expanduser())
-    user = Path(home) / "samestep" / _DEFAULTS
-    project = next((f for p in [folder, *folder.parents] if (f := p / _DEFAULTS).is_file()), None)
-    return [path for path in (user, project) if path is not None and path.is_file()]
+    home = environment.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
+    users = [Path(home) / "samestep" / _DEFAULTS]
+    above = [parent / _DEFAULTS for parent in (folder, *folder.parents)]
+    return [*filter(Path.is_file, users), *[path for path in above if path.is_file()][:1]]
 
 
 def options_before(run: Path | None) -> tuple[UncheckedOptions, list[Path]]:
@@ -311,8 +309,8 @@ def options_before(run: Path | None) -> tuple[UncheckedOptions, list[Path]]:
 
     They are those of the run's last job; without one, those of samestep.toml here and above.
     """
-    if run is not None and (kept := kept_options(run)) is not None:
-        return kept, [run / OPTIONS]
+    if run is not None and (before := kept_options(run)) is not None:
+        return before, [run / OPTIONS]
     files = defaults_files(Path.cwd())
     return read_defaults(files), files
 
@@ -342,9 +340,10 @@ def kept_options(run: Path) -> UncheckedOptions | None:
         values = {k: _convert(k, v, types[k]) for k, v in kept.items() if k in types}
     except msgspec.ValidationError:
         return None
-    of_one_job = {"after": (), "allow_edit": False}
-    of_one_job["sbatch"] = tuple(o for o in values.get("sbatch", ()) if not _OF_ONE_JOB.match(o))
-    return UncheckedOptions(**(values | of_one_job)) if values else None
+    if not values:
+        return None
+    lasting = tuple(option for option in values.get("sbatch", ()) if not _OF_ONE_JOB.match(option))
+    return UncheckedOptions(**values | {"after": (), "allow_edit": False, "sbatch": lasting})
 
 
 def apply_flags(

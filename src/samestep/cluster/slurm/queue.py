@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from samestep.base.errors import UserError
@@ -80,11 +80,11 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
     # Variables that narrow the user's own lists (SQUEUE_PARTITION, …) must not hide a job from us.
     narrows = () if name == "sbatch" else (f"{name.upper()}_",)
     outside = outside_of_any_job(os.environ)
-    shown = {k: v for k, v in outside.items() if k not in without and not k.startswith(narrows)}
+    env = {k: v for k, v in outside.items() if k not in without and not k.startswith(narrows)}
     words = [name, *arguments]
     try:
         done = subprocess.run(
-            words, env=shown, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
+            words, env=env, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
         raise UserError(
@@ -92,18 +92,18 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
             "the controller may be down, or SLURM_CONF may name another cluster."
         ) from None
     if done.returncode:
-        said = done.stderr.strip() or done.stdout.strip()
-        if "Unable to contact slurm controller" in said and conf:
-            said += (
+        message = done.stderr.strip() or done.stdout.strip()
+        if "Unable to contact slurm controller" in message and conf:
+            message += (
                 f"\nSLURM_CONF is {conf}. If that is a sandbox's, `samestep slurm sandbox status` "
                 "shows whether it is up."
             )
-        if "configuration source" in said and not conf:
+        if "configuration source" in message and not conf:
             raise UserError(
                 "Slurm's programs find no configuration in this terminal. For a sandbox, set "
                 "SLURM_CONF as `samestep slurm sandbox up` has printed it."
             )
-        raise ProgramError(name, arguments, said)
+        raise ProgramError(name, arguments, message)
     return done.stdout
 
 
@@ -197,9 +197,8 @@ def my_jobs(of_run: Path | None = None) -> list[QueuedJob]:
     )
     rows = ([v.strip() for v in line.split(_SEPARATOR)] for line in text.split("\n"))
     jobs = [_queued(dict(zip(_FIELDS, row, strict=False))) for row in rows if row[0].isdigit()]
-    return [
-        job for job in jobs if job.run and (of_run is None or job.run.resolve() == of_run.resolve())
-    ]
+    run = of_run and of_run.resolve()
+    return [job for job in jobs if job.run and run in (None, job.run.resolve())]
 
 
 def parse_job(line: str) -> QueuedJob:
@@ -335,26 +334,26 @@ class Progress:
 
 def read_progress(run: Path) -> Progress | None:
     """Return a run's progress, or None if it has not begun."""
-    (known, damage), result = read_summary(run), read_object(run / "result.json")
-    status = "" if known.state in ("running", "killed") else known.state
-    why = known.reason or str(result.get("reason", ""))
-    if not known.starts:
-        found = Progress(status=status, why=why, damage="; ".join(damage))
-        return found if result or damage else None
-    epoch = known.epoch  # of a stream
-    if known.steps_per_epoch is not None:
-        epoch = min(known.steps // known.steps_per_epoch + 1, known.total_epochs or sys.maxsize)
-    total = known.total_steps or 0  # the end of a stream is unknown
-    return Progress(
-        step=known.steps,
+    (summary, damage), result = read_summary(run), read_object(run / "result.json")
+    before = Progress(
+        status="" if summary.state in ("running", "killed") else summary.state,
+        why=summary.reason or str(result.get("reason", "")),
+        damage="; ".join(damage),
+    )
+    if not summary.starts:
+        return before if result or damage else None
+    steps, epoch = summary.steps, summary.epoch  # of a stream
+    if summary.steps_per_epoch is not None:
+        epoch = min(steps // summary.steps_per_epoch + 1, summary.total_epochs or sys.maxsize)
+    total = summary.total_steps or 0  # the end of a stream is unknown
+    return replace(
+        before,
+        step=steps,
         total_steps=total,
         epoch=epoch,
-        epochs=known.total_epochs or 0,
-        loss=known.loss,
-        checkpoint_step=known.checkpoint_step,
-        eta_s=(total - known.steps) * known.step_s if total and known.step_s else None,
-        starts=known.starts,
-        status=status,
-        why=why,
-        damage="; ".join(damage),
+        epochs=summary.total_epochs or 0,
+        loss=summary.loss,
+        checkpoint_step=summary.checkpoint_step,
+        eta_s=(total - steps) * summary.step_s if total and summary.step_s else None,
+        starts=summary.starts,
     )

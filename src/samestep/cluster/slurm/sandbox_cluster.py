@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
 from samestep.base.errors import UserError
 from samestep.cluster.slurm import sandbox_daemons as daemons
@@ -46,68 +47,22 @@ def slurm_conf(
     cpus: int,
     first_job: int = 1,
 ) -> str:
-    """Return `slurm.conf` for one machine, by its short name, that plays several nodes."""
+    """Return the `slurm.conf` of one machine, by its short name, that plays several nodes."""
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
         f"CPUs={cpus} RealMemory=8192"  # MiB; nothing enforces it
         for name, port in zip(node_names(len(node_ports)), node_ports, strict=True)
     )
-    return f"""\
-{HEADER}
-ClusterName=sandbox
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={controller_port}
-FirstJobId={first_job}
-SlurmUser={user}
-SlurmdUser={user}
-
-# Slurm holds a requeued job back for as long as a credential lives: 120 s if not said.
-AuthType=auth/munge
-CredType=cred/munge
-AuthInfo=socket={folder}/munge/socket,cred_expire=5
-
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool/%n
-SlurmctldPidFile={folder}/state/slurmctld.pid
-SlurmdPidFile={folder}/state/%n.pid
-SlurmctldLogFile={folder}/log/slurmctld.log
-SlurmdLogFile={folder}/log/%n.log
-TaskProlog={folder}/task_prolog.sh
-
-# Nothing that needs root or control groups.
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-JobCompType=jobcomp/none
-MpiDefault=none
-
-# Only CPUs are handed out, and as many as each node claims; memory is not counted.
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SlurmdParameters=config_overrides
-
-# A killed slurmd is noticed in 15 to 20 s (in 25 to 30 s with the usual MessageTimeout of 10 s) and
-# welcome when it is back; a job starts at once.
-SlurmdTimeout=10
-MessageTimeout=5
-ReturnToService=2
-SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
-
-# Slurm's own defaults, as on a cluster: SIGKILL comes 30 s after SIGTERM.
-KillWait=30
-MinJobAge=300
-InactiveLimit=0
-
-# A job in urgent takes the nodes of jobs in debug, which go back to the queue.
-JobRequeue=1
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-
-{nodes}
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE
-PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
-"""
+    template = Template(Path(__file__).with_name("sandbox.conf").read_text(encoding="utf-8"))
+    return template.substitute(
+        header=HEADER,
+        user=user,
+        host=host,
+        controller_port=controller_port,
+        folder=folder,
+        first_job=first_job,
+        nodes=nodes,
+    )
 
 
 def nodes_of(text: str) -> list[str]:
@@ -146,12 +101,12 @@ def default_folder() -> Path:
 
 def export_line(folder: Path) -> str:
     """Return the shell command that makes Slurm's programs use the sandbox."""
-    return f"export SLURM_CONF={shlex.quote(str(folder.absolute().resolve() / 'slurm.conf'))}"
+    return f"export SLURM_CONF={shlex.quote(str(folder.resolve() / 'slurm.conf'))}"
 
 
 def down_line(folder: Path) -> str:
     """Return the command that takes the sandbox of a folder down."""
-    is_default = folder.absolute().resolve() == default_folder().absolute().resolve()
+    is_default = folder.resolve() == default_folder().resolve()
     where = "" if is_default else f" --dir {shlex.quote(str(folder))}"
     return f"samestep slurm sandbox down{where}"
 
@@ -240,7 +195,7 @@ class Status:
 
 def up(folder: Path, *, nodes: int, cpus: int | None = None, first_job: int = 1) -> Status:
     """Start a Slurm on this machine and wait until every node is idle; if not, end all of it."""
-    folder = folder.absolute().resolve()
+    folder = folder.resolve()
     cpus = max(4, os.cpu_count() or 1) if cpus is None else cpus
     if nodes < 1 or cpus < 1:
         raise UserError("A sandbox has at least one node (--nodes 1) of one CPU (--cpus 1).")
@@ -265,7 +220,7 @@ def up(folder: Path, *, nodes: int, cpus: int | None = None, first_job: int = 1)
 
 def status(folder: Path) -> Status:
     """Return the state of the sandbox in a folder."""
-    folder = folder.absolute().resolve()
+    folder = folder.resolve()
     running = find_processes(folder)
     by_part = {process.part: process.pid for process in running if process.is_daemon}
     try:
@@ -287,7 +242,7 @@ def down(folder: Path) -> bool:
 
     It also clears away a sandbox that crashed.
     """
-    folder = folder.absolute().resolve()
+    folder = folder.resolve()
     try:
         is_there = folder.is_dir()
     except PermissionError:
@@ -317,16 +272,17 @@ def _start(folder: Path, nodes: list[str]) -> None:
 
 def _end_all(folder: Path) -> bool:
     """End all processes of the sandbox; return whether there were any."""
-    found = find_processes(folder)
-    if not found:
+    processes = find_processes(folder)
+    if not processes:
         return False
-    if {process.part for process in found if process.is_daemon} >= {"munged", "slurmctld"}:
+    if {process.part for process in processes if process.is_daemon} >= {"munged", "slurmctld"}:
         # Through Slurm, so that clients that wait for a job see its end.
         jobs = daemons.ask(folder, "squeue", "--noheader", "--format=%A")
         if jobs and jobs.split():
             daemons.ask(folder, "scancel", "--quiet", *jobs.split())
             wait_until(
-                lambda: not any(one.is_of_job for one in find_processes(folder)), _TERM_WITHIN_S
+                lambda: not any(process.is_of_job for process in find_processes(folder)),
+                _TERM_WITHIN_S,
             )
     if rest := end(lambda: find_processes(folder), _TERM_WITHIN_S):
         names = ", ".join(f"{process.name} ({process.pid})" for process in rest)

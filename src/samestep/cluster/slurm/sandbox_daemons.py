@@ -60,17 +60,20 @@ class Process:
 def find_processes(folder: Path) -> list[Process]:
     """Return a sandbox's processes, except zombies and our ancestors; its folder may be gone."""
     # The environment of another user's process is None.
-    looks = psutil.process_iter(["name", "ppid", "status", "environ"])
-    everyone = {one.pid: one.info for one in looks if one.info["status"] != psutil.STATUS_ZOMBIE}
-    spared = _with_ancestors(os.getpid(), everyone)
-    parts = {pid: _part_of(folder, info["environ"] or {}) for pid, info in everyone.items()}
-    found = []
-    for pid in sorted(everyone.keys() - spared.keys()):
+    running = {
+        process.pid: process.info
+        for process in psutil.process_iter(["name", "ppid", "status", "environ"])
+        if process.info["status"] != psutil.STATUS_ZOMBIE
+    }
+    spared = _with_ancestors(os.getpid(), running)
+    parts = {pid: _part_of(folder, info["environ"] or {}) for pid, info in running.items()}
+    processes = []
+    for pid in sorted(running.keys() - spared.keys()):
         # What a job started with an empty environment is known only by its parents.
-        part = next((parts[one] for one in _with_ancestors(pid, everyone) if parts[one]), None)
+        part = next((parts[p] for p in _with_ancestors(pid, running) if parts[p]), None)
         if part is not None:
-            found.append(Process(pid=pid, name=everyone[pid]["name"], part=part))
-    return found
+            processes.append(Process(pid=pid, name=running[pid]["name"], part=part))
+    return processes
 
 
 def end(find: Callable[[], list[Process]], term_within_s: float) -> list[Process]:
@@ -111,12 +114,12 @@ def _part_of(folder: Path, environment: dict[str, str]) -> str | None:
     return None
 
 
-def _with_ancestors(pid: int, everyone: dict[int, dict[str, Any]]) -> dict[int, None]:
+def _with_ancestors(pid: int, running: dict[int, dict[str, Any]]) -> dict[int, None]:
     """Return a process's id, its parent's, and so on, up to one whose parent is unknown."""
     line: dict[int, None] = {}
-    while pid in everyone and pid not in line:
+    while pid in running and pid not in line:
         line[pid] = None
-        pid = everyone[pid]["ppid"]
+        pid = running[pid]["ppid"]
     return line
 
 
@@ -160,8 +163,8 @@ def start(folder: Path, daemon: str) -> None:
     def answers() -> bool:
         if daemon == "slurmctld":
             return ask(folder, "scontrol", "ping") is not None
-        with socket.socket(socket.AF_UNIX) as one:
-            return one.connect_ex(str(munge / "socket")) == 0
+        with socket.socket(socket.AF_UNIX) as client:
+            return client.connect_ex(str(munge / "socket")) == 0
 
     if not wait_until(answers, _START_WITHIN_S):
         raise DaemonError(folder, daemon, f"{daemon} does not answer")
@@ -181,22 +184,22 @@ def ask(folder: Path, name: str, *arguments: str) -> str | None:
 def environment(folder: Path) -> dict[str, str]:
     """Return this process's environment for the sandbox: without other clusters, jobs or steps."""
     outside = outside_of_any_job(os.environ)
-    ours = {k: v for k, v in outside.items() if not k.startswith(("SLURM_", "SBATCH_"))}
-    return ours | {"SLURM_CONF": f"{folder}/slurm.conf"}
+    kept = {k: v for k, v in outside.items() if not k.startswith(("SLURM_", "SBATCH_"))}
+    return kept | {"SLURM_CONF": f"{folder}/slurm.conf"}
 
 
 def node_states(folder: Path) -> dict[str, str]:
     """Return each node's state, which ends in `*` if its slurmd is silent; {} if no controller."""
-    said = ask(folder, "sinfo", "--noheader", "--Node", "--partition=debug", "--format=%N %T")
-    return dict(line.split(maxsplit=1) for line in (said or "").splitlines())
+    text = ask(folder, "sinfo", "--noheader", "--Node", "--partition=debug", "--format=%N %T")
+    return dict(line.split(maxsplit=1) for line in (text or "").splitlines())
 
 
 def free_ports(count: int) -> list[int]:
     """Return ports on which nothing listens now."""
     free: list[int] = []
     for port in secrets.SystemRandom().sample(_PORTS, len(_PORTS)):
-        with socket.socket() as one, suppress(OSError):
-            one.bind(("", port))  # on all addresses, as Slurm's daemons do
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))  # on all addresses, as Slurm's daemons do
             free.append(port)
         if len(free) == count:
             return free

@@ -44,6 +44,9 @@ _PLAIN = re.compile(r"[\w./:@%+,=-]+")
 _LISTEN_S = 20
 _VERDICT_S = 30
 _PREFLIGHT_S = 150
+_SRUN_OF_ONE = "srun --overlap --nodes=1 --ntasks=1 --kill-on-bad-exit=0 --no-kill"
+"""Starts one rank of those that outlive each other, on a node that it names. Each may use what the
+job has on the node: the ranks pick a device and share the cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,7 @@ def script_text(job: JobScript) -> str:
         directives=directives(sbatch_options(job), options.sbatch),
         interfaces=interface_names,
         srun=partial(_srun, job),
-        one_rank=_srun_of_one(job),
+        one_rank=f"{_SRUN_OF_ONE} --cpus-per-task={_cpus_per_node(options)}",
         enter=enter,
         samestep=["samestep"] if job.enters_environment else ours,
         verdict=" ".join([*(_apptainer(job) if options.container else ()), *verdict]),
@@ -220,15 +223,6 @@ def _srun(job: JobScript, *flags: str) -> list[str]:
         words += [f"--container-mounts={shlex.quote(mounts)}"] if mounts else []
         words.append(f"--container-workdir={shlex.quote(job.folder)}")
     return words
-
-
-def _srun_of_one(job: JobScript) -> str:
-    """Return what starts one rank of those that outlive each other, on a node that it names.
-
-    Each may use what the job has on the node: the ranks pick a device and share the cores.
-    """
-    words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=0", "--no-kill"]
-    return " ".join([*words, f"--cpus-per-task={_cpus_per_node(job.options)}"])
 
 
 def _apptainer(job: JobScript, *flags: str) -> list[str]:

@@ -89,32 +89,34 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
     """Return what a recipe's name, a file or a run directory stands for."""
     path = Path(text)
     if text in recipes:  # it wins over a file or a folder of this name
-        is_file = goes_on = False
+        is_file = continues = False
     else:
-        is_file, goes_on = path.is_file(), is_run(path)
+        is_file, continues = path.is_file(), is_run(path)
         if path.suffix == ".py" and not is_file:
             raise UserError(
                 f"There is no file {text}. Give a script or a recipe file that exists, a run "
                 f"directory, or a recipe: {', '.join(recipes)}.{nearby(path, 'file')}"
             )
-        if path.is_dir() and not goes_on:
+        if path.is_dir() and not continues:
             script = path / "job.sbatch"
             again = f" To submit its job once more: sbatch {shlex.quote(str(script))}"
             raise UserError(
                 f"{path} has no settings.toml, so no training has begun there that could continue."
-                + again * script.is_file()
+                f"{again if script.is_file() else ''}"
             )
     if is_file and not _is_recipe_file(path):
-        run = new_run_path(path.stem).absolute()
-        command = (str(path.absolute()), *arguments)
         return Workload(
-            name=path.stem, kind="script", run=run, command=command, file=path.absolute()
+            name=path.stem,
+            kind="script",
+            run=new_run_path(path.stem).absolute(),
+            command=(str(path.absolute()), *arguments),
+            file=path.absolute(),
         )
     if any(word.split("=")[0] == "--nproc" for word in arguments):
         raise UserError("--nproc is for one machine; a job takes --nodes and --ntasks-per-node.")
-    what = str(path.absolute()) if is_file or goes_on else text
+    what = str(path.absolute()) if is_file or continues else text
     run_dir: tuple[str, ...] = ()
-    if goes_on:
+    if continues:
         run, name = path.absolute(), path.absolute().name
     else:
         name = path.stem if path.suffix == ".py" else text
@@ -123,8 +125,10 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
         run_dir = ("--run-dir", str(run))
     store = [b for a, b in itertools.pairwise(arguments) if a == "--resume" and "://" in b]
     rest = [word for word in arguments if word not in ("--resume", "--recipe-of-run", *store)]
-    own = () if text in recipes else ("--recipe-of-run",)  # its file may be edited meanwhile
-    command = ("-m", "samestep", "train", what, *rest, *run_dir, "--resume", *store, *own)
+    resume = ["--resume", *store]
+    if text not in recipes:  # its file may be edited meanwhile
+        resume.append("--recipe-of-run")
+    command = ("-m", "samestep", "train", what, *rest, *run_dir, *resume)
     file = path.absolute() if is_file else None
     return Workload(name=name, kind="recipe", run=run, command=command, file=file)
 
@@ -139,16 +143,16 @@ def is_script(run: Path) -> bool:
 
 def _without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Split --run-dir from the training's flags."""
-    found, rest, words = None, [], iter(arguments)
+    run_dir, rest, words = None, [], iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == "--run-dir":  # both are read as the same flag
-            found = value if equals else next(words, "")
-            if not found:
+            run_dir = value if equals else next(words, "")
+            if not run_dir:
                 raise UserError("--run-dir needs a directory behind it.")
         else:
             rest.append(word)
-    return found, rest
+    return run_dir, rest
 
 
 def _is_recipe_file(path: Path) -> bool:
@@ -165,11 +169,10 @@ def _is_recipe_file(path: Path) -> bool:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError) as error:
-        at, why = "", getattr(error, "msg", error)
-        if line := getattr(error, "lineno", None):
-            at = f":{line}"
+        line = getattr(error, "lineno", None)
         raise UserError(
-            f"{path}{at} cannot be read as Python: {why}. Correct it, or name another file."
+            f"{path}{f':{line}' if line else ''} cannot be read as Python: "
+            f"{getattr(error, 'msg', error)}. Correct it, or name another file."
         ) from error
     nodes = list(ast.walk(tree))
     imported = [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
@@ -204,25 +207,25 @@ def make_script(workload: Workload, options: JobOptions, folder: Path) -> JobScr
 
 def _with_code(job: JobScript, workload: Workload, folder: Path) -> JobScript:
     """Return a job that runs a copy of the user's code, or checks that it is not edited."""
-    run, file, goes_on = workload.run, workload.file, is_run(workload.run)
-    if goes_on and (facts := kept_code(run)):  # with its own
-        root, entry, there = Path(facts["root"]), str(facts["file"]), None
+    run, file, continues = workload.run, workload.file, is_run(workload.run)
+    if continues and (facts := kept_code(run)):  # with its own
+        root, entry, copied_files = Path(facts["root"]), str(facts["file"]), None
         job = replace(job, import_from=tuple(facts["import_from"]))
-    elif file is not None and job.options.snapshot and not goes_on:
+    elif file is not None and job.options.snapshot and not continues:
         code = find_code(file)
-        root, entry, there = code.root, code.file, {*code.files}
-        more = [folder] * (job.kind == "recipe")  # its ranks import from there, too
+        root, entry, copied_files = code.root, code.file, {*code.files}
+        more = [folder] if job.kind == "recipe" else []  # its ranks import from there, too
         job = replace(job, code=code, import_from=import_folders(code, run, *more))
         if job.mounts:  # what is linked lies there
             job = replace(job, mounts=_outer_folders([*map(Path, job.mounts), root]))
     else:
-        uncopied = hashed_file(run) if goes_on else file
+        uncopied = hashed_file(run) if continues else file
         if uncopied is None:
             return job
         command = job.command
         if job.options.allow_edit and "--allow-change" not in command:
-            own = {"--recipe-of-run": ("--allow-change", "recipe")}
-            command = tuple(new for word in command for new in own.get(word, (word,)))
+            changes = {"--recipe-of-run": ("--allow-change", "recipe")}
+            command = tuple(new for word in command for new in changes.get(word, (word,)))
         return replace(job, uncopied=uncopied, command=command)
 
     def copied(before: str, word: str) -> str:
@@ -235,8 +238,9 @@ def _with_code(job: JobScript, workload: Workload, folder: Path) -> JobScript:
         if not is_config or not path.is_relative_to(root):
             return word
         name = path.relative_to(root).as_posix()
-        is_copied = (run / CODE / name).is_file() if there is None else name in there
-        return f"{flag}{'=' * bool(flag)}{run / CODE / name}" if is_copied else word
+        is_copied = (run / CODE / name).is_file() if copied_files is None else name in copied_files
+        copy = run / CODE / name
+        return word if not is_copied else f"{flag}={copy}" if flag else str(copy)
 
     words = [word for word in job.command if word != "--recipe-of-run"]
     return replace(job, command=tuple(map(copied, ["", *words], words)))
@@ -331,10 +335,10 @@ def prepare(job: JobScript, queue: Sequence[QueuedJob] | None = None) -> Path:
 
     Without the `queue`, Slurm is asked for the jobs of the run.
     """
-    text, run, goes_on = script_text(job), Path(job.run), False
+    text, run, waits = script_text(job), Path(job.run), False
     if run.exists():
-        goes_on = _refuse_second_job(run, job.options, my_jobs() if queue is None else queue)
-    fill_run(job, goes_on=goes_on)
+        waits = _refuse_second_job(run, job.options, my_jobs() if queue is None else queue)
+    fill_run(job, waits=waits)
     write_text(run / "job.sbatch", text)
     return run / "job.sbatch"
 
@@ -397,10 +401,10 @@ def _refuse_second_job(run: Path, options: JobOptions, queue: Sequence[QueuedJob
     )
 
 
-def fill_run(job: JobScript, *, goes_on: bool = False) -> None:
+def fill_run(job: JobScript, *, waits: bool = False) -> None:
     """Make the run directory, where Slurm opens the job's log, with the code and the options.
 
-    Code that an earlier job of the run will still run is left as it is, if the run `goes_on`.
+    If the job `waits` for an earlier one of the run, the code that this will still run is left.
     """
     run = Path(job.run)
     if not job.options.allow_edit and (edited := edited_since(run)) and is_run(run):
@@ -412,9 +416,9 @@ def fill_run(job: JobScript, *, goes_on: bool = False) -> None:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(run, error, instead="choose another with --run-dir") from error
-    if job.code is not None and not (goes_on and kept_code(run)):
+    if job.code is not None and not (waits and kept_code(run)):
         copy_code(job.code, run, job.import_from)
-    if job.uncopied is not None and not goes_on:
+    if job.uncopied is not None and not waits:
         remove_code(run)
         keep_hashes(job.uncopied, run)
     if job.kind == "script":
@@ -425,14 +429,14 @@ def fill_run(job: JobScript, *, goes_on: bool = False) -> None:
 def _refused(error: ProgramError, script: str) -> UserError:
     """Return sbatch's own words with the line of the script that they mean."""
     meant = [word for word, what in _MEANS.items() if re.search(what, error.said, re.IGNORECASE)]
-    found = (
+    named = (
         f"Line {number}: {line}"
         for directive in meant
         for number, line in enumerate(script.splitlines(), 1)
         if line.startswith(f"#SBATCH --{directive}=")
     )
     where = "The directives are the #SBATCH lines that `samestep slurm submit … --dry-run` prints."
-    return UserError(f"sbatch refused the job:\n{error.said}\n{next(found, where)}")
+    return UserError(f"sbatch refused the job:\n{error.said}\n{next(named, where)}")
 
 
 def with_home_expanded(options: JobOptions) -> JobOptions:

@@ -165,7 +165,7 @@ class WatchedRun(OwnRun):
             changed["device"] = task.device
         super().__init__(replace(options, **changed))
         self._task, self._trace, self._report = task, trace, report
-        self._held = ALL_KINDS - task.training.free
+        self._fixed = ALL_KINDS - task.training.free
         self._seen, self._in_validation = RandomDraws(), RandomDraws()
         self._drawn_before: tuple[object, object] | None = None
         self._size: TrainingSize | None = None
@@ -196,9 +196,8 @@ class WatchedRun(OwnRun):
         if self._task.arithmetic and self._task.training.nudges_gradient:
             register_optimizer_step_pre_hook(self._task.arithmetic.nudging())
         if not self._task.start.place:  # one process is enough to see what steps compute in
-            types: Any = self._in_steps
-            register_optimizer_step_pre_hook(lambda *_: types.__enter__() and None)
-            register_optimizer_step_post_hook(lambda *_: types.__exit__(None, None, None))
+            register_optimizer_step_pre_hook(lambda *_: self._watch_step(begins=True))
+            register_optimizer_step_post_hook(lambda *_: self._watch_step(begins=False))
         register_module_forward_pre_hook(lambda *_: self._note_precision())
         return self
 
@@ -250,7 +249,7 @@ class WatchedRun(OwnRun):
             for batch in batches:
                 self._stop_after_enough()
                 self._begin(batch, places)
-                with Draws(self._seen, hold="dropout" in self._held):
+                with Draws(self._seen, hold="dropout" in self._fixed):
                     try:
                         yield batch
                     finally:
@@ -298,10 +297,10 @@ class WatchedRun(OwnRun):
             for of, norm in batch_norms(module).items()
         }
         self._trace.weights[0] = self._weights()
-        if "batchnorm" in self._held:
+        if "batchnorm" in self._fixed:
             freeze(self._norms.values())
         for name, norm in self._norms.items():
-            if "batchnorm" not in self._held:
+            if "batchnorm" not in self._fixed:
                 norm.momentum = 1.0  # the statistics are then those of the last batch
             elif norm.running_mean is not None and name in task.statistics:
                 norm.running_mean.copy_(task.statistics[name][0])
@@ -318,7 +317,7 @@ class WatchedRun(OwnRun):
         if batch.weight:
             pairs = zip(batch.indices.tolist(), marks, strict=True)
             self._trace.samples[step] = [f"{place} {mark}" for place, mark in pairs]
-        if "state" in self._held:
+        if "state" in self._fixed:
             seed_rank(0, 0)
         self._drawn_before = _generators()
 
@@ -346,6 +345,12 @@ class WatchedRun(OwnRun):
         )
         kept = self._trace.gradients.setdefault(self._trace.begun, {})
         kept |= values_by_name(gradients) | kept  # what came first stays
+
+    def _watch_step(self, *, begins: bool) -> None:
+        if begins:
+            self._in_steps.__enter__()  # type: ignore[no-untyped-call]
+        else:
+            self._in_steps.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _note_draws(self) -> None:
         """Note whether Python's or NumPy's generator was used; what follows draws alike anyway."""
