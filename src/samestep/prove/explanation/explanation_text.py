@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from samestep.base.errors import listed
 from samestep.base.run.index import Retention
 from samestep.base.settings import order_name
 from samestep.base.words import count, size, wrapped
@@ -30,22 +31,22 @@ Rows = Iterator[tuple[str, str]]
 """Each line's name and text."""
 
 
-def text_of(found: Explanation) -> str:
+def text_of(explained: Explanation) -> str:
     """Return the text, in at most 80 columns."""
     blocks = {
-        "where it runs": _where(found),
-        "one step": _step(found),
-        "length": _length(found),
-        "learning rate": _rates(found),
-        "memory of one rank": _memory(found),
-        "other numbers of ranks": (*_others(found), *_equal(found)),
-        "evaluation": _evaluation(found),
-        "checkpoints": _checkpoints(found),
-        "notes": [("note", note) for note in found.notes],
+        "where it runs": _where(explained),
+        "one step": _step(explained),
+        "length": _length(explained),
+        "learning rate": _rates(explained),
+        "memory of one rank": _memory(explained),
+        "other numbers of ranks": (*_others(explained), *_equal(explained)),
+        "evaluation": _evaluation(explained),
+        "checkpoints": _checkpoints(explained),
+        "notes": [("note", note) for note in explained.notes],
     }
-    parameters = found.memory.weights.elements if found.memory else None
+    parameters = explained.memory.weights.elements if explained.memory else None
     known = f", {parameters:,} parameters" if parameters else ""
-    lines = [f"{found.recipe}{known}: explained, not run. Nothing is started or written."]
+    lines = [f"{explained.recipe}{known}: explained, not run. Nothing is started or written."]
     for title, rows in blocks.items():
         named = list(rows)
         lines += ["", title] if named else []
@@ -54,33 +55,34 @@ def text_of(found: Explanation) -> str:
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
-def _where(found: Explanation) -> Rows:
-    world, at = found.world, found.goes_on
+def _where(explained: Explanation) -> Rows:
+    world, at = explained.world, explained.goes_on
     nodes = ""
     if world.num_nodes > 1:
         nodes = f" = {count(world.num_nodes, 'node')} × {world.local_world_size} ranks per node"
     yield "ranks", f"{world.world_size:,}{nodes}; each is a process with all of the model"
-    if found.plan.virtual_ranks:
-        virtual = count(found.plan.virtual_ranks, "virtual rank")
+    if explained.plan.virtual_ranks:
+        virtual = count(explained.plan.virtual_ranks, "virtual rank")
         yield "shares", f"{virtual}: fixed shares of each step, whatever the number of ranks"
     connected = f", connected by {world.backend}" if world.world_size > 1 else ""
-    yield "device", f"{found.device}{connected}, {found.settings.precision}"
-    yield "run", found.run or f"a new directory, runs/{found.recipe}-…"
+    yield "device", f"{explained.device}{connected}, {explained.settings.precision}"
+    yield "run", explained.run or f"a new directory, runs/{explained.recipe}-…"
     if at is None:
         return
     before = f" It was trained on {count(at.ranks_before, 'rank')}." if at.ranks_before else ""
     if not at.checkpoint:
         yield "resumes", f"from its beginning: there is no checkpoint yet.{before}"
         return
-    left = f"; {max(0, found.plan.total_steps - at.step):,} steps are left"
-    left *= found.plan.total_steps < ENDLESS
+    left = ""
+    if explained.plan.total_steps < ENDLESS:
+        left = f"; {max(0, explained.plan.total_steps - at.step):,} steps are left"
     yield "resumes", f"from {at.checkpoint}, step {at.step:,}{left}.{before}"
     yield from (("skipped", problem) for problem in at.problems)
     yield from (("changed", change) for change in at.changes)
 
 
-def _step(found: Explanation) -> Rows:
-    plan = found.plan
+def _step(explained: Explanation) -> Rows:
+    plan = explained.plan
     parts = plan.virtual_ranks or plan.world_size
     even = plan.micro_batch_size * parts * plan.accumulate
     most = "" if even == plan.global_batch_size else "at most "
@@ -90,15 +92,15 @@ def _step(found: Explanation) -> Rows:
         f"{count(plan.accumulate, 'micro-step')}"
     )
     if plan.by_tokens is not None:
-        fewest, tokens = min(plan.by_tokens.sizes), found.settings.batch_tokens
+        fewest, tokens = min(plan.by_tokens.sizes), explained.settings.batch_tokens
         yield "tokens", f"at most {tokens:,} per step over all ranks, padding included"
         text = f"{fewest:,} to {plan.global_batch_size:,} per step; below, of the largest"
     yield "samples", text
-    yield from _shares(found.step)
+    yield from _shares(explained.step)
     if plan.accumulate > 1:
         yield "micro-steps", "add up their gradients: less memory, the same step"
-    if found.memory is not None and found.memory.gathered.bytes:
-        twice = ", and a second forward of each micro-step" * (plan.accumulate > 1)
+    if explained.memory is not None and explained.memory.gathered.bytes:
+        twice = ", and a second forward of each micro-step" if plan.accumulate > 1 else ""
         yield "loss", f"made over the whole batch: ranks gather their outputs{twice}"
     if plan.world_size > 1:
         yield "then", "all ranks average their gradients, weighted by their samples"
@@ -135,8 +137,8 @@ def _sum(numbers: tuple[int, ...]) -> str:
     return shown + (" + …" if len(numbers) > _SHOWN else "")
 
 
-def _length(found: Explanation) -> Rows:
-    plan, settings = found.plan, found.settings
+def _length(explained: Explanation) -> Rows:
+    plan, settings = explained.plan, explained.settings
     steps, limited = count(plan.total_steps, "step"), plan.total_steps < ENDLESS
     if plan.is_stream:
         yield "epoch", "a stream, whose length is not known before it ends"
@@ -146,11 +148,11 @@ def _length(found: Explanation) -> Rows:
             yield "training", count(plan.epochs, "epoch")
         return
     per_epoch, samples, batch = plan.steps_per_epoch, plan.num_samples, plan.global_batch_size
-    how, order = "floor" if settings.drop_last else "ceil", order_name(settings)
-    cut = f"{samples:,} samples / {batch:,}"
+    rounding, order = "floor" if settings.drop_last else "ceil", order_name(settings)
+    computed = f"{rounding}({samples:,} samples / {batch:,})"
     if plan.by_tokens is not None:
-        how, cut = "cut", f"{samples:,} samples by {settings.batch_tokens:,} tokens"
-    yield "epoch", f"{count(per_epoch, 'step')} = {how}({cut})"
+        computed = f"cut({samples:,} samples by {settings.batch_tokens:,} tokens)"
+    yield "epoch", f"{count(per_epoch, 'step')} = {computed}"
     if order != "shuffled":
         yield "order", _ORDERS[order]
     left = samples - per_epoch * batch
@@ -163,7 +165,7 @@ def _length(found: Explanation) -> Rows:
     else:
         epochs = f"{plan.total_steps / per_epoch:.4g} epochs of {per_epoch:,}"
         yield "training", f"{steps} (--max-steps) = {epochs}"
-    if few := found.last_step:
+    if few := explained.last_step:
         each = f", {few.shares[0].samples} per rank" if len(few.shares) == 1 else ""
         text = (
             f"{count(few.samples, 'sample')} at the end of an epoch = {samples:,} - "
@@ -173,8 +175,8 @@ def _length(found: Explanation) -> Rows:
         yield from _shares(few) if len(few.shares) > 1 else ()
 
 
-def _rates(found: Explanation) -> Rows:
-    plan, settings = found.plan, found.settings
+def _rates(explained: Explanation) -> Rows:
+    plan, settings = explained.plan, explained.settings
     if settings.lr_scaling == "none":
         yield "lr", f"{plan.lr:.6g} (--lr), whatever the global batch: --lr-scaling is none"
     else:
@@ -187,21 +189,21 @@ def _rates(found: Explanation) -> Rows:
         yield "lr", text
     own: str = settings.schedule
     if plan.schedule is not None:
-        own = f"the recipe's own{found.scheduler and f', {found.scheduler}'}"
+        own = f"the recipe's own{explained.scheduler and f', {explained.scheduler}'}"
     warmup = warmup_steps(plan, settings)
     ramp = f"{count(warmup, 'step')} of warm-up, then " if warmup else ""
     longer = ": it ends within the warm-up" if warmup >= plan.total_steps else ""
     yield "schedule", f"{ramp}{own}{longer}"
-    for rate in found.rates:
+    for rate in explained.rates:
         yield f"step {rate.step:,}", f"{rate.lr:.6g}  {rate.what}"
-    yield "optimizer", found.optimizer
+    yield "optimizer", explained.optimizer
 
 
-def _memory(found: Explanation) -> Rows:
-    memory, settings = found.memory, found.settings
+def _memory(explained: Explanation) -> Rows:
+    memory, settings = explained.memory, explained.settings
     if memory is None:
-        yield "not measured", found.not_measured
-        yield from _strategies(found)
+        yield "not measured", explained.not_measured
+        yield from _strategies(explained)
         return
     yield "weights", _product(memory.weights)
     if memory.buffers.bytes:
@@ -210,28 +212,29 @@ def _memory(found: Explanation) -> Rows:
     yield "optimizer", _optimizer(memory)
     if settings.ema is not None:
         yield "average", f"{_product(memory.average)} (--ema), once more while it evaluates"
-    samples = count(found.step.most, "sample")
-    if found.plan.by_tokens is not None and settings.batch_tokens is not None:
-        parts = found.plan.world_size * found.plan.accumulate
+    samples = count(explained.step.most, "sample")
+    if explained.plan.by_tokens is not None and settings.batch_tokens is not None:
+        parts = explained.plan.world_size * explained.plan.accumulate
         samples = f"about {settings.batch_tokens // parts:,} tokens"
     yield "a batch", f"{size(memory.batch.bytes)}: inputs and targets of a micro-step, {samples}"
-    marked = "; inputs of the marked blocks are not in it" * settings.checkpoint_activations
-    kept = f"what one forward of {samples} keeps for its backward{marked}"
+    kept = f"what one forward of {samples} keeps for its backward"
+    if settings.checkpoint_activations:
+        kept += "; inputs of the marked blocks are not in it"
     yield "activations", f"{size(memory.activations.bytes)}: {kept}"
     yield from _gathered(memory)
-    yield "data", _data(found, memory)
+    yield "data", _data(explained, memory)
     yield "together", f"{size(memory.total)} per rank"
-    yield from _strategies(found)
+    yield from _strategies(explained)
     missing = ["results inside an operation", "what the allocator keeps in reserve"]
-    if found.plan.world_size > 1:
+    if explained.plan.world_size > 1:
         missing.append("what ranks send each other")
     if settings.compile == "on":
         missing.append("what compiling changes")
     if settings.num_workers:
         missing.append(f"the loader processes ({settings.num_workers} per rank)")
-    base = f" (about {size(RANK_BYTES)})" if found.device == "cpu" else ""
+    base = f" (about {size(RANK_BYTES)})" if explained.device == "cpu" else ""
     yield "not counted", f"Python and PyTorch themselves{base}, {', '.join(missing)}"
-    if found.device != "cpu":
+    if explained.device != "cpu":
         yield "on the GPU", "kernels may keep more: these numbers were counted on the CPU"
 
 
@@ -245,16 +248,16 @@ def _gathered(memory: RankMemory) -> Rows:
         yield "blocks", f"{size(memory.blocks.bytes)}: {text}"
 
 
-def _strategies(found: Explanation) -> Rows:
+def _strategies(explained: Explanation) -> Rows:
     """Yield what a rank takes by DDP and by FSDP, and whether a node's ranks fit."""
-    for name, one in found.strategies.items():
-        least = "" if one.complete else "at least "
-        text = f"{least}{size(one.bytes_per_rank)} per rank"
-        if one.available_bytes is not None:
-            where = "this GPU has" if found.device == "cuda" else "free here"
-            ranks = "" if found.device == "cuda" else f" × {found.world.local_world_size}"
-            fits = "fits" if one.fits else "does not fit"
-            text += f"{ranks}: {fits} ({where} {size(one.available_bytes)})"
+    for name, memory in explained.strategies.items():
+        least = "" if memory.complete else "at least "
+        text = f"{least}{size(memory.bytes_per_rank)} per rank"
+        if memory.available_bytes is not None:
+            where = "this GPU has" if explained.device == "cuda" else "free here"
+            ranks = "" if explained.device == "cuda" else f" × {explained.world.local_world_size}"
+            fits = "fits" if memory.fits else "does not fit"
+            text += f"{ranks}: {fits} ({where} {size(memory.available_bytes)})"
         yield name, text
 
 
@@ -264,9 +267,9 @@ def _product(part: MemoryPart) -> str:
         return "nothing"
     each, rest = divmod(part.bytes, part.elements * part.copies)
     copies = f"{part.copies} × " if part.copies > 1 else ""
-    how = f"{part.elements:,} × {each} bytes" if not rest else f"{part.elements:,} numbers"
+    factors = f"{part.elements:,} numbers" if rest else f"{part.elements:,} × {each} bytes"
     why = ", sums of virtual ranks that wait for each other" if part.copies > 1 else ""
-    return f"{size(part.bytes)} = {copies}{how}{why}"
+    return f"{size(part.bytes)} = {copies}{factors}{why}"
 
 
 def _optimizer(memory: RankMemory) -> str:
@@ -279,26 +282,26 @@ def _optimizer(memory: RankMemory) -> str:
     return f"{size(sum(part.bytes for part in parts))}: {names} numbers{times}"
 
 
-def _data(found: Explanation, memory: RankMemory) -> str:
+def _data(explained: Explanation, memory: RankMemory) -> str:
     if not memory.data.bytes:
         return "none: samples are read when they are needed"
     where = "in the rank's memory"
-    if found.device == "cuda":
+    if explained.device == "cuda":
         where = "on its GPU if they fit a quarter of it, else in the CPU's memory"
-    validate = " and validate" * found.evaluations.has_validation
+    use = "train and validate" if explained.evaluations.has_validation else "train"
     number = count(memory.data.elements, "sample")
-    return f"{size(memory.data.bytes)}: {number} to train{validate} with, all of them {where}"
+    return f"{size(memory.data.bytes)}: {number} to {use} with, all of them {where}"
 
 
-def _others(found: Explanation) -> Rows:
+def _others(explained: Explanation) -> Rows:
     yield "", f"{'samples/step':>12}  {'micro-steps':>11}  {'steps':>9}  {'lr':>8}"
-    for other in found.others:
+    for other in explained.others:
         name = count(other.ranks, "rank")
         if other.refused:
             yield name, f"refused: {other.refused}"
             continue
         steps = f"{other.total_steps:,}" if other.total_steps < ENDLESS else "-"
-        this = other.ranks == found.plan.world_size
+        this = other.ranks == explained.plan.world_size
         word = "this one" if this else "the same" if other.same else "another training"
         portions = f"{other.accumulate} × {other.micro_batch_size}"
         yield (
@@ -307,10 +310,10 @@ def _others(found: Explanation) -> Rows:
         )
 
 
-def _equal(found: Explanation) -> Rows:
+def _equal(explained: Explanation) -> Rows:
     """Yield what stays equal on other numbers of ranks, and what does not."""
-    plan, drawn = found.plan, found.drawn
-    if any(not (other.same or other.refused) for other in found.others):
+    plan, drawn = explained.plan, explained.drawn
+    if any(not (other.same or other.refused) for other in explained.others):
         text = (
             "with --batch-size-per-rank, other ranks make another global batch. Keep it with "
             f"--batch-size {plan.global_batch_size}."
@@ -331,7 +334,7 @@ def _equal(found: Explanation) -> Rows:
     if drawn is None:
         yield "not equal", "not known: the model was not tried. samestep verify tries it."
         return
-    accepted = dict.fromkeys(found.accepts, ", as the recipe accepts")
+    accepted = dict.fromkeys(explained.accepts, ", as the recipe accepts")
     reasons = []
     if drawn.draws:
         lines = sorted({line for line in drawn.draws.values() if line})[:3]
@@ -340,11 +343,10 @@ def _equal(found: Explanation) -> Rows:
             f"what the model draws from torch: {', '.join(sorted(drawn.draws)[:3])}{at}. Each rank "
             f"draws other numbers{accepted.get('dropout', '')}."
         )
-    if drawn.batch_norms and not found.settings.sync_batchnorm:
-        more = f" and {len(drawn.batch_norms) - 1} more" * (len(drawn.batch_norms) > 1)
+    if drawn.batch_norms and not explained.settings.sync_batchnorm:
         reasons.append(
-            f"batch normalisation ({drawn.batch_norms[0]}{more}): it normalises over the "
-            f"{found.step.most} samples of a micro-step{accepted.get('batchnorm', '')}."
+            f"batch normalisation ({listed(drawn.batch_norms, 1)}): it normalises over the "
+            f"{explained.step.most} samples of a micro-step{accepted.get('batchnorm', '')}."
         )
     if drawn.generators:
         reasons.append(f"{' and '.join(drawn.generators)}: each rank draws other numbers.")
@@ -361,45 +363,47 @@ def _equal(found: Explanation) -> Rows:
 
 def _intervals(every_epochs: int, every_steps: int | None) -> list[str]:
     epochs = "epoch" if every_epochs == 1 else count(every_epochs, "epoch")
-    found = [f"after every {epochs}, and at the end"]
+    intervals = [f"after every {epochs}, and at the end"]
     if every_steps:
-        found.append(f"after every {'step' if every_steps == 1 else count(every_steps, 'step')}")
-    return found
+        steps = "step" if every_steps == 1 else count(every_steps, "step")
+        intervals.append(f"after every {steps}")
+    return intervals
 
 
-def _evaluation(found: Explanation) -> Rows:
-    how, settings, events = found.evaluations, found.settings, found.events
-    if not how.has_validation:
+def _evaluation(explained: Explanation) -> Rows:
+    evaluations, settings, events = explained.evaluations, explained.settings, explained.events
+    if not evaluations.has_validation:
         yield "validation", "there is none"
     else:
         when = ", ".join(_intervals(settings.eval_every_epochs, settings.eval_every_steps))
         times = sum(event.evaluates for event in events or ())
-        number = f": {count(times, 'evaluation')}" if events is not None else ""
-        yield "when", f"{when}{number}"
-        known = "a stream" if how.num_samples is None else count(how.num_samples, "sample")
-        share = ""
-        if how.share is not None and found.world.num_parts > 1:
-            of = "virtual rank" if found.plan.virtual_ranks else "rank"
-            share = f", {' or '.join(map(str, sorted({*how.share})))} per {of}"
-        yield "on", f"{known}{share}, {how.batch_size} per forward; each counts once"
-        better = "lowest" if how.mode == "min" else "highest"
-        yield "the best", f"is the one with the {better} {how.monitor}"
+        in_all = f": {count(times, 'evaluation')}" if events is not None else ""
+        yield "when", f"{when}{in_all}"
+        samples, share = "a stream", ""
+        if evaluations.num_samples is not None:
+            samples = count(evaluations.num_samples, "sample")
+        if evaluations.share is not None and explained.world.num_parts > 1:
+            of = "virtual rank" if explained.plan.virtual_ranks else "rank"
+            share = f", {' or '.join(map(str, sorted({*evaluations.share})))} per {of}"
+        yield "on", f"{samples}{share}, {evaluations.batch_size} per forward; each counts once"
+        better = "lowest" if evaluations.mode == "min" else "highest"
+        yield "the best", f"is the one with the {better} {evaluations.monitor}"
     if settings.patience is not None:
-        first = found.stops_first
+        first = explained.stops_first
         where = "" if events is None else ": not before the end"
-        if first is not None and first.step < found.plan.total_steps:
+        if first is not None and first.step < explained.plan.total_steps:
             where = f"; after step {first.step:,} at the earliest"
-        evaluations = count(settings.patience, "evaluation")
-        yield "may stop", f"after {evaluations} without improvement{where}"
+        patience = count(settings.patience, "evaluation")
+        yield "may stop", f"after {patience} without improvement{where}"
     if (n := settings.halving) is not None:
         epochs = ", ".join(str(settings.eval_every_epochs * n**k) for k in range(3))
         yield "may stop", f"after epochs {epochs} … if others of the sweep are better"
-    if how.has_test:
+    if evaluations.has_test:
         yield "test", "once, at the end, with the best checkpoint"
 
 
-def _checkpoints(found: Explanation) -> Rows:
-    settings, events, kept = found.settings, found.events, found.kept
+def _checkpoints(explained: Explanation) -> Rows:
+    settings, events, kept = explained.settings, explained.events, explained.kept
     ways = _intervals(settings.checkpoint_every_epochs, settings.checkpoint_every_steps)
     if settings.checkpoint_every_minutes:
         ways.append(f"after {settings.checkpoint_every_minutes:g} minutes without one")
@@ -413,10 +417,11 @@ def _checkpoints(found: Explanation) -> Rows:
         shown = names if len(names) < _SHOWN else [*names[:2], "…", names[-1]]
         yield "which", ", ".join(shown)
     if kept is not None:
-        files = f"{kept.fewest} or " * (kept.fewest != kept.most) + count(kept.most, "file")
+        fewest = "" if kept.fewest == kept.most else f"{kept.fewest} or "
+        files = f"{fewest}{count(kept.most, 'file')}"
         yield "kept", f"{_kept(retention_of(settings))}: {files} at the end"
-    if found.checkpoint_bytes is not None:
-        each, average = found.checkpoint_bytes, ", average" * (settings.ema is not None)
+    if explained.checkpoint_bytes is not None:
+        each, average = explained.checkpoint_bytes, "" if settings.ema is None else ", average"
         yield "size", f"about {size(each)} each: weights, optimizer{average}, the state of the run"
         if kept is not None:
             most = kept.most + 1

@@ -47,6 +47,9 @@ class MemoryPart:
     """How many of them are held at a time; `bytes` counts all of them."""
 
 
+NOTHING = MemoryPart(bytes=0, elements=0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """What one rank holds in the middle of a step, as far as it can be counted."""
@@ -58,18 +61,18 @@ class RankMemory:
     """More than one copy with virtual ranks, whose sums wait for each other."""
     optimizer: dict[str, MemoryPart]
     """Name of the state → all weights' part of it."""
-    average: MemoryPart
+    average: MemoryPart = NOTHING
     """Of --ema."""
-    batch: MemoryPart
+    batch: MemoryPart = NOTHING
     """Inputs and targets of one micro-step."""
-    activations: MemoryPart
+    activations: MemoryPart = NOTHING
     """What one micro-step's forward keeps for its backward."""
-    gathered: MemoryPart
+    gathered: MemoryPart = NOTHING
     """Of a loss over the whole batch: the outputs and targets of all ranks, which each rank
     receives in each step, and the gradients of these outputs."""
-    data: MemoryPart
+    data: MemoryPart = NOTHING
     """Samples held in memory, all of them on every rank."""
-    blocks: MemoryPart = MemoryPart(bytes=0, elements=0)
+    blocks: MemoryPart = NOTHING
     """Of --strategy fsdp: what is gathered at once, weights and gradients of blocks."""
 
     @property
@@ -115,9 +118,9 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
     outputs: list[Tensor] = []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        made = module(*args, **kwargs)
-        outputs[:] = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-        return made
+        output = module(*args, **kwargs)
+        outputs[:] = _tensors(output)
+        return output
 
     def pack(tensor: Tensor) -> Tensor:
         if forwards and (where := _address(tensor)) is not None and where not in known:
@@ -142,8 +145,8 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
     block = _real_batch(request, built, rows)
     if work.batch_transform is not None:
         block = BatchTransform(request.recipe, work.settings, World())(block, 0, 0)
-    leaves = tree_leaves((block.inputs, block.targets))
-    batch = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+    tensors = _tensors((block.inputs, block.targets))
+    batch = list({id(tensor): tensor for tensor in tensors}.values())
     known = {_address(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch)}
     model.train()
     step = eager_step(learner, work.settings, World(), rows)
@@ -166,7 +169,7 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
         activations=MemoryPart(bytes=sizes, elements=elements),
         gathered=_gathered(outputs, block.targets, plan.global_batch_size, rows)
         if work.learner.over_batch
-        else _part(()),
+        else NOTHING,
         data=MemoryPart(
             bytes=sum(source.held_bytes for source in sources),
             elements=sum(source.num_samples for source in sources),
@@ -207,7 +210,7 @@ def shared_out(
         return replace(whole, bytes=size, elements=elements)
 
     blocks = [_part(block.parameters()) for block in find_blocks(model, classes)]
-    largest = max(blocks, key=lambda block: block.bytes, default=_part(()))
+    largest = max(blocks, key=lambda block: block.bytes, default=NOTHING)
     rest_bytes = max(0, memory.weights.bytes - sum(block.bytes for block in blocks))
     rest_elements = max(0, memory.weights.elements - sum(block.elements for block in blocks))
     return replace(
@@ -227,17 +230,11 @@ def least_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> RankMemo
     """Return what a rank holds besides activations and data, without taking a step."""
     trained = [p for p in model.parameters() if p.requires_grad]
     size = state_bytes([], [optimizer])
-    none = _part(())
     return RankMemory(
         weights=_part(model.parameters()),
         buffers=_part(model.buffers()),
         gradients=_part(trained),
         optimizer={"state": MemoryPart(bytes=size, elements=size // trained[0].element_size())},
-        average=none,
-        batch=none,
-        activations=none,
-        gathered=none,
-        data=none,
     )
 
 
@@ -248,14 +245,13 @@ def fitting(
 
     `free` is what it has free on the CPU, in bytes.
     """
-    each, available, together = memory.total, None, memory.total
+    available, together = None, memory.total
     if device == "cpu":
-        together = (each + RANK_BYTES) * ranks_here
-        available = free
+        available, together = free, (memory.total + RANK_BYTES) * ranks_here
     elif device == "cuda" and torch.cuda.is_available():
         available = torch.cuda.mem_get_info()[1]
     return StrategyMemory(
-        bytes_per_rank=each,
+        bytes_per_rank=memory.total,
         complete=complete,
         available_bytes=available,
         fits=None if available is None else together <= available,
@@ -264,8 +260,7 @@ def fitting(
 
 def _gathered(outputs: list[Tensor], targets: Any, global_batch: int, rows: int) -> MemoryPart:
     """Return what a loss over the whole batch has of all ranks, scaled from one micro-step."""
-    wanted = [leaf for leaf in tree_leaves(targets) if isinstance(leaf, Tensor)]
-    held = _part([*outputs, *outputs, *wanted])  # outputs, and their gradients
+    held = _part([*outputs, *outputs, *_tensors(targets)])  # outputs, and their gradients
     bytes_of_all, elements = (n * global_batch // rows for n in (held.bytes, held.elements))
     return MemoryPart(bytes=bytes_of_all, elements=elements)
 
@@ -274,12 +269,14 @@ def _real_batch(request: Request, built: Built, rows: int) -> Block:
     """Return the first samples of the first epoch as a single process would train on them."""
     settings, plan = built.work.settings, built.work.plan
     if plan.by_tokens is not None:  # samples of any length would be padded to more
-        how: dict[str, Any] = {"drop_last": False, "cut": plan.cut(settings)}
-        steps = built.work.train.blocks(0, 0, global_batch=rows, **how)
+        steps = built.work.train.blocks(
+            0, 0, global_batch=rows, drop_last=False, cut=plan.cut(settings)
+        )
         return replace(next(steps).parts[0], parts=())
     dtype = data_dtype(settings.precision)
-    source = open_split(built.splits.train, World(), request.recipe, settings, dtype)
-    with closing(source):
+    with closing(
+        open_split(built.splits.train, World(), request.recipe, settings, dtype)
+    ) as source:
         blocks = source.blocks(0, 0, global_batch=rows, drop_last=False)
         block = next(single for block in blocks for single in block.singles())
     if block.parts:
@@ -308,15 +305,18 @@ def _optimizer_parts(optimizer: torch.optim.Optimizer) -> dict[str, MemoryPart]:
     tensors: dict[str, list[Tensor]] = {}
     for state in optimizer.state.values():
         for name, value in state.items():
-            found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-            tensors.setdefault(name, []).extend(found)
-    return {name: _part(found) for name, found in tensors.items() if found}
+            tensors.setdefault(name, []).extend(_tensors(value))
+    return {name: _part(of_name) for name, of_name in tensors.items() if of_name}
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _part(tensors: Iterable[Tensor], copies: int = 1) -> MemoryPart:
-    found = list(tensors)
-    size, elements = sum(t.nbytes for t in found), sum(t.numel() for t in found)
-    return MemoryPart(bytes=size * copies, elements=elements, copies=copies)
+    sizes = [(tensor.nbytes, tensor.numel()) for tensor in tensors]
+    num_bytes, elements = (sum(counts) for counts in zip((0, 0), *sizes, strict=True))
+    return MemoryPart(bytes=num_bytes * copies, elements=elements, copies=copies)
 
 
 class _ByteCount(io.RawIOBase):

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from operator import attrgetter
-from typing import Any
 
 from samestep.base.errors import UserError
 from samestep.base.run.index import Entry, Index, Retention
@@ -85,28 +84,30 @@ def _shared(
 ) -> StepShares:
     """Share out one step of an epoch, as the data is cut in training."""
     order = LazyOrder(num_samples, lambda positions: positions)
-    found: list[Share] = []
+    shares: list[Share] = []
     for rank in range(world.world_size):
-        own = replace(world, rank=rank)
-        blocks = group_steps(order, step, 1, global_batch, own, drop_last=settings.drop_last)
-        parts = list(micro_steps(next(blocks), plan.cut(settings), own))
+        of_rank = replace(world, rank=rank)
+        blocks = group_steps(order, step, 1, global_batch, of_rank, drop_last=settings.drop_last)
+        parts = list(micro_steps(next(blocks), plan.cut(settings), of_rank))
         counted = tuple(part.rows if part.weight else 0 for part in parts)
         virtual = tuple(
-            sum(part.rows for part in same)
-            for _, same in groupby(parts, key=lambda part: part.place)
+            sum(part.rows for part in of_virtual)
+            for _, of_virtual in groupby(parts, key=lambda part: part.place)
             if world.virtual_ranks
         )
-        numbers: dict[str, Any] = {
-            "samples": sum(counted),
-            "micro_steps": counted,
-            "virtual_ranks": virtual,
-        }
-        if found and numbers == {name: getattr(found[-1], name) for name in numbers}:
-            found[-1] = replace(found[-1], last_rank=rank)
+        share = Share(
+            first_rank=rank,
+            last_rank=rank,
+            samples=sum(counted),
+            micro_steps=counted,
+            virtual_ranks=virtual,
+        )
+        if shares and share == replace(shares[-1], first_rank=rank, last_rank=rank):
+            shares[-1] = replace(shares[-1], last_rank=rank)
         else:
-            found.append(Share(first_rank=rank, last_rank=rank, **numbers))
+            shares.append(share)
     samples = min(global_batch, num_samples - step * global_batch)
-    return StepShares(samples=samples, shares=tuple(found))
+    return StepShares(samples=samples, shares=tuple(shares))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,20 +172,21 @@ def planned_events(
 
     `evaluates`: whether there is validation data. Early stopping and signals are not foreseen.
     """
-    every = (settings.eval_every_steps, settings.checkpoint_every_steps)
-    most = plan.epochs + sum(plan.total_steps // each for each in every if each)
+    every = [e for e in (settings.eval_every_steps, settings.checkpoint_every_steps) if e]
+    most = plan.epochs + sum(plan.total_steps // each for each in every)
     if plan.is_stream or most > _MOST_EVENTS:
         return None
-    found = _events(plan, settings, position)
-    due = (replace(event, evaluates=event.evaluates and evaluates) for event in found)
+    events = _events(plan, settings, position, every)
+    due = (replace(event, evaluates=event.evaluates and evaluates) for event in events)
     return tuple(event for event in due if event.evaluates or event.saves)
 
 
-def _events(plan: Plan, settings: Settings, start: Position) -> Iterator[PlannedEvent]:
+def _events(
+    plan: Plan, settings: Settings, start: Position, every: list[int]
+) -> Iterator[PlannedEvent]:
     def name(epoch: int, step: int, step_in_epoch: int) -> str:
         return checkpoint_name(Position(epoch=epoch, step=step, step_in_epoch=step_in_epoch))
 
-    every = [e for e in (settings.eval_every_steps, settings.checkpoint_every_steps) if e]
     for epoch in range(start.epoch, plan.epochs):
         begin = epoch * plan.steps_per_epoch
         end = min(begin + plan.steps_per_epoch, plan.total_steps)
@@ -275,17 +277,16 @@ class OtherSize:
 
 def other_sizes(request: Request, plan: Plan) -> tuple[OtherSize, ...]:
     """Return the plans on one rank, half the ranks, the ranks themselves and twice as many."""
-    ranks = plan.world_size
-    sizes = sorted({1, max(1, ranks // 2), ranks, 2 * ranks})
-    return tuple(_other(request, plan, size) for size in sizes)
-
-
-def _other(request: Request, plan: Plan, ranks: int) -> OtherSize:
-    try:
-        other = planned(request, plan, ranks)
-    except UserError as error:
-        return OtherSize(ranks=ranks, refused=str(error))
-    shown = ("global_batch_size", "micro_batch_size", "accumulate", "total_steps", "lr")
     decisive = attrgetter("global_batch_size", "total_steps", "lr")
-    numbers = {name: getattr(other, name) for name in shown}
-    return OtherSize(ranks=ranks, same=decisive(other) == decisive(plan), **numbers)
+    shown = ("global_batch_size", "micro_batch_size", "accumulate", "total_steps", "lr")
+    sizes = []
+    for ranks in sorted({1, max(1, plan.world_size // 2), plan.world_size, 2 * plan.world_size}):
+        try:
+            other = planned(request, plan, ranks)
+        except UserError as error:
+            sizes.append(OtherSize(ranks=ranks, refused=str(error)))
+            continue
+        same = decisive(other) == decisive(plan)
+        numbers = {name: getattr(other, name) for name in shown}
+        sizes.append(OtherSize(ranks=ranks, same=same, **numbers))
+    return tuple(sizes)

@@ -80,33 +80,33 @@ class ScalingReport:
 def analyse(
     recipe: str,
     study: Study,
-    found: Sequence[MeasuredSetup],
+    measured: Sequence[MeasuredSetup],
     modes: Sequence[Mode],
     seconds: float,
     busy: float,
 ) -> ScalingReport:
     """Judge every setup; `busy` is how many cores other work kept busy at the beginning."""
-    by_setup = {one.setup: one for one in found}
+    by_setup = {of_setup.setup: of_setup for of_setup in measured}
     base = by_setup[study.base]
     return ScalingReport(
         recipe=recipe,
         results={m: [scaling_of(by_setup[s], base, m) for s in study.of(m)] for m in modes},
         seconds=seconds,
-        crowded={one.setup.ranks: is_crowded(one, busy) for one in found},
-        warnings=[*study.left_out, *find_warnings(found, busy)],
+        crowded={setup.ranks: is_crowded(of_setup, busy) for setup, of_setup in by_setup.items()},
+        warnings=[*study.left_out, *find_warnings(measured, busy)],
     )
 
 
-def scaling_of(one: MeasuredSetup, base: MeasuredSetup, mode: Mode) -> ScalingResult:
+def scaling_of(measured: MeasuredSetup, base: MeasuredSetup, mode: Mode) -> ScalingResult:
     """Compare with the base: the ideal is its step, in strong scaling divided by the ranks."""
-    times = one.setup.ranks / base.setup.ranks
-    phases, reference = _per_step(one), _per_step(base)
+    times = measured.setup.ranks / base.setup.ranks
+    phases, reference = _per_step(measured), _per_step(base)
     ideal = 1.0 if mode == "weak" else 1 / times
-    speed = samples_per_s(one.segments)
+    speed = samples_per_s(measured.segments)
     speed_up = speed / samples_per_s(base.segments)
-    low, high = (1.0, 1.0) if one is base else interval(one.rounds, base.rounds)
+    low, high = (1.0, 1.0) if measured is base else interval(measured.rounds, base.rounds)
     return ScalingResult(
-        setup=one.setup,
+        setup=measured.setup,
         samples_per_s=speed,
         steps_per_s=1000 / sum(phases.values()),
         speed_up=speed_up,
@@ -118,18 +118,18 @@ def scaling_of(one: MeasuredSetup, base: MeasuredSetup, mode: Mode) -> ScalingRe
             name: phases.get(name, 0.0) - ideal * reference.get(name, 0.0)
             for name in {**reference, **phases}
         },
-        rounds=len(one.rounds),
-        segments=len(one.segments),
+        rounds=len(measured.rounds),
+        segments=len(measured.segments),
     )
 
 
-def _per_step(one: MeasuredSetup) -> dict[str, float]:
-    steps = sum(segment.steps for segment in one.segments)
-    names = dict.fromkeys(name for segment in one.segments for name in segment.phases)
-    return {n: 1000 * sum(s.phases.get(n, 0.0) for s in one.segments) / steps for n in names}
+def _per_step(measured: MeasuredSetup) -> dict[str, float]:
+    steps = sum(segment.steps for segment in measured.segments)
+    names = dict.fromkeys(name for segment in measured.segments for name in segment.phases)
+    return {n: 1000 * sum(s.phases.get(n, 0.0) for s in measured.segments) / steps for n in names}
 
 
-def interval(one: Sequence[Measurement], base: Sequence[Measurement]) -> Interval:
+def interval(rounds: Sequence[Measurement], base: Sequence[Measurement]) -> Interval:
     """Return a 95 % interval of the speed-up.
 
     A bootstrap in two stages (Davison & Hinkley 1997, "Bootstrap methods and their application",
@@ -142,8 +142,8 @@ def interval(one: Sequence[Measurement], base: Sequence[Measurement]) -> Interva
     def draw() -> float:
         mine: list[Segment] = []
         its: list[Segment] = []
-        for number in generator.choices(range(len(one)), k=len(one)):
-            for drawn, segments in ((mine, one[number].segments), (its, base[number].segments)):
+        for number in generator.choices(range(len(rounds)), k=len(rounds)):
+            for drawn, segments in ((mine, rounds[number].segments), (its, base[number].segments)):
                 drawn.extend(generator.choices(segments, k=len(segments)))
         return samples_per_s(mine) / samples_per_s(its)
 
@@ -151,10 +151,10 @@ def interval(one: Sequence[Measurement], base: Sequence[Measurement]) -> Interva
     return ratios[round(0.025 * (DRAWS - 1))], ratios[round(0.975 * (DRAWS - 1))]
 
 
-def find_warnings(found: Sequence[MeasuredSetup], busy: float = 0.0) -> list[str]:
+def find_warnings(measured: Sequence[MeasuredSetup], busy: float = 0.0) -> list[str]:
     """Return why more ranks on this machine are not more hardware."""
     warnings = []
-    crowded = [one for one in found if is_crowded(one)]
+    crowded = [one for one in measured if is_crowded(one)]
     if crowded:
         ranks = sorted({one.setup.ranks for one in crowded})
         cores = crowded[0].rounds[0].cores
@@ -167,36 +167,36 @@ def find_warnings(found: Sequence[MeasuredSetup], busy: float = 0.0) -> list[str
             f"Other work kept {busy:.1f} cores busy when this began: the numbers are of what it "
             "left over. Measure again on a quiet machine."
         )
-    base = found[0].rounds[0]
-    fewer = sorted({o.setup.ranks for o in found if o.rounds[0].threads < base.threads})
+    base = measured[0].rounds[0]
+    fewer = sorted({o.setup.ranks for o in measured if o.rounds[0].threads < base.threads})
     if base.device == "cpu" and fewer:
-        first = found[0].setup.ranks
+        first = measured[0].setup.ranks
         warnings.append(
             f"{count(first, 'rank')} computed on {base.threads} threads each and "
             f"{ranks_in_words(fewer)} on fewer: the smallest number already uses several cores. "
             "--threads 1 compares core by core."
         )
-    shared = sorted({o.setup.ranks for o in found if o.rounds[0].sharing_gpu})
+    shared = sorted({o.setup.ranks for o in measured if o.rounds[0].sharing_gpu})
     if shared:
         warnings.append(f"Of {ranks_in_words(shared)}, some share a GPU: they take turns on it.")
     return warnings
 
 
-def is_crowded(one: MeasuredSetup, busy: float = 0.0) -> bool:
+def is_crowded(measured: MeasuredSetup, busy: float = 0.0) -> bool:
     """Whether the ranks of a setup share cores, with each other or with other work."""
-    first = one.rounds[0]
-    wanted = one.setup.ranks * first.threads + (busy if busy > BUSY else 0.0)
+    first = measured.rounds[0]
+    wanted = measured.setup.ranks * first.threads + (busy if busy > BUSY else 0.0)
     return first.device == "cpu" and wanted > first.cores
 
 
-def reasons(one: ScalingResult, *, crowded: bool) -> list[tuple[str, float, str]]:
+def reasons(result: ScalingResult, *, crowded: bool) -> list[tuple[str, float, str]]:
     """Return the largest parts of a loss: (phases, milliseconds per step, meaning)."""
-    lost = one.lost_ms
+    lost = result.lost_ms
     if lost <= 0:
         return []
     last = "the slowest rank"
     compute = "ranks share memory and caches, and DDP does work of its own"
-    if one.setup.mode == "strong":
+    if result.setup.mode == "strong":
         compute = "less for each rank to do, but every operation has a cost of its own"
     if crowded:
         last = "ranks whose turn on the cores has not come"
@@ -208,11 +208,11 @@ def reasons(one: ScalingResult, *, crowded: bool) -> list[tuple[str, float, str]
         "other": "the time between the steps' work",
     }
     groups: dict[str, dict[str, float]] = {}
-    for name, ms in one.lost_ms_per_step.items():
+    for name, ms in result.lost_ms_per_step.items():
         groups.setdefault(meaning.get(name, compute), {})[name] = ms
-    found = [(", ".join(parts), sum(parts.values()), text) for text, parts in groups.items()]
-    found.sort(key=lambda part: -part[1])
-    return [part for part in found if part[1] >= 0.05 * lost][:3]
+    parts = [(", ".join(parts), sum(parts.values()), text) for text, parts in groups.items()]
+    parts.sort(key=lambda part: -part[1])
+    return [part for part in parts if part[1] >= 0.05 * lost][:3]
 
 
 def report_lines(report: ScalingReport) -> Iterator[str]:
@@ -252,48 +252,54 @@ def _speed_ups(mode: Mode, results: list[ScalingResult]) -> Iterator[str]:
     else:
         yield f"strong scaling: {setup.global_batch_size:,} samples per step, shared by the ranks"
     rows = []
-    for one in results:
+    for result in results:
         speed_up, efficiency = "1", "100 %"
-        if one is not results[0]:
-            low, high = one.speed_up_interval
-            speed_up = f"{one.speed_up:.2f} [{low:.2f}–{high:.2f}]"
-            low, high = (100 * share for share in one.efficiency_interval)
-            efficiency = f"{100 * one.efficiency:.0f} % [{low:.0f}–{high:.0f}]"
-        sizes = (str(one.setup.ranks), f"{one.setup.global_batch_size:,}")
-        speed = (f"{one.samples_per_s:,.0f}", f"{one.step_ms:.3f}")
+        if result is not results[0]:
+            low, high = result.speed_up_interval
+            speed_up = f"{result.speed_up:.2f} [{low:.2f}–{high:.2f}]"
+            low, high = (100 * share for share in result.efficiency_interval)
+            efficiency = f"{100 * result.efficiency:.0f} % [{low:.0f}–{high:.0f}]"
+        sizes = (str(result.setup.ranks), f"{result.setup.global_batch_size:,}")
+        speed = (f"{result.samples_per_s:,.0f}", f"{result.step_ms:.3f}")
         rows.append((*sizes, *speed, speed_up, efficiency))
     columns = ("ranks", "batch", "samples/s", "ms per step", "speed-up", "efficiency")
     yield from text_lines(Table(columns=columns, rows=rows), _WIDTH)
 
 
 def _phases(results: list[ScalingResult]) -> Iterator[str]:
-    more = results[1:]
-    rows = []
-    for name in dict.fromkeys(name for one in results for name in one.phases_ms_per_step):
-        values = [f"{one.phases_ms_per_step.get(name, 0.0):.3f}" for one in results]
-        rows.append((name, *values, *(f"{o.lost_ms_per_step.get(name, 0.0):+.3f}" for o in more)))
-    sums = [f"{one.step_ms:.3f}" for one in results] + [f"{one.lost_ms:+.3f}" for one in more]
-    ranks = [str(one.setup.ranks) for one in results]
+    names = list(dict.fromkeys(name for result in results for name in result.phases_ms_per_step))
+    times = [
+        [*(f"{result.phases_ms_per_step.get(n, 0.0):.3f}" for n in names), f"{result.step_ms:.3f}"]
+        for result in results
+    ]
+    lost = [
+        [*(f"{result.lost_ms_per_step.get(n, 0.0):+.3f}" for n in names), f"{result.lost_ms:+.3f}"]
+        for result in results[1:]
+    ]
+    ranks = [str(result.setup.ranks) for result in results]
     columns = ("ms per step", *ranks, *(f"lost, {number}" for number in ranks[1:]))
+    rows = list(zip([*names, "together"], *times, *lost, strict=True))
     yield ""
-    yield from text_lines(Table(columns=columns, rows=[*rows, ("together", *sums)]), _WIDTH)
+    yield from text_lines(Table(columns=columns, rows=rows), _WIDTH)
 
 
 def _explanation(
     mode: Mode, results: list[ScalingResult], crowded: dict[int, bool]
 ) -> Iterator[str]:
     yield ""
-    for one in results[1:]:
-        ranks, least = one.setup.ranks, results[0].setup.ranks
-        parts = reasons(one, crowded=crowded.get(ranks, False))
+    for result in results[1:]:
+        ranks, least = result.setup.ranks, results[0].setup.ranks
+        parts = reasons(result, crowded=crowded.get(ranks, False))
         if not parts:
             yield from wrapped(f"At {ranks} ranks nothing is lost.", "  ")
             continue
-        of_least = f" (that of {count(least, 'rank')} / {ranks / least:g})"
+        of_least = (
+            f" (that of {count(least, 'rank')} / {ranks / least:g})" if mode == "strong" else ""
+        )
         text = "; ".join(f"{name} {ms:+.3f} ({meaning})" for name, ms, meaning in parts)
         yield from wrapped(
-            f"At {ranks} ranks a step takes {one.step_ms:.3f} ms where "
-            f"{one.step_ms - one.lost_ms:.3f} would be ideal{of_least * (mode == 'strong')}: "
+            f"At {ranks} ranks a step takes {result.step_ms:.3f} ms where "
+            f"{result.step_ms - result.lost_ms:.3f} would be ideal{of_least}: "
             f"{text}.",
             "  ",
         )

@@ -120,8 +120,8 @@ def _remedy(num_samples: int, sizes: Sequence[int], batch: int | None, virtual: 
     if batch is not None:
         return ", or leave --batch-size out" if fit(sizes) else ""
     fewer = [tuple(range(1, top + 1)) for top in range(min(3, max(sizes) - 1), 0, -1)]
-    found = next((some for some in fewer if fit(some)), None)
-    return f", or fewer ranks: --nproc {','.join(map(str, found))}" if found else ""
+    fitting = next((some for some in fewer if fit(some)), None)
+    return f", or fewer ranks: --nproc {','.join(map(str, fitting))}" if fitting else ""
 
 
 def _candidates(
@@ -162,15 +162,18 @@ def without_streams(splits: Splits, seed: int) -> Splits:
     """Replace each stream by a data set of its first elements."""
     route = Route(seed=seed, epoch=0, global_batch=1, lanes=1, mine=range(1))
 
-    def taken(data: Any) -> Any:
+    def first_elements(data: Any) -> Any:
         if not is_stream(data):
             return data
         elements: Any = Lane(data, route, 0).take(_OF_STREAM)
         return Subset(elements, range(len(elements)))
 
-    validation = splits.changed_validation(taken)
+    validation = splits.changed_validation(first_elements)
     return replace(
-        splits, train=taken(splits.train), validation=validation, test=taken(splits.test)
+        splits,
+        train=first_elements(splits.train),
+        validation=validation,
+        test=first_elements(splits.test),
     )
 
 
@@ -253,15 +256,15 @@ def spread(total: int, number: int) -> list[int]:
 def _readable(dataset: Any, number: int) -> list[int]:
     """Return the places of some samples that can be read."""
     total, broken = len(dataset), 0
-    found: set[int] = set()
+    readable: set[int] = set()
     for place in chain(spread(total, number), range(total)):
-        if place in found or len(found) == number:
+        if place in readable or len(readable) == number:
             continue
         try:
             dataset[place]
-            found.add(place)
+            readable.add(place)
         except UserError:
             broken += 1
             if broken == _MOST_BROKEN:
                 raise
-    return sorted(found)
+    return sorted(readable)

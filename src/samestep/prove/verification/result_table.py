@@ -26,28 +26,30 @@ _HELD = {
 }
 
 
-def show(found: Verification, console: Console) -> None:
+def show(verification: Verification, console: Console) -> None:
     """Print what was run, the table, and one sentence."""
     colour = console.is_terminal and not console.no_color
-    console.file.write("\n".join((*_lines(found, console.width, colour=colour), "")))
+    console.file.write("\n".join((*_lines(verification, console.width, colour=colour), "")))
 
 
-def _lines(found: Verification, width: int, *, colour: bool) -> Iterator[str]:
-    yield from text_lines(_summary(found), width, colour=colour)
+def _lines(verification: Verification, width: int, *, colour: bool) -> Iterator[str]:
+    yield from text_lines(_summary(verification), width, colour=colour)
     yield ""
-    yield from text_lines(_table(found), width, colour=colour)
+    yield from text_lines(_table(verification), width, colour=colour)
     # Rows that say the same are explained together.
     explained: dict[tuple[object, ...], list[Check]] = {}
-    for check in found.checks:
+    for check in verification.checks:
         if check.cause.why:
             explained.setdefault((check.cause, check.status), []).append(check)
     for checks in explained.values():
         check = checks[0]
         where = [f"from step {check.first_step}"] if check.first_step else []
         where += [f"first in {check.first_parameter!r}"] if check.first_parameter else []
-        names = ", ".join(c.name for c in checks) + ": " * bool(where) + ", ".join(where)
+        heading = ", ".join(check.name for check in checks)
+        if where:
+            heading += f": {', '.join(where)}"
         name = check.cause.name or "failure"
-        first, *more = wrapped(f"{name}  {names}", "", width)
+        first, *more = wrapped(f"{name}  {heading}", "", width)
         if colour:
             first = first.replace(name, coloured(Styled(name, _STYLES[check.status])), 1)
         yield from ("", first, *more)
@@ -56,19 +58,19 @@ def _lines(found: Verification, width: int, *, colour: bool) -> Iterator[str]:
         if check.cause.advice:
             yield from wrapped(f"  → {check.cause.advice}", "    ", width)
     yield ""
-    for line in wrapped(_sentence(found), "", width):
-        yield coloured(Styled(line, "green" if found.same else "red")) if colour else line
+    for line in wrapped(_sentence(verification), "", width):
+        yield coloured(Styled(line, "green" if verification.same else "red")) if colour else line
 
 
-def _summary(found: Verification) -> Table:
-    facts, size = found.facts, found.facts.size
+def _summary(verification: Verification) -> Table:
+    facts, size = verification.facts, verification.facts.size
     shares = f"{count(facts.virtual_ranks, 'virtual rank')} " if facts.virtual_ranks else ""
     ran = (
         f"{size.steps} steps of {count(size.global_batch, 'sample')} (the last of an epoch: "
         f"{size.rest}), {size.num_samples} of {count(facts.num_samples, 'training sample')}, "
-        f"{shares}on {ranks(found.sizes)}, {' and '.join(found.precisions)}"
+        f"{shares}on {ranks(verification.sizes)}, {' and '.join(verification.precisions)}"
     )
-    notes = list(found.notes)
+    notes = list(verification.notes)
     if facts.inexact:
         notes.append(
             f"float64 is not possible here ({facts.inexact}), so only losses are compared; the "
@@ -81,12 +83,13 @@ def _summary(found: Verification) -> Table:
     if facts.virtual_ranks:
         text = "nothing: random draws and BatchNorm are unchanged"
         rows.append((Styled("fixed", "bold"), text))
-    return Table(columns=("verified  ", found.recipe), rows=rows, gap=1, fold=True)
+    return Table(columns=("verified  ", verification.recipe), rows=rows, gap=1, fold=True)
 
 
-def _table(found: Verification) -> Table:
+def _table(verification: Verification) -> Table:
     names = ("", "check", "differs", "allowed", "compared")
-    shown = [0, 1, 2, 4] if found.facts.virtual_ranks else range(5)  # those allow no difference
+    # Virtual ranks allow no difference.
+    shown = [0, 1, 2, 4] if verification.facts.virtual_ranks else range(5)
     rows: list[tuple[Cell, ...]] = [
         (
             Styled(check.status, _STYLES[check.status]),
@@ -95,30 +98,30 @@ def _table(found: Verification) -> Table:
             _number(check.tolerance),
             check.compared,
         )
-        for check in found.checks
+        for check in verification.checks
     ]
     cut = [[row[n] for n in shown] for row in rows]
     columns = [names[n] for n in shown]
     return Table(columns=columns, rows=cut, gap=1, left=frozenset({"check"}), fold=True)
 
 
-def as_table(found: Verification) -> dict[str, Any]:
+def as_table(verification: Verification) -> dict[str, Any]:
     """Return everything as JSON has it."""
-    facts, size = found.facts, found.facts.size
+    facts, size = verification.facts, verification.facts.size
     return {
-        "recipe": found.recipe,
-        "same": found.same,
-        "world_sizes": list(found.sizes),
+        "recipe": verification.recipe,
+        "same": verification.same,
+        "world_sizes": list(verification.sizes),
         "virtual_ranks": facts.virtual_ranks,
-        "precisions": list(found.precisions),
+        "precisions": list(verification.precisions),
         "steps": size.steps,
         "global_batch_size": size.global_batch,
         "last_batch_size": None if size.drop_last else size.rest,
         "training_samples": size.num_samples,
         "held_still": sorted(facts.present),
-        "notes": list(found.notes),
-        "seconds": found.seconds,
-        "checks": [_object(check) for check in found.checks],
+        "notes": list(verification.notes),
+        "seconds": verification.seconds,
+        "checks": [_object(check) for check in verification.checks],
     }
 
 
@@ -139,17 +142,18 @@ def _number(value: float | None) -> str:
     return "0" if value == 0 else f"{value:.0e}" if math.isfinite(value) else "∞"
 
 
-def _sentence(found: Verification) -> str:
-    accepted = " and ".join(check.name for check in found.checks if check.status == "accepted")
-    different = [check for check in found.checks if not check.passed]
+def _sentence(verification: Verification) -> str:
+    checks = verification.checks
+    accepted = " and ".join(check.name for check in checks if check.status == "accepted")
+    different = [check for check in checks if not check.passed]
     causes = "; ".join(dict.fromkeys(check.cause.name or check.name for check in different))
-    if found.same:
+    if verification.same:
         but = f", but for {accepted}: known and accepted" if accepted else ""
-        quick = any(check.compared == LEFT_OUT for check in found.checks)
-        bits = ", to the last bit" if found.facts.virtual_ranks else ""
+        quick = any(check.compared == LEFT_OUT for check in checks)
+        bits = ", to the last bit" if verification.facts.virtual_ranks else ""
         text = f"The same training{bits}{', as far as --quick looks' if quick else ''}{but}."
     elif {check.name for check in different} == {ONE_WRITER.name}:
         text = f"The same training, but {causes}."
     else:
         text = f"Not the same training: {causes}."
-    return f"{text} ({duration(found.seconds)})"
+    return f"{text} ({duration(verification.seconds)})"

@@ -105,8 +105,8 @@ def values_of(tensor: Tensor) -> Values:
     norm = torch.linalg.vector_norm(flat, dtype=dtype)
     if len(flat) > _MOST_VALUES:
         flat = flat[torch.linspace(0, len(flat) - 1, _MOST_VALUES).long().to(flat.device)]
-    found: Values = torch.cat([norm.reshape(1).cpu().double(), flat.cpu().double()]).numpy()
-    return found
+    values: Values = torch.cat([norm.reshape(1).cpu().double(), flat.cpu().double()]).numpy()
+    return values
 
 
 def values_by_name(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Values]:
@@ -255,8 +255,8 @@ def worst(differences: Iterable[TrainingDifference]) -> TrainingDifference:
 
 
 def difference(
-    one: Trace,
-    other: Trace,
+    reference: Trace,
+    trace: Trace,
     tolerance: float,
     *,
     losses_only: bool = False,
@@ -275,82 +275,102 @@ def difference(
     def limit(step: int, what: str) -> float:
         return strict if step == 1 and what != "weight" else tolerance
 
-    for step in sorted(other.losses):
-        found = _in_step(one, other, step)
-        decisive = found[:1] if losses_only else found
+    for step in sorted(trace.losses):
+        differences = _in_step(reference, trace, step)
+        decisive = differences[:1] if losses_only else differences
         largest = max(largest, *(size for _, _, size in decisive))
         if first.first_step is None and any(size > limit(step, what) for what, _, size in decisive):
-            beyond = [(what, name) for what, name, size in found if size > limit(step, what)]
-            named = next((name for _, name in beyond if name), None)
+            beyond = [(what, name) for what, name, size in differences if size > limit(step, what)]
             what = beyond[0][0]
-            allowed = strict if limit(step, what) < tolerance else None
             first = TrainingDifference(
-                first_step=step, first_parameter=named, what=what, allowed=allowed
+                first_step=step,
+                first_parameter=next((name for _, name in beyond if name), None),
+                what=what,
+                allowed=strict if limit(step, what) < tolerance else None,
             )
     return replace(first, largest=largest)
 
 
-def _in_step(one: Trace, other: Trace, step: int) -> list[tuple[str, str, float]]:
+def _in_step(reference: Trace, trace: Trace, step: int) -> list[tuple[str, str, float]]:
     """Return what differs, in which parameter, and how much: the loss first."""
-    found = [("loss", "", relative(one.losses.get(step, math.nan), other.losses[step]))]
-    if step in one.norms and step in other.norms:
-        found.append(("gradient norm", "", relative(one.norms[step], other.norms[step])))
-    found += _tensors("gradient", one.gradients.get(step), other.gradients.get(step))
-    found += _tensors("weight", one.weights.get(step), other.weights.get(step))
-    if step in other.bits:
-        for name, bits in one.bits.get(step, {}).items():
-            if bits != other.bits[step].get(name):
+    loss = relative(reference.losses.get(step, math.nan), trace.losses[step])
+    differences = [("loss", "", loss)]
+    if step in reference.norms and step in trace.norms:
+        norm = relative(reference.norms[step], trace.norms[step])
+        differences.append(("gradient norm", "", norm))
+    differences += _tensors("gradient", reference.gradients.get(step), trace.gradients.get(step))
+    differences += _tensors("weight", reference.weights.get(step), trace.weights.get(step))
+    if step in trace.bits:
+        for name, bits in reference.bits.get(step, {}).items():
+            if bits != trace.bits[step].get(name):
                 what, _, parameter = name.partition(" ")
-                found.append((what, parameter, _LAST_BIT))
-    epoch = other.epochs.get(step, {})
-    for name, value in one.epochs.get(step, {}).items():
-        found.append((f"{name} of the epoch", "", relative(value, epoch.get(name, math.nan))))
-    return found
+                differences.append((what, parameter, _LAST_BIT))
+    epoch = trace.epochs.get(step, {})
+    for name, value in reference.epochs.get(step, {}).items():
+        of_epoch = relative(value, epoch.get(name, math.nan))
+        differences.append((f"{name} of the epoch", "", of_epoch))
+    return differences
 
 
 def _tensors(
-    what: str, one: Mapping[str, Values] | None, other: Mapping[str, Values] | None
+    what: str, first: Mapping[str, Values] | None, second: Mapping[str, Values] | None
 ) -> list[tuple[str, str, float]]:
-    if one is None or other is None:
+    if first is None or second is None:
         return []  # Lightning's steps are not looked into
-    largest = max((float(np.abs(v[1:]).max()) for v in one.values()), default=0.0)
-    norm = math.hypot(*(float(v[0]) for v in one.values()))
-    return [(what, n, _apart(one.get(n), other.get(n), norm, largest)) for n in {**one, **other}]
+    largest = max((float(np.abs(v[1:]).max()) for v in first.values()), default=0.0)
+    norm = math.hypot(*(float(v[0]) for v in first.values()))
+    return [
+        (what, name, _apart(first.get(name), second.get(name), norm, largest))
+        for name in {**first, **second}
+    ]
 
 
-def _apart(one: Values | None, other: Values | None, norm: float, largest: float) -> float:
+def _apart(first: Values | None, second: Values | None, norm: float, largest: float) -> float:
     """Compare two tensors' norms and values, relative to those of all tensors."""
-    if one is None or other is None or one.shape != other.shape:
+    if first is None or second is None or first.shape != second.shape:
         return math.inf
-    differs = (one != other) & ~(np.isnan(one) & np.isnan(other))
+    differs = (first != second) & ~(np.isnan(first) & np.isnan(second))
     if not differs.any():
         return 0.0
-    scale = np.full_like(one, largest or 1.0)
+    scale = np.full_like(first, largest or 1.0)
     scale[0] = norm or 1.0
     with np.errstate(invalid="ignore", over="ignore"):
-        found = float((np.abs(one - other) / scale)[differs].max())
-    return found if math.isfinite(found) else math.inf
+        apart = float((np.abs(first - second) / scale)[differs].max())
+    return apart if math.isfinite(apart) else math.inf
 
 
-def relative(one: float, other: float) -> float:
-    """Return the difference of two numbers relative to the larger; infinite if one is."""
-    if one == other or (math.isnan(one) and math.isnan(other)):
+def relative(a: float, b: float) -> float:
+    """Return the difference of two numbers relative to the larger; infinite if one of them is."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
-    if not (math.isfinite(one) and math.isfinite(other)):
+    if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
     # Below 1e-12 both are zero but for rounding, and have no scale of their own.
-    return abs(one - other) / max(abs(one), abs(other), 1e-12)
+    return abs(a - b) / max(abs(a), abs(b), 1e-12)
 
 
-def largest_apart(one: Tensor, other: Tensor) -> float:
+def largest_apart(first: Tensor, second: Tensor) -> float:
     """Return how far apart two tensors of one shape are, relative to the first's largest entry."""
-    if not (one.is_floating_point() and one.numel()):
+    if not (first.is_floating_point() and first.numel()):
         return 0.0
-    one, other = dense(one).double(), dense(other).double()
-    return float((one - other).abs().max() / one.abs().max().clamp(min=1e-12))
+    first, second = dense(first).double(), dense(second).double()
+    return float((first - second).abs().max() / first.abs().max().clamp(min=1e-12))
 
 
-def evaluations_apart(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[float, str]:
+def evaluations_apart(
+    reference: Mapping[str, float], evaluation: Mapping[str, float]
+) -> tuple[float, str]:
     """Return the largest relative difference of two evaluations, and the name of that value."""
-    found = [(relative(one[name], other.get(name, math.nan)), name) for name in one]
-    return max(found, default=(0.0, ""))
+    differences = (
+        (relative(value, evaluation.get(name, math.nan)), name) for name, value in reference.items()
+    )
+    return max(differences, default=(0.0, ""))
+
+
+def evaluation_differences(reference: Trace, trace: Trace) -> dict[int, TrainingDifference]:
+    """Compare the evaluations that two trainings share: step → the largest of their differences."""
+    differences = {}
+    for step in sorted(reference.evaluations.keys() & trace.evaluations.keys()):
+        largest, name = evaluations_apart(reference.evaluations[step], trace.evaluations[step])
+        differences[step] = TrainingDifference(largest, first_step=step or None, what=name)
+    return differences

@@ -78,8 +78,8 @@ def _compares(tested: RecipeUnderTest, held: HeldForward) -> bool:
         outputs = map_leaves(leaf, held.outputs)
         leaves = [o for o in tree_leaves(outputs) if o.requires_grad]
         loss = tested.loss(outputs, held.block.targets)
-        found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        return [gradient[:half] for gradient in found if gradient is not None]
+        gradient_of = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return [gradient[:half] for gradient in gradient_of if gradient is not None]
 
     try:
         pairs = zip(gradients(0.0), gradients(0.01), strict=True)
@@ -98,7 +98,7 @@ def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float,
     if rows < 2:
         return 0.0, 0.0
     last = max(1, rows // max(2, tested.size.ranks))
-    found = []
+    losses = []
     with torch.no_grad():
         outputs = tested.forward(model, block.inputs)
         whole = float(tested.loss(outputs, block.targets))
@@ -110,11 +110,11 @@ def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float,
                 given = tested.forward(model, part.inputs)
             weight = float(terms(part.inputs, part.targets)) if terms else number
             if weight:  # a mean over nothing may be NaN, and counts nothing
-                found.append((float(tested.loss(given, part.targets)), weight))
-    if not found:
+                losses.append((float(tested.loss(given, part.targets)), weight))
+    if not losses:
         return 0.0, 0.0
-    mean = sum(loss * weight for loss, weight in found) / sum(weight for _, weight in found)
-    total, most = sum(loss for loss, _ in found), sys.float_info.max  # JSON has no infinity
+    mean = sum(loss * weight for loss, weight in losses) / sum(weight for _, weight in losses)
+    total, most = sum(loss for loss, _ in losses), sys.float_info.max  # JSON has no infinity
     from_mean, from_sum = (min(relative(whole, value), most) for value in (mean, total))
     is_sum = tested.recipe.reduction == "sum"
     return (from_sum, from_mean) if is_sum else (from_mean, from_sum)
@@ -132,16 +132,16 @@ def loss_of_parts(evidence: Evidence) -> LossOfParts | None:
 
 
 def _explain_loss(evidence: Evidence) -> Cause | None:
-    found = loss_of_parts(evidence)
-    if found is None or found.full <= evidence.exact:
+    parts = loss_of_parts(evidence)
+    if parts is None or parts.full <= evidence.exact:
         return None
-    if found.compares:
+    if parts.compares:
         return causes.OF_BATCH
-    if found.over_terms:
+    if parts.over_terms:
         return causes.OF_TERMS
-    if found.is_sum:
-        return causes.A_MEAN if found.adds_up else causes.NOT_A_SUM
-    return causes.A_SUM if found.adds_up else causes.NOT_A_MEAN
+    if parts.is_sum:
+        return causes.A_MEAN if parts.adds_up else causes.NOT_A_SUM
+    return causes.A_SUM if parts.adds_up else causes.NOT_A_MEAN
 
 
 def _loss(evidence: Evidence) -> Check:
@@ -149,12 +149,12 @@ def _loss(evidence: Evidence) -> Check:
         return Check("skipped", "it changes from call to call")
     if changing_part(evidence) == "collate":
         return Check("skipped", "collate() draws what it is made of")
-    if (found := loss_of_parts(evidence)) is None:
+    if (parts := loss_of_parts(evidence)) is None:
         return Check("skipped", "outputs are not one per sample")
-    if found.over_batch:
+    if parts.over_batch:
         return Check("skipped", "the recipe makes it over the whole batch")
     compared = "of a batch, and of its parts"
-    return cause_check(evidence, compared, _explain_loss(evidence), found.full)
+    return cause_check(evidence, compared, _explain_loss(evidence), parts.full)
 
 
 LOSS = TableRow(
@@ -186,8 +186,8 @@ def _uneven(evidence: Evidence, problem: str) -> Cause:
 
 def _bent(evidence: Evidence) -> Cause | None:
     """Return the cause if the loss of the incomplete batch is not the mean over its samples."""
-    found = loss_of_parts(evidence)
-    if found is None or found.uneven <= evidence.exact:
+    parts = loss_of_parts(evidence)
+    if parts is None or parts.uneven <= evidence.exact:
         return None
     return _uneven(evidence, "its loss is no longer the mean over its samples")
 

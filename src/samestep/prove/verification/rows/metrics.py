@@ -24,7 +24,13 @@ from samestep.prove.verification.causes import Cause
 from samestep.prove.verification.evidence import Check, Evidence, TableRow, cause_check, measured
 from samestep.prove.verification.recipe_under_test import HeldForward, RecipeUnderTest, hold_model
 from samestep.prove.verification.short_trainings import MAIN
-from samestep.prove.verification.trace import TrainingDifference, evaluations_apart, relative, worst
+from samestep.prove.verification.trace import (
+    TrainingDifference,
+    evaluation_differences,
+    evaluations_apart,
+    relative,
+    worst,
+)
 
 _ROUNDING = 1e-5
 """Relative, of metric objects: most add up in float32."""
@@ -38,34 +44,34 @@ def _dependences(tested: RecipeUnderTest) -> dict[str, float]:
     """
     if (held := tested.unmixed.held_forward) is None:
         return {}
-    rows, found = held.block.rows, {}
+    rows, dependences = held.block.rows, {}
     parts = (range(rows), range(rows // 2 + 1), range(rows // 2 + 1, rows))
     varied = [held, *(held._replace(outputs=map_leaves(v, held.outputs)) for v in (_roll, _spread))]
     for name, metric in tested.recipe.metrics.items():
         sizes = [0.0]
-        for one in varied:
+        for held_outputs in varied:
             # The evaluation says how it fails; varied outputs may be none for it.
             with contextlib.suppress(Exception):
                 if is_object(metric):
-                    sizes.append(_apart(tested, metric, one))
+                    sizes.append(_apart(tested, metric, held_outputs))
                     continue
-                whole, *halves = (_of_rows(tested, metric, one, part) for part in parts)
+                whole, *halves = (_of_rows(tested, metric, held_outputs, part) for part in parts)
                 sizes.append(float((whole - torch.cat(halves)).abs().max()))
-        found[name] = max(size for size in sizes if not math.isnan(size))
-    return found
+        dependences[name] = max(size for size in sizes if not math.isnan(size))
+    return dependences
 
 
 def _apart(tested: RecipeUnderTest, metric: Any, held: HeldForward) -> float:
     """Return how far a metric object's value of all rows is from that of one row at a time."""
     rows, values = held.block.rows, list[float]()
     for size in (rows, 1):
-        objects = Objects({"one": metric}, tested.world.device)
+        objects = Objects({"metric": metric}, tested.world.device)
         for first in range(0, rows, size):
             part = tested.part(held.block, first, size)
             objects.update(narrow(held.outputs, first, size), part.targets)
         values += objects.values(World()).values()
-    found = relative(*values)
-    return found if found > _ROUNDING else 0.0
+    apart = relative(*values)
+    return apart if apart > _ROUNDING else 0.0
 
 
 def _roll(outputs: Tensor) -> Tensor:
@@ -91,13 +97,13 @@ def _measure_with_others(tested: RecipeUnderTest, world: World) -> dict[str, flo
     """
     if world.world_size == 1 or (held := tested.unmixed.held_forward) is None:
         return {}
-    rows, found = range(held.block.rows), {}
+    rows, differences = range(held.block.rows), {}
     parts = [share(rows, rank, world.world_size) for rank in range(world.world_size)]
     for name, metric in tested.recipe.metrics.items():
         ranges = (parts[world.rank], *parts)
         together, *alone = (_of_rows(tested, metric, held, part) for part in ranges)
-        found[name] = float((together - alone[world.rank]).abs().max())
-    return found
+        differences[name] = float((together - alone[world.rank]).abs().max())
+    return differences
 
 
 def _of_rows(tested: RecipeUnderTest, metric: Any, held: HeldForward, rows: range) -> Tensor:
@@ -112,38 +118,36 @@ def largest_difference(evidence: Evidence) -> TrainingDifference:
 
     These are the one before training and, if the ranks train the same, all later ones.
     """
-    one, found = evidence.reference.evaluations, []
+    differences = []
     # Weights are equal but for rounding so small that it turns no prediction around.
     exact = evidence.facts.exact == "fp64" or evidence.bits
     for start in evidence.several:
         if trace := evidence.trace(start.place, MAIN):
             same = exact and evidence.compare(trace).largest <= evidence.exact
-            for step in sorted(one.keys() & trace.evaluations.keys()):
-                if same or not step:
-                    size, name = evaluations_apart(one[step], trace.evaluations[step])
-                    found.append(TrainingDifference(size, first_step=step or None, what=name))
-    return worst(found)
+            of_steps = evaluation_differences(evidence.reference, trace).items()
+            differences += [difference for step, difference in of_steps if same or not step]
+    return worst(differences)
 
 
 def _metrics(evidence: Evidence) -> Check:
     if evidence.not_compared():
         return Check("skipped", evidence.not_compared())
-    found = largest_difference(evidence)
+    difference = largest_difference(evidence)
     compared = f"{', '.join(evidence.reference.evaluations[0])} before and after steps"
-    if found.largest > evidence.exact or evidence.bits:
-        return measured(compared, found, evidence.exact, _cause(evidence, found.what))
+    if difference.largest > evidence.exact or evidence.bits:
+        return measured(compared, difference, evidence.exact, _cause(evidence, difference.what))
     # What these few weights do not show, other outputs do.
     alone = evidence.result(METRICS.name, dict[str, float]) or {}
     name = max(alone, key=lambda name: alone[name], default="")
     cause = _cause(evidence, name) if name else None
-    return cause_check(evidence, compared, cause, alone[name] if cause else found.largest)
+    return cause_check(evidence, compared, cause, alone[name] if cause else difference.largest)
 
 
 def _cause(evidence: Evidence, name: str) -> Cause | None:
     in_process = evidence.result(METRICS.name, dict[str, float]) or {}
-    on_ranks = [f for _, f in evidence.results_on_ranks(METRICS.name, dict[str, float])]
-    for cause, found in ((causes.OVER_RANKS, on_ranks), (causes.OVER_BATCH, [in_process])):
-        if any(each.get(name, 0.0) > evidence.exact for each in found):
+    on_ranks = [result for _, result in evidence.results_on_ranks(METRICS.name, dict[str, float])]
+    for cause, results in ((causes.OVER_RANKS, on_ranks), (causes.OVER_BATCH, [in_process])):
+        if any(result.get(name, 0.0) > evidence.exact for result in results):
             return cause.of(metric=name)
     return None
 
@@ -162,16 +166,16 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
     load_evaluated(model, newest.content)
     moment = Moment()
     moment.after(newest.content["position"])
-    virtual, judged = tested.settings.virtual_ranks, tested.placed_evaluation_loss
-    loss = timed(judged, moment)
+    virtual, evaluated_loss = tested.settings.virtual_ranks, tested.placed_evaluation_loss
+    loss = timed(evaluated_loss, moment)
     world = replace(tested.world, virtual_ranks=virtual or 0)
     if virtual is None:
         hold_model(model, RandomDraws(), ALL_KINDS)
-        loss = partial(tested.loss, moment=moment, loss=judged)
+        loss = partial(tested.loss, moment=moment, loss=evaluated_loss)
     # A loss over the whole batch is evaluated over batches as they were trained.
     as_trained = replace(tested.settings, batch_size=tested.size.global_batch)
     tested = replace(tested, recipe=replace(tested.recipe, augment=None), settings=as_trained)
-    measure, found = measure_of(tested.recipe, model), dict[str, float]()
+    measure, evaluation = measure_of(tested.recipe, model), dict[str, float]()
     splits = tested.splits
     sets = [("", splits.validation), *((f"{of}/", data) for of, data in splits.by_name.items())]
     for prefix, data in sets:
@@ -189,8 +193,10 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
                 reduction=tested.recipe.reduction,
                 measure=measure,
             )
-        found |= {f"{prefix}{n}": value for n, value in values.items() if isinstance(value, float)}
-    return found
+        evaluation |= {
+            f"{prefix}{n}": value for n, value in values.items() if isinstance(value, float)
+        }
+    return evaluation
 
 
 def _one_device(evidence: Evidence) -> Check:
@@ -199,14 +205,14 @@ def _one_device(evidence: Evidence) -> Check:
     largest, stop = evidence.starts[-2], evidence.facts.size.stop
     trace = evidence.trace(largest.place, MAIN)
     on_ranks = evidence.results_on_ranks(ONE_DEVICE.name, dict[str, float])
-    loaded = next((found for _, found in on_ranks if found), None)
+    loaded = next((evaluation for _, evaluation in on_ranks if evaluation), None)
     if trace is None or loaded is None or stop not in trace.evaluations:
         return Check("skipped", "there is no checkpoint to load")
-    found, what = evaluations_apart(trace.evaluations[stop], loaded)
-    if found > evidence.exact and largest_difference(evidence).largest > evidence.exact:
+    difference, what = evaluations_apart(trace.evaluations[stop], loaded)
+    if difference > evidence.exact and largest_difference(evidence).largest > evidence.exact:
         return Check("skipped", "metrics differ by themselves")
     compared = f"a checkpoint of {largest.world_size} ranks, evaluated"
-    return measured(compared, TrainingDifference(found, what=what), evidence.exact)
+    return measured(compared, TrainingDifference(difference, what=what), evidence.exact)
 
 
 ONE_DEVICE = TableRow(name="one device", answer=_one_device, thorough=True)

@@ -27,7 +27,7 @@ from samestep.prove.verification.trace import (
     Trace,
     TrainingDifference,
     difference,
-    evaluations_apart,
+    evaluation_differences,
     worst,
 )
 
@@ -86,11 +86,11 @@ def _explain_order(evidence: Evidence) -> Cause | None:
     if changes := evidence.result(READ_AGAIN, Changes):
         return changes.cause
     for start, traces in evidence.traces_of_several():
-        for step, one in evidence.reference.samples.items():
-            marks = dict(mark.split(" ") for mark in one)
+        for step, expected in evidence.reference.samples.items():
+            marks = dict(mark.split(" ") for mark in expected)
             for rank, trace in enumerate(traces):
-                own = [mark.split(" ") for mark in trace.samples.get(step, [])]
-                if all(marks.get(place) == mark for place, mark in own):
+                of_rank = [mark.split(" ") for mark in trace.samples.get(step, [])]
+                if all(marks.get(place) == mark for place, mark in of_rank):
                     continue
                 if rank:  # rank 0 has what one process has
                     return causes.DATA_BY_RANK.of(rank=f"rank {rank} of {start.world_size}")
@@ -133,25 +133,37 @@ PROCESSES = TableRow(
 
 
 def _gradients(evidence: Evidence) -> Check:
-    compared, found = "the optimizer's, on all ranks those of rank 0", TrainingDifference()
     if skipped := evidence.not_compared():
         return Check("skipped", skipped)
+    differences = []
     for _, traces in evidence.traces_of_several():
         first, *others = (
             Trace(losses=dict.fromkeys(trace.gradients, 0.0), gradients=trace.gradients)
             for trace in traces
         )
-        found = worst([found, *(difference(first, one, evidence.exact) for one in others)])
-    where = {"first_step": found.first_step, "first_parameter": found.first_parameter}
-    cause = None
-    if found.largest > evidence.exact:
-        never = not any(_passes(evidence, start) for start in evidence.several)
+        differences += [difference(first, other, evidence.exact) for other in others]
+    largest, cause = worst(differences), None
+    if largest.largest > evidence.exact:
         cause = causes.NOT_ADDED_UP.of(
-            step=found.first_step,
-            parameter=found.first_parameter,
-            backward="run.backward was never called" if never else "What it steps is not named",
+            step=largest.first_step,
+            parameter=largest.first_parameter,
+            backward="What it steps is not named"
+            if _calls_backward(evidence)
+            else "run.backward was never called",
         )
-    return cause_check(evidence, compared, cause, found.largest, **where)
+    return cause_check(
+        evidence,
+        "the optimizer's, on all ranks those of rank 0",
+        cause,
+        largest.largest,
+        first_step=largest.first_step,
+        first_parameter=largest.first_parameter,
+    )
+
+
+def _calls_backward(evidence: Evidence) -> bool:
+    """Whether the script calls run.backward on several ranks."""
+    return any(_passes(evidence, start) for start in evidence.several)
 
 
 def _explain_settings(evidence: Evidence) -> Cause | None:
@@ -172,10 +184,9 @@ def _explain_gradients(evidence: Evidence) -> Cause | None:
         return check.cause
     if cause := _explain_settings(evidence):
         return cause
-    never = not any(_passes(evidence, start) for start in evidence.several)
     compared = (evidence.compare(traces[0]) for _, traces in evidence.traces_of_several())
-    apart = any(found.largest > evidence.exact for found in compared)
-    return causes.RANKS_AVERAGED if never and apart else None
+    differ = any(difference.largest > evidence.exact for difference in compared)
+    return causes.RANKS_AVERAGED if differ and not _calls_backward(evidence) else None
 
 
 GRADIENTS = TableRow(name="gradients", answer=_gradients, explain=_explain_gradients)
@@ -186,18 +197,20 @@ GRADIENTS = TableRow(name="gradients", answer=_gradients, explain=_explain_gradi
 
 def _passes(evidence: Evidence, start: Start, step: int = 1) -> list[list[Pass]]:
     """Return the backward passes of a step on each rank of a start, in order."""
-    found = [report.results.get(PASSES, []) for report in evidence.reports.get(start.place, ())]
-    return [
-        [*ranks] for ranks in zip(*([p for p in f if p.step == step] for f in found), strict=False)
+    of_ranks = [
+        [p for p in report.results[PASSES] if p.step == step]
+        for report in evidence.reports.get(start.place, ())
+        if PASSES in report.results
     ]
+    return [[*passes] for passes in zip(*of_ranks, strict=False)]
 
 
 def _steps_apart(evidence: Evidence, start: Start) -> list[int]:
     """Return the steps of which passes are comparable: weights are equal before them."""
     trace = evidence.trace(start.place, MAIN)
-    found = evidence.compare(trace) if trace else TrainingDifference()
-    later = found.first_step
-    return [1, later] if later and later > 1 and found.what != "weight" else [1]
+    difference = evidence.compare(trace) if trace else TrainingDifference()
+    later = difference.first_step
+    return [1, later] if later and later > 1 and difference.what != "weight" else [1]
 
 
 def _explain_loss(evidence: Evidence) -> Cause | None:
@@ -207,17 +220,16 @@ def _explain_loss(evidence: Evidence) -> Cause | None:
     weights that `run.backward` gives; a mean over something else has others; what is made over the
     batch has none.
     """
-    one = evidence.starts[0]
-    rounding = max(1e-7, evidence.exact)
+    rounding, alone = max(1e-7, evidence.exact), evidence.starts[0]
     for start in reversed(evidence.several):  # the shares of many ranks are uneven more often
-        both = [
+        pairs = [
             pair
             for step in _steps_apart(evidence, start)
             for pair in zip(
-                _passes(evidence, one, step), _passes(evidence, start, step), strict=False
+                _passes(evidence, alone, step), _passes(evidence, start, step), strict=False
             )
         ]
-        for (whole,), parts in both:
+        for (whole,), parts in pairs:
             shares = [part for part in parts if part.terms]
             columns = np.stack([np.append(p.gradient, p.loss) for p in shares], axis=1)
             target = np.append(whole.gradient, whole.loss)
@@ -233,8 +245,8 @@ def _explain_loss(evidence: Evidence) -> Cause | None:
     return None
 
 
-def _apart(one: Any, other: Any) -> float:
-    return float(np.abs(one - other).max() / max(np.abs(other).max(), 1e-12))
+def _apart(values: Any, target: Any) -> float:
+    return float(np.abs(values - target).max() / max(np.abs(target).max(), 1e-12))
 
 
 def _by_weights(weights: Any, usual: Any, left: float, rounding: float) -> Cause:
@@ -246,7 +258,7 @@ def _by_weights(weights: Any, usual: Any, left: float, rounding: float) -> Cause
     if np.abs(weights - 1).max() < exactly:
         return A_SUM
     pairs = zip(weights, usual, strict=True)
-    shares = listed([f"{own:.3f} in place of {share:.3f}" for own, share in pairs], 4)
+    shares = listed([f"{weight:.3f} in place of {share:.3f}" for weight, share in pairs], 4)
     cause = NOT_A_MEAN if abs(weights.sum() - 1) < 0.01 else causes.SCALED
     return cause.of(shares=shares)
 
@@ -275,23 +287,22 @@ STATE = TableRow(name="state", answer=_state)
 
 
 def _evaluation(evidence: Evidence) -> Check:
-    one = evidence.reference.evaluations
-    if not one:
+    reference = evidence.reference.evaluations
+    if not reference:
         return Check("skipped", "nothing was validated in these steps")
     if skipped := evidence.not_compared():
         return Check("skipped", skipped)
-    apart = []
-    for _, traces in evidence.traces_of_several():
-        other = traces[0].evaluations
-        for step in sorted(one.keys() & other):
-            largest, what = evaluations_apart(one[step], other[step])
-            apart.append(TrainingDifference(largest, first_step=step, what=what))
-    compared = f"means of {', '.join(next(iter(one.values())))}"
+    differences = [
+        difference
+        for _, traces in evidence.traces_of_several()
+        for difference in evaluation_differences(evidence.reference, traces[0]).values()
+    ]
+    compared = f"means of {', '.join(next(iter(reference.values())))}"
     cause = None
     if draws := evidence.result("evaluation", dict[str, str]):
         lines = ", ".join(sorted({line for line in draws.values() if line})[:3])
         cause = causes.DRAWN_IN_VALIDATION.of(lines=f" ({lines})" if lines else "")
-    return measured(compared, worst(apart), evidence.tolerance_of(MAIN), cause)
+    return measured(compared, worst(differences), evidence.tolerance_of(MAIN), cause)
 
 
 EVALUATION = TableRow(name="evaluation", answer=_evaluation)

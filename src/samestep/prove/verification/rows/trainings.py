@@ -25,13 +25,7 @@ from samestep.prove.verification.short_trainings import (
     Start,
     left_free,
 )
-from samestep.prove.verification.trace import (
-    Trace,
-    TrainingDifference,
-    difference,
-    evaluations_apart,
-    worst,
-)
+from samestep.prove.verification.trace import Trace, difference, evaluation_differences, worst
 
 _LONGEST = 160
 
@@ -66,8 +60,8 @@ def _ranks_of(evidence: Evidence, start: Start) -> Check:
         for trace in evidence.traces[start.place, MAIN]
     )
     between = (difference(first, other, evidence.exact) for other in others)
-    found = worst([evidence.compare(trace), *between])
-    return measured(compared, found, evidence.tolerance_of(MAIN))
+    largest = worst([evidence.compare(trace), *between])
+    return measured(compared, largest, evidence.tolerance_of(MAIN))
 
 
 SEVERAL_RANKS = TableRow(
@@ -93,13 +87,13 @@ ROUNDING = TableRow(
 
 
 def _precision(evidence: Evidence) -> list[Check]:
-    one = evidence.trace(0, OWN_PRECISION)
-    compared = evidence.compare_starts(OWN_PRECISION, reference=one)
-    found = {start: how for start, how in compared.items() if one and start.world_size > 1}
-    trained = one is not None and not evidence.failures(training=OWN_PRECISION)
-    if evidence.chosen == evidence.facts.exact or (trained and not found):
+    alone = evidence.trace(0, OWN_PRECISION)
+    compared = evidence.compare_starts(OWN_PRECISION, reference=alone)
+    differences = {s: d for s, d in compared.items() if alone and s.world_size > 1}
+    trained = alone is not None and not evidence.failures(training=OWN_PRECISION)
+    if evidence.chosen == evidence.facts.exact or (trained and not differences):
         return []
-    check = training_check(evidence, OWN_PRECISION, "losses", found)
+    check = training_check(evidence, OWN_PRECISION, "losses", differences)
     return [replace(check, name=evidence.chosen)]
 
 
@@ -114,17 +108,17 @@ _HALVES = ShortTraining(name="accumulated", halves=True, short=True)
 
 def _accumulation(evidence: Evidence) -> Check:
     name = _HALVES.name
-    one = evidence.trace(0, name)
-    if evidence.bits and one is None and not evidence.failures(training=name):
+    alone = evidence.trace(0, name)
+    if evidence.bits and alone is None and not evidence.failures(training=name):
         return Check("skipped", "a virtual rank has too few samples")
     if evidence.bits:
         # BatchNorm and dropout depend on micro-steps, so the reference takes them, too.
-        found = evidence.compare_starts(name, reference=one)
-        return training_check(evidence, name, "2 micro-steps each", found)
+        differences = evidence.compare_starts(name, reference=alone)
+        return training_check(evidence, name, "2 micro-steps each", differences)
     check = training_check(evidence, name, "2 micro-steps per step")
     influence, trained = influence_of(evidence), evidence.compare_starts(MAIN).values()
     moved = [*influence.moved, *state_of(evidence).counted]
-    apart = any(found.largest > evidence.tolerance_of(MAIN) for found in trained)
+    apart = any(d.largest > evidence.tolerance_of(MAIN) for d in trained)
     if check.passed or check.failure or apart or influence.depends or not moved:
         return check
     # Everything else agrees.
@@ -139,10 +133,10 @@ def _stop_and_resume(evidence: Evidence) -> Check:
     compared, closing = f"after step {evidence.facts.size.stop}", evidence.starts[-1].place
     if evidence.died(closing):
         return failed_start(evidence, compared, closing)
-    found = evidence.compare_starts(_RESUMED.name)
-    pairs = [f"{evidence.starts[s.place - 1].world_size}→{s.world_size}" for s in found]
+    differences = evidence.compare_starts(_RESUMED.name)
+    pairs = [f"{evidence.starts[s.place - 1].world_size}→{s.world_size}" for s in differences]
     sizes = f"rank{'s' if evidence.several else ''} {', '.join(pairs)}"
-    return training_check(evidence, _RESUMED.name, compared, found, sizes)
+    return training_check(evidence, _RESUMED.name, compared, differences, sizes)
 
 
 STOP_AND_RESUME = TableRow(
@@ -161,9 +155,9 @@ def _rank_dies(evidence: Evidence) -> list[Check]:
     trace, whole = evidence.trace(start.place, name), evidence.reference
     # What the dead rank had gathered for metrics over the training epoch is lost, and said to be.
     whole = replace(whole, epochs={step: {"loss": e["loss"]} for step, e in whole.epochs.items()})
-    found = {} if trace is None else {start: evidence.compare(trace, name, reference=whole)}
+    differences = {} if trace is None else {start: evidence.compare(trace, name, reference=whole)}
     sizes = f"{start.world_size}→{start.world_size - 1} ranks"
-    return [training_check(evidence, name, compared, found, sizes)]
+    return [training_check(evidence, name, compared, differences, sizes)]
 
 
 RANK_DIES = TableRow(name=_LOSES_RANK.name, answer=_rank_dies, thorough=True, training=_LOSES_RANK)
@@ -194,12 +188,12 @@ def _lightning(evidence: Evidence) -> Check:
     one_process = evidence.failures(training=name, place=0)
     if one_process:  # it cannot train this at all, which says nothing of the training
         return Check("skipped", f"its Trainer cannot: {one_process[0].message}"[:_LONGEST])
-    found, one = evidence.compare_starts(name), evidence.reference.evaluations
-    for start, compared in found.items():
-        other = evidence.traces[start.place, name][0].evaluations
-        apart = [evaluations_apart(one[step], other[step]) for step in sorted(one.keys() & other)]
-        found[start] = worst([compared, *(TrainingDifference(d, what=what) for d, what in apart)])
-    return training_check(evidence, name, "its Trainer", found)
+    differences = evidence.compare_starts(name)
+    for start, steps in differences.items():
+        trace = evidence.traces[start.place, name][0]
+        evaluations = evaluation_differences(evidence.reference, trace).values()
+        differences[start] = worst([steps, *(replace(d, first_step=None) for d in evaluations)])
+    return training_check(evidence, name, "its Trainer", differences)
 
 
 LIGHTNING = TableRow(
