@@ -71,9 +71,7 @@ SHORT_FILES = {
     "core.data.augment": "public functions for recipes",
     "core.data.recipe_splits": "recipes import it, without the sources",
     "scripts.checking.rank": "what `python -m` runs as a rank",
-    "cluster.doctor.timeouts": "six modules share it",
     "launch.ranks.peak_rates": "data sheets, which the doctor and training share",
-    "cluster.slurm.preflight": "the script and the verdict share it",
     "show.tracking.trackio": "a tracker is a file",
 }
 MOST_REPEATED_FILE_NAMES = 7

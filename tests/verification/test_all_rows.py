@@ -15,8 +15,8 @@ from samestep.prove.verification.rows.data import Changes
 from samestep.prove.verification.rows.loss import LossOfParts
 from samestep.prove.verification.rows.model import BatchInfluence
 from samestep.prove.verification.rows.one_writer import RecipeOutput
-from samestep.prove.verification.rows.rounding import Arithmetic
 from samestep.prove.verification.rows.state import ModuleCall, ModuleDifference, first_at_fault
+from samestep.prove.verification.rows.trainings import Arithmetic
 from samestep.prove.verification.short_trainings import (
     MAIN,
     NUDGED,

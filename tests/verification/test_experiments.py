@@ -19,7 +19,6 @@ from samestep.prove.verification.rows import (
     loss,
     metrics,
     model,
-    rounding,
     run_experiments,
     state,
     trainings,
@@ -164,7 +163,7 @@ def test_what_a_step_keeps_draws_or_asks_for_is_found_by_name(name, tmp_path):
 )
 def test_an_optimizer_computes_in_float64_or_its_type_is_known(name, kind, tmp_path):
     tested = recipe_under_test(planted.write(tmp_path, getattr(planted, name)))
-    found = rounding.OPTIMIZER.experiment(tested)
+    found = trainings.OPTIMIZER.experiment(tested)
     assert (found.wide, found.kind) == (True, kind)
 
 

@@ -49,7 +49,7 @@ from samestep.prove.verification.harness import failure_of
 from samestep.prove.verification.recipe_under_test import Doubles, freeze, nudge
 from samestep.prove.verification.rows.data import Changes, dataset_again
 from samestep.prove.verification.rows.one_writer import ONE_WRITER, RecipeOutput
-from samestep.prove.verification.rows.rounding import Arithmetic, TypesInSteps
+from samestep.prove.verification.rows.trainings import Arithmetic, TypesInSteps
 from samestep.prove.verification.short_trainings import (
     OPTIMIZER_ROW,
     RankReport,

@@ -19,7 +19,7 @@ from samestep.prove.verification.harness import (
 )
 from samestep.prove.verification.loop_on_rank import STATISTICS, LoopTask
 from samestep.prove.verification.rows.own_loop import LOOP_ROWS
-from samestep.prove.verification.rows.rounding import Arithmetic
+from samestep.prove.verification.rows.trainings import Arithmetic
 from samestep.prove.verification.short_trainings import (
     MAIN,
     NUDGED,

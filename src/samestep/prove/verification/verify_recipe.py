@@ -60,7 +60,7 @@ from samestep.prove.verification.rows import plan_trainings, run_experiments, ru
 from samestep.prove.verification.rows.metrics import ONE_DEVICE, evaluate_checkpoint
 from samestep.prove.verification.rows.model import unused_parameters
 from samestep.prove.verification.rows.one_writer import ONE_WRITER, RecipeOutput
-from samestep.prove.verification.rows.rounding import OPTIMIZER
+from samestep.prove.verification.rows.trainings import OPTIMIZER
 from samestep.prove.verification.short_trainings import (
     MAIN,
     RankReport,

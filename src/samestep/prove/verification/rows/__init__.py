@@ -16,7 +16,6 @@ from samestep.prove.verification.rows import (
     metrics,
     model,
     one_writer,
-    rounding,
     state,
     trainings,
 )
@@ -24,7 +23,7 @@ from samestep.prove.verification.short_trainings import MAIN, RecipeFacts, Short
 
 ROWS: tuple[TableRow, ...] = (
     *(trainings.ONE_PROCESS, trainings.SEVERAL_RANKS, trainings.ROUNDING, trainings.PRECISION),
-    rounding.OPTIMIZER,
+    trainings.OPTIMIZER,
     *(trainings.ACCUMULATION, trainings.STOP_AND_RESUME, trainings.RANK_DIES),
     *(trainings.FSDP, trainings.LIGHTNING),
     *(trainings.BATCHNORM, trainings.DROPOUT),

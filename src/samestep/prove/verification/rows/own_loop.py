@@ -19,7 +19,7 @@ from samestep.prove.verification.evidence import (
     measured,
 )
 from samestep.prove.verification.loop_on_rank import GLOBAL_BATCH, GROUPS, PASSES, READ_AGAIN, Pass
-from samestep.prove.verification.rows import rounding, trainings
+from samestep.prove.verification.rows import trainings
 from samestep.prove.verification.rows.data import Changes, check_order
 from samestep.prove.verification.rows.one_writer import ONE_WRITER
 from samestep.prove.verification.short_trainings import MAIN, Start
@@ -317,7 +317,7 @@ def _one_writer(evidence: Evidence) -> Check | list[Check]:
 
 LOOP_ROWS: Sequence[TableRow] = (
     *(trainings.ONE_PROCESS, trainings.SEVERAL_RANKS, trainings.ROUNDING, trainings.PRECISION),
-    rounding.OPTIMIZER,
+    trainings.OPTIMIZER,
     *(_in_loop(trainings.BATCHNORM), _in_loop(trainings.DROPOUT), _in_loop(STATE)),
     *(ORDER, PROCESSES, GRADIENTS, LOSS, EVALUATION),
     replace(ONE_WRITER, answer=_one_writer),
