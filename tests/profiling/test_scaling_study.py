@@ -78,7 +78,8 @@ class Launch:
 def test_rounds_take_turns_and_one_start_of_ranks_serves_both_modes(tmp_path):
     study = plan_study(Settings(batch_size=8), [1, 2], ["weak", "strong"])
     launch, told = Launch(), []
-    left, found = run_study(study, tmp_path, rounds=2, seconds=1.0, launch=launch, tell=told.append)
+    how = {"rounds": 2, "seconds": 1.0, "launch": launch}
+    left, found = run_study(study, tmp_path, **how, progress=told.append)
     assert left == study
     assert launch.folders == {tmp_path}
     assert launch.started == [(1, [8]), (2, [16, 8])] * 2
@@ -90,14 +91,14 @@ def test_rounds_take_turns_and_one_start_of_ranks_serves_both_modes(tmp_path):
 def test_sizes_are_in_order_and_steps_that_the_data_does_not_fill_left_out(tmp_path):
     """1,000 samples: two ranks of 400 have them, four would train 1,600 in name only."""
     study, launch = plan_study(Settings(batch_size=400), [1, 2, 4], ["weak"]), Launch()
-    left, found = run_study(study, tmp_path, rounds=2, seconds=1.0, launch=launch, tell=len)
+    left, found = run_study(study, tmp_path, rounds=2, seconds=1.0, launch=launch, progress=len)
     assert launch.started == [(1, [400]), (2, [800])] * 2
     assert [one.setup.ranks for one in found] == [1, 2]
     (said,) = left.left_out
     assert re.match(r"weak scaling at 4 ranks .* 1,600 .* 1,000 ", said)
     too_large = plan_study(Settings(batch_size=1002), [1, 2], ["strong"])
     with pytest.raises(UserError, match=r"1,002 .* 1,000 .*--batch-size"):
-        run_study(too_large, tmp_path / "other", rounds=1, seconds=1.0, launch=launch, tell=len)
+        run_study(too_large, tmp_path / "other", rounds=1, seconds=1.0, launch=launch, progress=len)
     assert parse_ranks("4,1,2,2") == (1, 2, 4)
     for text in ("", "a", "1,b", "0,1", "-1,2", "1", "4", "2,2", "1,65", "1.5,2"):
         with pytest.raises(UserError, match="--nproc"):

@@ -63,10 +63,10 @@ def read_gpu(device: torch.device, uuid: str, name: str) -> GpuHealth:
 
 def _measure(device: torch.device) -> tuple[float, float, float]:
     """Return the bf16 rate in operations per second, and the copies in GB/s: to it, from it."""
-    one = torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16, device=device)
+    matrix = torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16, device=device)
     host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(host, device=device)
-    product = _seconds(device, lambda: torch.mm(one, one))
+    product = _seconds(device, lambda: torch.mm(matrix, matrix))
     to_gpu = _seconds(device, lambda: there.copy_(host, non_blocking=True))
     from_gpu = _seconds(device, lambda: host.copy_(there, non_blocking=True))
     copied = _COPY_BYTES / 1e9

@@ -173,13 +173,13 @@ def links(allocation: Allocation) -> Finding | None:
     """Check that no link between two nodes is slow, absolutely or relative to the others."""
     if allocation.measured is None or not allocation.measured.links:
         return None
-    found = allocation.measured.links
-    slowest = min(found, key=lambda link: link.gb_s)
-    median = statistics.median(link.gb_s for link in found)
+    measured = allocation.measured.links
+    slowest = min(measured, key=lambda link: link.gb_s)
+    median = statistics.median(link.gb_s for link in measured)
     ends = [allocation.ranks[slowest.first], allocation.ranks[slowest.second]]
     names = " – ".join(f"{r.machine.host} (node {r.launch.node})" for r in ends)
     text = f"{names}: {speed_name(slowest.gb_s)}"
-    if len(found) > 1:
+    if len(measured) > 1:
         text = f"slowest is {text}, median {speed_name(median)}"
     apart = ends[0].address.place != ends[1].address.place
     if apart and slowest.gb_s < RED_GB_S:

@@ -49,12 +49,12 @@ def read_machine(
     look_outside: bool = True,
 ) -> Machine:
     """Read the facts of this machine, in a few seconds at most."""
-    found, omp = versions(), environment.get("OMP_NUM_THREADS", "")
+    installed, omp = versions(), environment.get("OMP_NUM_THREADS", "")
     shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
     stale = stale_files() if look_outside else {}
     return Machine(
         host=environment.get("SLURMD_NODENAME") or socket.gethostname(),
-        **{name: str(found.get(name, "")) for name in ("python", "torch", "samestep", "cuda")},
+        **{name: str(installed.get(name, "")) for name in ("python", "torch", "samestep", "cuda")},
         code=hash_of_code(),
         recipe=hash_of_recipe(recipe),
         nccl=_nccl(),

@@ -107,16 +107,16 @@ def free_space(folder: Folder) -> Finding | None:
     """Check that there is room for the checkpoints that the run will keep."""
     if folder.free_bytes is None:
         return None
-    one = folder.checkpoint_bytes or ESTIMATED_CHECKPOINT_BYTES
+    each = folder.checkpoint_bytes or ESTIMATED_CHECKPOINT_BYTES
     count = folder.num_checkpoints or FEW_CHECKPOINTS
     measured = "measured" if folder.checkpoint_bytes else "estimated: no run was named"
-    take = f"{count} checkpoints of {size(one)} ({measured}) take {size(count * one)}"
+    needed = f"{count} checkpoints of {size(each)} ({measured}) take {size(count * each)}"
     return graded(
-        f"{size(folder.free_bytes)} free; {take}",
+        f"{size(folder.free_bytes)} free; {needed}",
         "Free some space, keep fewer (--keep-top-k 2), or choose another --run-dir.",
         # A checkpoint is written before the one that it replaces is deleted.
         red_if=folder.free_bytes < max(FULL_BYTES, 2 * (folder.checkpoint_bytes or 0)),
-        yellow_if=folder.free_bytes < count * one,
+        yellow_if=folder.free_bytes < count * each,
     )
 
 

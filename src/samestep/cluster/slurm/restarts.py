@@ -333,10 +333,10 @@ def settle(run: Path, decision: Decision, ending: Ending) -> None:
 def read_restarts(run: Path, job: int) -> Restarts:
     """Return the restarts of a job; those of another job of this run do not count."""
     try:
-        found = msgspec.json.decode((run / FILE).read_bytes(), type=Restarts)
+        restarts = msgspec.json.decode((run / FILE).read_bytes(), type=Restarts)
     except (OSError, RecursionError, msgspec.MsgspecError):
         return Restarts(job=job)
-    return found if found.job == job else Restarts(job=job)
+    return restarts if restarts.job == job else Restarts(job=job)
 
 
 def _is_current(run: Path, name: str) -> bool:

@@ -117,7 +117,7 @@ class Explanation:
             },
             "settings": as_table(self.settings),
             "memory": self.memory and {**asdict(self.memory), "total_bytes": self.memory.total},
-            "strategies": {name: asdict(one) for name, one in self.strategies.items()},
+            "strategies": {name: asdict(memory) for name, memory in self.strategies.items()},
             "others": [
                 {**asdict(o), "total_steps": o.total_steps if o.total_steps < ENDLESS else None}
                 for o in self.others
@@ -182,8 +182,8 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
             last_step=schedule.last_step(plan, settings, world),
             rates=schedule.rates(plan, settings, built),
             scheduler="; ".join(
-                f"{type(one).__name__}, stepped after each {when}"
-                for one, when in (scheduler.parts if scheduler else ())
+                f"{type(part).__name__}, stepped after each {when}"
+                for part, when in (scheduler.parts if scheduler else ())
             ),
             optimizer=kind_of(built.work.learner.optimizer),
             memory=memory,
@@ -271,11 +271,11 @@ def _by_strategy(
     whole = memory or rank_memory.least_memory(learner.model, learner.optimizer)
     shared = rank_memory.shared_out(whole, learner.model, classes, by)
     complete, device = memory is not None, built.work.world.device.type
-    found = {
-        name: rank_memory.fitting(one, device, here, free, complete=complete)
-        for name, one in (("ddp", whole), ("fsdp", shared))
+    strategies = {
+        name: rank_memory.fitting(on_rank, device, here, free, complete=complete)
+        for name, on_rank in (("ddp", whole), ("fsdp", shared))
     }
-    return found, shared if memory is not None and settings.strategy == "fsdp" else memory
+    return strategies, shared if complete and settings.strategy == "fsdp" else memory
 
 
 def _evaluations(settings: Settings, plan: Plan, built: Built) -> Evaluations:

@@ -217,7 +217,7 @@ def shared_out(
         memory,
         weights=part(memory.weights),
         gradients=part(memory.gradients),
-        optimizer={name: part(one) for name, one in memory.optimizer.items()},
+        optimizer={name: part(state) for name, state in memory.optimizer.items()},
         average=part(memory.average),
         blocks=MemoryPart(
             bytes=4 * largest.bytes + 2 * rest_bytes,

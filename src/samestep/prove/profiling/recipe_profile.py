@@ -200,12 +200,14 @@ def _sweep(
             changes |= dict.fromkeys(others)
         settings = replace(best, **changes)
         dtype = data_dtype(settings.precision)
-        how = work.world, request.recipe, settings, dtype
-        source = open_split(built.splits.train, *how, split="training")
-        one, state = variant(work, settings, source), State(watch=Watch(metric="loss", mode="min"))
+        source = open_split(
+            built.splits.train, work.world, request.recipe, settings, dtype, split="training"
+        )
+        changed = variant(work, settings, source)
+        state = State(watch=Watch(metric="loss", mode="min"))
         if settings.num_workers != best.num_workers:  # which is traced already
-            _run_stages(one, state, path, Extent(seconds=0.2), ReceivedSignal())
-        return one, state
+            _run_stages(changed, state, path, Extent(seconds=0.2), ReceivedSignal())
+        return changed, state
 
     # More workers than cores are worth trying: some only wait for a disk.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
@@ -220,10 +222,8 @@ def _sweep(
 
 def _steps_between(work: Work) -> dict[str, int]:
     settings, epoch = work.settings, work.plan.steps_per_epoch
-    evaluation, saving = (
-        settings.eval_every_epochs * epoch,
-        settings.checkpoint_every_epochs * epoch,
-    )
+    evaluation = settings.eval_every_epochs * epoch
+    saving = settings.checkpoint_every_epochs * epoch
     return {
         "evaluation": min(evaluation, settings.eval_every_steps or evaluation),
         "checkpoint": min(saving, settings.checkpoint_every_steps or saving),

@@ -99,7 +99,7 @@ class MeasuredSetup:
     @property
     def segments(self) -> list[Segment]:
         """The segments of all rounds."""
-        return [segment for one in self.rounds for segment in one.segments]
+        return [segment for measurement in self.rounds for segment in measurement.segments]
 
 
 def samples_per_s(segments: Sequence[Segment]) -> float:
@@ -149,10 +149,10 @@ def run_study(
     rounds: int,
     seconds: float,
     launch: Callable[[int, MeasurementTask], None],
-    tell: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> tuple[Study, list[MeasuredSetup]]:
     """Measure every setup once per round; return the study without setups that are too large."""
-    found: dict[Setup, list[Measurement]] = {setup: [] for setup in study.setups}
+    measurements: dict[Setup, list[Measurement]] = {setup: [] for setup in study.setups}
     for number in range(1, rounds + 1):
         for ranks in sorted({setup.ranks for setup in study.setups}):
             setups = [setup for setup in study.setups if setup.ranks == ranks]
@@ -163,13 +163,13 @@ def run_study(
             launch(ranks, MeasurementTask(seconds=seconds, setups=sizes))
             speeds = []
             for setup, run in runs.items():
-                found[setup].append(read_measurement(run))
-                speed = f"{samples_per_s(found[setup][-1].segments):,.0f}"
+                measurements[setup].append(read_measurement(run))
+                speed = f"{samples_per_s(measurements[setup][-1].segments):,.0f}"
                 speeds.append(speed if setup is study.base else f"{setup.mode} {speed}")
-            study = _without_too_large(study, found[study.base][0].num_samples)
+            study = _without_too_large(study, measurements[study.base][0].num_samples)
             done = f"round {number} of {rounds}, {count(ranks, 'rank')}"
-            tell(f"{done}: {', '.join(speeds)} samples/s")
-    return study, [MeasuredSetup(setup=setup, rounds=found[setup]) for setup in study.setups]
+            progress(f"{done}: {', '.join(speeds)} samples/s")
+    return study, [MeasuredSetup(setup=setup, rounds=measurements[setup]) for setup in study.setups]
 
 
 def _without_too_large(study: Study, num_samples: int) -> Study:
@@ -220,7 +220,12 @@ def measure(
         keep_hours=None,
         pictures=False,
     )
-    recipe = replace(request.recipe, data=_training_part(request.recipe.data))
+
+    def training_data(options: Any = None) -> Splits:
+        splits: Splits = with_options("data", request.recipe.data, options)()
+        return replace(splits, validation=None, test=None)
+
+    recipe = replace(request.recipe, data=training_data)
     outcome = run_session(
         replace(request, recipe=recipe, settings=settings),
         world,
@@ -235,7 +240,7 @@ def measure(
         facts = world.gather((world.node, gpu, tuple(sorted(usable_cores()))))
         here = [fact for fact in facts if fact[0] == world.node]
         gpus = [fact[:2] for fact in facts if fact[1]]
-        found = Measurement(
+        measurement = Measurement(
             segments=stopwatch.segments,
             device=world.device.type,
             threads=torch.get_num_threads(),
@@ -244,17 +249,8 @@ def measure(
             sharing_gpu=sum(gpus.count(gpu) > 1 for gpu in gpus),
         )
         if world.is_main:
-            write_text(Path(path) / FILE, msgspec.json.encode(found).decode())
+            write_text(Path(path) / FILE, msgspec.json.encode(measurement).decode())
     return outcome.signum
-
-
-def _training_part(data: Any) -> Any:
-
-    def load(options: Any = None) -> Splits:
-        splits: Splits = with_options("data", data, options)()
-        return replace(splits, validation=None, test=None)
-
-    return load
 
 
 class _Stopwatch:
@@ -281,9 +277,7 @@ class _Stopwatch:
             ends = agreed.signum or agreed.wished
             if ends or epoch_is_full(work, state):
                 meter.settle()
-                task.session.emit(
-                    epoch_record(work, state)
-                )  # which tools that read a kept run need
+                task.session.emit(epoch_record(work, state))  # for tools that read a kept run
             if ends:
                 state.signum = agreed.signum
                 break

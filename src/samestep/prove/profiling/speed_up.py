@@ -86,13 +86,13 @@ def analyse(
     busy: float,
 ) -> ScalingReport:
     """Judge every setup; `busy` is how many cores other work kept busy at the beginning."""
-    by_setup = {of_setup.setup: of_setup for of_setup in measured}
+    by_setup = {m.setup: m for m in measured}
     base = by_setup[study.base]
     return ScalingReport(
         recipe=recipe,
         results={m: [scaling_of(by_setup[s], base, m) for s in study.of(m)] for m in modes},
         seconds=seconds,
-        crowded={setup.ranks: is_crowded(of_setup, busy) for setup, of_setup in by_setup.items()},
+        crowded={setup.ranks: is_crowded(m, busy) for setup, m in by_setup.items()},
         warnings=[*study.left_out, *find_warnings(measured, busy)],
     )
 
@@ -154,9 +154,9 @@ def interval(rounds: Sequence[Measurement], base: Sequence[Measurement]) -> Inte
 def find_warnings(measured: Sequence[MeasuredSetup], busy: float = 0.0) -> list[str]:
     """Return why more ranks on this machine are not more hardware."""
     warnings = []
-    crowded = [one for one in measured if is_crowded(one)]
+    crowded = [m for m in measured if is_crowded(m)]
     if crowded:
-        ranks = sorted({one.setup.ranks for one in crowded})
+        ranks = sorted({m.setup.ranks for m in crowded})
         cores = crowded[0].rounds[0].cores
         warnings.append(
             f"{ranks_in_words(ranks)} share {count(cores, 'usable core')}: they take "
@@ -168,7 +168,7 @@ def find_warnings(measured: Sequence[MeasuredSetup], busy: float = 0.0) -> list[
             "left over. Measure again on a quiet machine."
         )
     base = measured[0].rounds[0]
-    fewer = sorted({o.setup.ranks for o in measured if o.rounds[0].threads < base.threads})
+    fewer = sorted({m.setup.ranks for m in measured if m.rounds[0].threads < base.threads})
     if base.device == "cpu" and fewer:
         first = measured[0].setup.ranks
         warnings.append(
@@ -176,7 +176,7 @@ def find_warnings(measured: Sequence[MeasuredSetup], busy: float = 0.0) -> list[
             f"{ranks_in_words(fewer)} on fewer: the smallest number already uses several cores. "
             "--threads 1 compares core by core."
         )
-    shared = sorted({o.setup.ranks for o in measured if o.rounds[0].sharing_gpu})
+    shared = sorted({m.setup.ranks for m in measured if m.rounds[0].sharing_gpu})
     if shared:
         warnings.append(f"Of {ranks_in_words(shared)}, some share a GPU: they take turns on it.")
     return warnings
@@ -293,14 +293,13 @@ def _explanation(
         if not parts:
             yield from wrapped(f"At {ranks} ranks nothing is lost.", "  ")
             continue
-        of_least = (
-            f" (that of {count(least, 'rank')} / {ranks / least:g})" if mode == "strong" else ""
-        )
+        of_least = f" (that of {count(least, 'rank')} / {ranks / least:g})"
+        of_least = of_least if mode == "strong" else ""
         text = "; ".join(f"{name} {ms:+.3f} ({meaning})" for name, ms, meaning in parts)
+        ideal_ms = result.step_ms - result.lost_ms
         yield from wrapped(
-            f"At {ranks} ranks a step takes {result.step_ms:.3f} ms where "
-            f"{result.step_ms - result.lost_ms:.3f} would be ideal{of_least}: "
-            f"{text}.",
+            f"At {ranks} ranks a step takes {result.step_ms:.3f} ms where {ideal_ms:.3f} would be "
+            f"ideal{of_least}: {text}.",
             "  ",
         )
     yield ""

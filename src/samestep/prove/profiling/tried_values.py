@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from samestep.base.errors import UserError
 from samestep.base.phases import make_phases
@@ -92,14 +92,14 @@ def sweep(
     best.close()
     rows = tuple(
         SweepRow(
-            value=one.value,
-            **one.fastest._asdict(),
-            ratio=one.fastest.samples_per_s / first.fastest.samples_per_s,
-            low=min(one.ratios),
-            high=max(one.ratios),
-            helps=one.helps,
+            value=candidate.value,
+            **candidate.fastest._asdict(),
+            ratio=candidate.fastest.samples_per_s / first.fastest.samples_per_s,
+            low=min(candidate.ratios),
+            high=max(candidate.ratios),
+            helps=candidate.helps,
         )
-        for one in tried
+        for candidate in tried
     )
     left = tuple(ordered[len(tried) :])
     sure = not any(_spread([row.low, row.high]) > _UNSURE and row.low < 1 for row in rows)
@@ -135,9 +135,13 @@ def _spread(ratios: Sequence[float]) -> float:
 def variant(work: Work, settings: Settings, source: Source) -> Work:
     """Return endless work with other settings: the same model, on its own source."""
     world, learner = work.world, work.learner
-    schedule = work.plan.schedule
-    how: dict[str, Any] = {"schedule": schedule, "by_tokens": source.token_cut}
-    plan = make_plan(settings, source.num_samples, world.world_size, **how)
+    plan = make_plan(
+        settings,
+        source.num_samples,
+        world.world_size,
+        schedule=work.plan.schedule,
+        by_tokens=source.token_cut,
+    )
     phases = make_phases(world.device)
     compiles = what_compiles(settings, world, learner.model, own=learner.own)
     per_block = source.steps_per_block(plan.global_batch_size)

@@ -12,9 +12,9 @@ class Cause:
     """What in this recipe is the cause, and how that was found."""
     advice: str = ""
 
-    def of(self, **found: object) -> "Cause":
-        """Return this cause with what was found in its reason."""
-        return replace(self, why=self.why.format(**found))
+    def of(self, **facts: object) -> "Cause":
+        """Return this cause with the facts that its reason has placeholders for."""
+        return replace(self, why=self.why.format(**facts))
 
 
 NO_CAUSE = Cause()

@@ -251,15 +251,23 @@ def failed_start(evidence: Evidence, compared: str, place: int) -> Check:
 
 
 def measured(
-    compared: str, found: TrainingDifference, tolerance: float, cause: Cause | None = None
+    compared: str, difference: TrainingDifference, tolerance: float, cause: Cause | None = None
 ) -> Check:
     """Return the check of a measured difference, with its cause if the row knows it itself."""
-    tolerance = tolerance if found.allowed is None else found.allowed
-    same, where = found.largest <= tolerance, (found.first_step, found.first_parameter, found.what)
+    tolerance = tolerance if difference.allowed is None else difference.allowed
+    same = difference.largest <= tolerance
     if same and tolerance == 0:
         compared = f"{EQUAL}: {compared}"
-    known = cause if cause and not same else NO_CAUSE
-    return Check("same" if same else "different", compared, found.largest, tolerance, known, *where)
+    return Check(
+        "same" if same else "different",
+        compared,
+        difference.largest,
+        tolerance,
+        cause if cause and not same else NO_CAUSE,
+        difference.first_step,
+        difference.first_parameter,
+        difference.what,
+    )
 
 
 def cause_check(
@@ -283,29 +291,30 @@ def training_check(
     evidence: Evidence,
     training: str,
     compared: str,
-    found: Mapping[Start, TrainingDifference] | None = None,
+    differences: Mapping[Start, TrainingDifference] | None = None,
     sizes: str = "",
 ) -> Check:
     """Return the check of a short training; by default starts are compared with one process."""
     if failures := evidence.failures(training=training):
         return failed(compared, failures)
-    found = evidence.compare_starts(training) if found is None else found
-    if not found:
+    if differences is None:
+        differences = evidence.compare_starts(training)
+    if not differences:
         return Check("skipped", NOT_REACHED)
-    sizes = sizes or ranks(start.world_size for start in found)
+    sizes = sizes or ranks(start.world_size for start in differences)
     tolerance = evidence.tolerance_of(training)
-    return measured(f"{compared}: {sizes}", worst(found.values()), tolerance)
+    return measured(f"{compared}: {sizes}", worst(differences.values()), tolerance)
 
 
 def left_free_check(evidence: Evidence, kind: Kind, compared: str, cause: Cause) -> Check:
     """Return the check of the training that leaves one kind of random behaviour as it is."""
     name = left_free(kind).name
-    one, many = evidence.trace(0, name), evidence.trace(1, name)
-    if one is None or many is None:
+    alone, many = evidence.trace(0, name), evidence.trace(1, name)
+    if alone is None or many is None:
         return Check("skipped", f"{compared}; {evidence.not_compared() or NOT_REACHED}")
     compared = f"{compared}, on {evidence.starts[1].world_size} ranks"
-    found = evidence.compare(many, name, reference=one)
-    check = measured(compared, found, evidence.tolerance_of(MAIN), cause)
+    difference = evidence.compare(many, name, reference=alone)
+    check = measured(compared, difference, evidence.tolerance_of(MAIN), cause)
     if check.passed or kind == "state" or kind not in evidence.accepts:
         return check
     return replace(check, status="accepted", cause=replace(cause, advice=""))

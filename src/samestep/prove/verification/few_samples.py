@@ -169,12 +169,8 @@ def without_streams(splits: Splits, seed: int) -> Splits:
         return Subset(elements, range(len(elements)))
 
     validation = splits.changed_validation(first_elements)
-    return replace(
-        splits,
-        train=first_elements(splits.train),
-        validation=validation,
-        test=first_elements(splits.test),
-    )
+    train, test = first_elements(splits.train), first_elements(splits.test)
+    return replace(splits, train=train, validation=validation, test=test)
 
 
 def num_samples(data: Any) -> int:
@@ -205,8 +201,8 @@ def cut_numbers(recipe: Recipe, whole: Splits, few: Splits) -> Recipe:
     The collate of loaders becomes the recipe's, where a verification looks for it.
     """
     cut: dict[str, Any] = {}
-    sets = few.train, *(few.by_name.values() or [few.validation])
-    collates = {one.own_collate for one in sets if isinstance(one, Unpacked)}
+    data_sets = few.train, *(few.by_name.values() or [few.validation])
+    collates = {data.own_collate for data in data_sets if isinstance(data, Unpacked)}
     if len(collates) == 1:
         cut["collate"] = recipe.collate or collates.pop()
     for name in ("weights", "lengths"):
@@ -215,8 +211,8 @@ def cut_numbers(recipe: Recipe, whole: Splits, few: Splits) -> Recipe:
             taken = getattr(few.train, "indices", None) or spread(
                 len(every), num_samples(few.train)
             )
-            found = every[torch.tensor(taken)]
-            cut[name] = found if bool(found.any()) else found + 1  # some may be drawn
+            kept = every[torch.tensor(taken)]
+            cut[name] = kept if bool(kept.any()) else kept + 1  # some may be drawn
     return replace(recipe, **cut) if cut else recipe
 
 

@@ -124,9 +124,9 @@ class Starts:
         traces: dict[str, list[Trace]] = {}
         for trace in (v for of_rank in values for v in of_rank if isinstance(v, Trace)):
             traces.setdefault(trace.training, []).append(trace)
-        finish = num_ranks - start.loses_rank
-        complete = {name: found for name, found in traces.items() if len(found) == finish}
-        self.traces |= {(place, name): found for name, found in complete.items()}
+        survivors = num_ranks - start.loses_rank
+        complete = {name for name, of_ranks in traces.items() if len(of_ranks) == survivors}
+        self.traces |= {(place, name): traces[name] for name in complete}
         if MAIN in complete or place not in self.reports:
             self.reports[place] = reports
         if self.facts is None:

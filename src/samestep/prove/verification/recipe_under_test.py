@@ -66,7 +66,7 @@ class FreeStep(NamedTuple):
             "dropout": self.seen.draws,
             "state": self.seen.generators,
         }
-        return frozenset(kind for kind, found in present.items() if found)
+        return frozenset(kind for kind, places in present.items() if places)
 
 
 class HeldForward(NamedTuple):
@@ -222,12 +222,11 @@ class RecipeUnderTest:
             blocks = source.blocks(
                 0, step, global_batch=size.global_batch, drop_last=size.drop_last, cut=cut
             )
-            found = next(single for block in blocks for single in block.singles())
-        found = found.parts[0] if found.parts else found
+            block = next(single for steps in blocks for single in steps.singles())
+        block = block.parts[0] if block.parts else block
         if self.recipe.batch_transform is None or recipe or world or rows:
-            return found  # as it is read
-        change = BatchTransform(self.recipe, self.settings, self.world)
-        return change(found, 0, step)
+            return block  # as it is read
+        return BatchTransform(self.recipe, self.settings, self.world)(block, 0, step)
 
     def part(self, block: Block, start: int, count: int) -> Block:
         """Return some rows of a block that `batch` returned."""
@@ -244,8 +243,8 @@ class RecipeUnderTest:
         block = self.batch(0, recipe or self.recipe, seed, world)
         if self.recipe.collate is None:
             return sample_hashes(block.inputs, block.targets)
-        single = [self.batch(0, recipe, seed, world, range(k, k + 1)) for k in range(block.rows)]
-        return [hash_of(one.inputs, one.targets) for one in single]
+        rows = [self.batch(0, recipe, seed, world, range(k, k + 1)) for k in range(block.rows)]
+        return [hash_of(row.inputs, row.targets) for row in rows]
 
     def source(
         self, data: Any, recipe: Recipe | None = None, world: World | None = None

@@ -98,7 +98,7 @@ def _scale(arguments: list[str]) -> int:
             rounds=command.rounds,
             seconds=command.seconds,
             launch=launch,
-            tell=lambda line: print(line, file=sys.stderr, flush=True),  # noqa: T201
+            progress=lambda line: print(line, file=sys.stderr, flush=True),  # noqa: T201
         )
     report = analyse(request.recipe.name, study, measurements, modes, command.seconds, busy)
     text = report.as_json() if command.json else "\n".join(report_lines(report))

@@ -152,8 +152,11 @@ def _halve_batch(tested: RecipeUnderTest) -> BatchInfluence | None:
 
     def tensors() -> dict[str, Tensor]:
         named = [*model.named_parameters(), *model.named_buffers()]
-        found = {name: dense(t.detach()).clone() for name, t in named if t.numel()}
-        return {name: t for name, t in found.items() if not name.startswith(norms)}
+        return {
+            name: dense(tensor.detach()).clone()
+            for name, tensor in named
+            if tensor.numel() and not name.startswith(norms)
+        }
 
     def tensors_after(inputs: Any) -> dict[str, Tensor]:
         restore()

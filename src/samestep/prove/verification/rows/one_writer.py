@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any, TextIO, cast
 
 from samestep.base.errors import is_users
+from samestep.base.words import count
 from samestep.core.training.side_effects import place_of, users_line
 from samestep.prove.verification import causes
 from samestep.prove.verification.evidence import Check, Evidence, TableRow
@@ -54,9 +55,8 @@ def _one_writer(evidence: Evidence) -> Check:
             printed |= output.printed if rank else {}
     if written:
         path, line = next(iter(written.items()))
-        more = len(written) - 1
-        also = f" and {more} more file{'s' * (more > 1)}" if more else ""
-        cause = causes.ALL_WRITE.of(line=line, files=f"{path}{also}")
+        others = f" and {count(len(written) - 1, 'more file')}" if len(written) > 1 else ""
+        cause = causes.ALL_WRITE.of(line=line, files=f"{path}{others}")
         return Check("different", _COMPARED, cause=cause)
     if not printed:
         return Check("same", _COMPARED)
@@ -69,8 +69,8 @@ ONE_WRITER = TableRow(name="one writer", answer=_one_writer)
 
 def watch_output(folder: Path) -> RecipeOutput:
     """Watch this process from here to its end; what happens below a folder is ours."""
-    found = RecipeOutput()
-    own = str(folder)
+    output = RecipeOutput()
+    ours = str(folder)
 
     def audit(event: str, details: tuple[Any, ...]) -> None:
         flags = details[2] if event == "open" and isinstance(details[2], int) else 0
@@ -78,15 +78,15 @@ def watch_output(folder: Path) -> RecipeOutput:
         if not writes or not isinstance(details[0], str | bytes | os.PathLike):
             return
         path = os.path.abspath(os.fsdecode(details[0]))  # noqa: PTH100 - it may be anything
-        if path.startswith((own, "/dev/", "/proc/")) or "__pycache__" in path:
+        if path.startswith((ours, "/dev/", "/proc/")) or "__pycache__" in path:
             return
         line = line_that_writes(sys._getframe(1))  # noqa: SLF001
         if line:
-            found.written.setdefault(path, line)
+            output.written.setdefault(path, line)
 
     sys.addaudithook(audit)
-    sys.stdout = cast("TextIO", _WatchedStream(sys.stdout, found.printed))
-    return found
+    sys.stdout = cast("TextIO", _WatchedStream(sys.stdout, output.printed))
+    return output
 
 
 def line_that_writes(frame: FrameType | None) -> str:

@@ -170,12 +170,13 @@ def _explain_settings(evidence: Evidence) -> Cause | None:
     """Return the first number in the optimizer's groups that depends on the ranks."""
     (_, first), *others = evidence.results_on_ranks(GROUPS, dict[int, list[dict[str, float]]])
     for step, groups in first.items():
-        for rank, found in others:
-            for mine, its in zip(groups, found.get(step, []), strict=False):
-                for name, value in mine.items():
-                    if its.get(name, value) != value:
-                        how = {"name": name, "one": value, "other": its[name], "rank": rank}
-                        return causes.OPTIMIZER_SETTINGS.of(step=step, **how)
+        for rank, steps in others:
+            for group, other in zip(groups, steps.get(step, []), strict=False):
+                for name, value in group.items():
+                    if other.get(name, value) != value:
+                        return causes.OPTIMIZER_SETTINGS.of(
+                            step=step, name=name, one=value, other=other[name], rank=rank
+                        )
     return None
 
 
