@@ -16,17 +16,7 @@ from typing import Literal
 from samestep.base.errors import UserError, listed
 from samestep.base.file_kinds import names_recipe
 from samestep.base.nearby import nearby
-from samestep.base.run.code_copy import (
-    CODE,
-    copy_code,
-    edited_since,
-    find_code,
-    hashed_file,
-    import_folders,
-    keep_hashes,
-    kept_code,
-    remove_code,
-)
+from samestep.base.run import code_copy
 from samestep.base.run.directory import is_run, new_run_path
 from samestep.base.run.files import cannot_write, write_text
 from samestep.cluster.slurm.checks import check_after, check_partitions, check_place
@@ -208,18 +198,18 @@ def make_script(workload: Workload, options: JobOptions, folder: Path) -> JobScr
 def _with_code(job: JobScript, workload: Workload, folder: Path) -> JobScript:
     """Return a job that runs a copy of the user's code, or checks that it is not edited."""
     run, file, continues = workload.run, workload.file, is_run(workload.run)
-    if continues and (facts := kept_code(run)):  # with its own
+    if continues and (facts := code_copy.kept_code(run)):  # with its own
         root, entry, copied_files = Path(facts["root"]), str(facts["file"]), None
         job = replace(job, import_from=tuple(facts["import_from"]))
     elif file is not None and job.options.snapshot and not continues:
-        code = find_code(file)
+        code = code_copy.find_code(file)
         root, entry, copied_files = code.root, code.file, {*code.files}
         more = [folder] if job.kind == "recipe" else []  # its ranks import from there, too
-        job = replace(job, code=code, import_from=import_folders(code, run, *more))
+        job = replace(job, code=code, import_from=code_copy.import_folders(code, run, *more))
         if job.mounts:  # what is linked lies there
             job = replace(job, mounts=_outer_folders([*map(Path, job.mounts), root]))
     else:
-        uncopied = hashed_file(run) if continues else file
+        uncopied = code_copy.hashed_file(run) if continues else file
         if uncopied is None:
             return job
         command = job.command
@@ -231,15 +221,15 @@ def _with_code(job: JobScript, workload: Workload, folder: Path) -> JobScript:
     def copied(before: str, word: str) -> str:
         """Return a word of the command; the file, and one of settings, are those of the copy."""
         if word == str(file):
-            return str(run / CODE / entry)
+            return str(run / code_copy.CODE / entry)
         flag, _, value = word.rpartition("=")
         path = (folder / value).resolve()
         is_config = job.kind == "recipe" and "--config" in (flag, before)
         if not is_config or not path.is_relative_to(root):
             return word
         name = path.relative_to(root).as_posix()
-        is_copied = (run / CODE / name).is_file() if copied_files is None else name in copied_files
-        copy = run / CODE / name
+        copy = run / code_copy.CODE / name
+        is_copied = copy.is_file() if copied_files is None else name in copied_files
         return word if not is_copied else f"{flag}={copy}" if flag else str(copy)
 
     words = [word for word in job.command if word != "--recipe-of-run"]
@@ -363,7 +353,7 @@ def hand_in(
         for run in new_runs:
             for name in ("job.sbatch", OPTIONS, STARTER):
                 (run / name).unlink(missing_ok=True)
-            remove_code(run)
+            code_copy.remove_code(run)
             run.rmdir()
         raise _refused(error, text) from error
     return int(answer.strip().split(";")[0])
@@ -407,7 +397,7 @@ def fill_run(job: JobScript, *, waits: bool = False) -> None:
     If the job `waits` for an earlier one of the run, the code that this will still run is left.
     """
     run = Path(job.run)
-    if not job.options.allow_edit and (edited := edited_since(run)) and is_run(run):
+    if not job.options.allow_edit and (edited := code_copy.edited_since(run)) and is_run(run):
         raise UserError(
             f"{listed(edited, 3)} changed since {run} was submitted without a copy of its code: "
             "it would become another training. Undo the edit, or accept it with --allow-edit."
@@ -416,11 +406,11 @@ def fill_run(job: JobScript, *, waits: bool = False) -> None:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(run, error, instead="choose another with --run-dir") from error
-    if job.code is not None and not (waits and kept_code(run)):
-        copy_code(job.code, run, job.import_from)
+    if job.code is not None and not (waits and code_copy.kept_code(run)):
+        code_copy.copy_code(job.code, run, job.import_from)
     if job.uncopied is not None and not waits:
-        remove_code(run)
-        keep_hashes(job.uncopied, run)
+        code_copy.remove_code(run)
+        code_copy.keep_hashes(job.uncopied, run)
     if job.kind == "script":
         write_text(run / STARTER, START)
     keep_options(run, replace(job.options, job_name=job.name))  # which the next one takes over

@@ -8,15 +8,8 @@ from samestep.base.errors import UserError
 from samestep.base.settings import Precision, Settings
 from samestep.base.words import count
 from samestep.core.training.side_effects import ALL_KINDS, KINDS, Kind
+from samestep.prove.verification import harness
 from samestep.prove.verification.evidence import Evidence
-from samestep.prove.verification.harness import (
-    Launch,
-    Progress,
-    Starts,
-    Verification,
-    VerifyOptions,
-    starting,
-)
 from samestep.prove.verification.loop_on_rank import STATISTICS, LoopTask
 from samestep.prove.verification.rows.own_loop import LOOP_ROWS
 from samestep.prove.verification.rows.trainings import Arithmetic
@@ -50,16 +43,16 @@ class _FailedError(UserError):
 def verify_loop(
     script: Path,
     arguments: Sequence[str],
-    options: VerifyOptions,
-    launch: Launch,
+    options: harness.VerifyOptions,
+    launch: harness.Launch,
     *,
-    progress: Progress = lambda *_: None,
-) -> Verification:
+    progress: harness.Progress = lambda *_: None,
+) -> harness.Verification:
     """Run the first steps of a script's own loop on several numbers of ranks, and compare.
 
     `launch` starts ranks that call `run_script`.
     """
-    with starting(options, Settings(), launch, progress) as starts:
+    with harness.starting(options, Settings(), launch, progress) as starts:
         task = LoopTask(
             script=script,
             arguments=tuple(arguments),
@@ -78,7 +71,7 @@ def verify_loop(
 class _Loop:
     """A loop under verification: its starts, and what they are to do by what is known of it."""
 
-    def __init__(self, task: LoopTask, starts: Starts) -> None:
+    def __init__(self, task: LoopTask, starts: harness.Starts) -> None:
         self._task, self._starts = task, starts
 
     def gather(self) -> Evidence:

@@ -31,25 +31,8 @@ from samestep.core.training.stopping import ReceivedSignal
 from samestep.launch.ranks.process import hand_back
 from samestep.launch.ranks.regroup import Membership
 from samestep.launch.ranks.world import World
-from samestep.prove.verification import NO_EFFECT
+from samestep.prove.verification import NO_EFFECT, few_samples, harness
 from samestep.prove.verification.evidence import Evidence
-from samestep.prove.verification.few_samples import (
-    choose_training_size,
-    cut_down,
-    cut_numbers,
-    evaluated_split,
-    num_samples,
-    without_streams,
-)
-from samestep.prove.verification.harness import (
-    Launch,
-    Progress,
-    Starts,
-    Verification,
-    VerifyOptions,
-    failure_of,
-    starting,
-)
 from samestep.prove.verification.recipe_under_test import (
     RecipeUnderTest,
     exact_precision,
@@ -80,13 +63,13 @@ _HEAVY = 1_000_000
 
 def verify_recipe(
     request: Request,
-    options: VerifyOptions,
-    launch: Launch,
+    options: harness.VerifyOptions,
+    launch: harness.Launch,
     *,
     given: Collection[str],
-    launch_elastic: Launch | None = None,
-    progress: Progress = lambda *_: None,
-) -> Verification:
+    launch_elastic: harness.Launch | None = None,
+    progress: harness.Progress = lambda *_: None,
+) -> harness.Verification:
     """Train a recipe for a few steps on several numbers of ranks, and compare.
 
     `launch` starts ranks that call `run_start`, and `launch_elastic` ranks that outlive each other;
@@ -96,7 +79,7 @@ def verify_recipe(
     if idle := sorted({*given} & {*NO_EFFECT}):  # as train() takes them
         notes.append(f"{', '.join(idle)}: no effect, since a verification chooses its own steps.")
     batch = request.settings.batch_size if "batch_size" in given else None
-    with starting(options, request.settings, launch, progress) as starts:
+    with harness.starting(options, request.settings, launch, progress) as starts:
         if starts.device != "cpu" and torch.cuda.is_available():
             launch_elastic = None  # it was never tried with NCCL
         evidence = gather(request, starts, launch_elastic, batch=batch)
@@ -105,8 +88,8 @@ def verify_recipe(
 
 def gather(
     request: Request,
-    starts: Starts,
-    launch_elastic: Launch | None = None,
+    starts: harness.Starts,
+    launch_elastic: harness.Launch | None = None,
     *,
     batch: int | None = None,
     lightning: bool = True,
@@ -214,14 +197,14 @@ class _Start:
         # A run prepares all of its data; here a few samples are used.
         splits = load_splits(self._recipe, options, self._world, prepare=False)
         if settings.virtual_ranks is not None:  # refuses data that they cannot share
-            num = 0 if is_stream(splits.train) else num_samples(splits.train)
+            num = 0 if is_stream(splits.train) else few_samples.num_samples(splits.train)
             check_virtual(settings, num, self._world.world_size)
             torch.set_num_threads(settings.threads or 1)
-        splits = without_streams(splits, settings.seed)
-        self.report.num_samples = num_samples(splits.train)
+        splits = few_samples.without_streams(splits, settings.seed)
+        self.report.num_samples = few_samples.num_samples(splits.train)
         facts = self._facts = self._instructions.facts or self._size(splits)
-        self._few = cut_down(splits, facts.size.num_samples, facts.size.num_evaluated)
-        self._recipe = cut_numbers(self._recipe, splits, self._few)
+        self._few = few_samples.cut_down(splits, facts.size.num_samples, facts.size.num_evaluated)
+        self._recipe = few_samples.cut_numbers(self._recipe, splits, self._few)
         problem = ""
         if start.place == 0:
             exact, why, problem = exact_precision(self._tested(), settings.precision)
@@ -239,7 +222,7 @@ class _Start:
             try:
                 self._train(training, trace)
             except Exception as error:
-                self.report.failures.append(failure_of(trace, error))
+                self.report.failures.append(harness.failure_of(trace, error))
                 if self._world.world_size > 1 or training.name == MAIN:
                     raise
             else:
@@ -250,15 +233,15 @@ class _Start:
 
     def _size(self, splits: Splits) -> RecipeFacts:
         """Choose how much of the data is trained and evaluated."""
-        name, settings = evaluated_split(splits), self._request.settings
+        name, settings = few_samples.evaluated_split(splits), self._request.settings
         seed_alike(settings.seed)
         heavy = False
         with contextlib.suppress(UserError):  # the first short training reports it
             model = self._recipe.build_model(self._request.options)
             heavy = sum(p.numel() for p in model.parameters()) > _HEAVY
-        size = choose_training_size(
+        size = few_samples.choose_training_size(
             self.report.num_samples,
-            num_samples(getattr(splits, name)),
+            few_samples.num_samples(getattr(splits, name)),
             self._instructions.sizes,
             batch=self._instructions.batch,
             virtual=settings.virtual_ranks,

@@ -19,15 +19,7 @@ from samestep.base.autograd import leaves_of
 from samestep.base.errors import is_users, listed
 from samestep.base.trees import map_leaves, tree_leaves
 from samestep.core.data.blocks import Block
-from samestep.core.training.side_effects import (
-    RandomDraws,
-    closure_prints,
-    differing,
-    model_prints,
-    optimizer_prints,
-    users_line,
-    watched,
-)
+from samestep.core.training import side_effects
 from samestep.prove.verification import causes
 from samestep.prove.verification.causes import Cause
 from samestep.prove.verification.evidence import (
@@ -255,16 +247,18 @@ def _of_forward(tested: RecipeUnderTest) -> dict[str, Any]:
         return tested.loss(tested.forward(model, block.inputs), block.targets)
 
     def prints() -> dict[str, str]:
-        return {**model_prints(model, loss), **closure_prints(loss)}
+        return {**side_effects.model_prints(model, loss), **side_effects.closure_prints(loss)}
 
     value, asks = _asked(lambda: forward(block))
     before, restore = prints(), restoring(model, checkpointed=True)
     forward(other)
     forward(block)
     # samestep's own wrapper around the model's forward is not the user's attribute.
-    changed = [name for name in differing(before, prints()) if not name.endswith(" forward")]
+    changed = [
+        name for name in side_effects.differing(before, prints()) if not name.endswith(" forward")
+    ]
     restore()
-    kept = [name for name in differing(before, prints()) if name in changed]
+    kept = [name for name in side_effects.differing(before, prints()) if name in changed]
     known = {id(p) for p in model.parameters()}
     learned = [_described(leaf, model, loss) for leaf in leaves_of(value) if id(leaf) not in known]
     counted = [name for name in changed if name not in kept]
@@ -275,11 +269,11 @@ def _of_optimizer(tested: RecipeUnderTest) -> dict[str, list[str]]:
     """Return what an optimizer of the recipe's own keeps outside its state, and what it draws."""
     if tested.recipe.optimizer is None:
         return {}
-    seen, prints = RandomDraws(), []
+    seen, prints = side_effects.RandomDraws(), []
     for optimizer in tested.steps_of_optimizer():
-        watched(optimizer.step, seen)()
-        prints.append(optimizer_prints(optimizer))
-    return {"optimizer": differing(*prints), "draws": draws_in_words(seen)}
+        side_effects.watched(optimizer.step, seen)()
+        prints.append(side_effects.optimizer_prints(optimizer))
+    return {"optimizer": side_effects.differing(*prints), "draws": draws_in_words(seen)}
 
 
 def _asked(function: Callable[[], Tensor]) -> tuple[Tensor, dict[str, str]]:
@@ -296,7 +290,7 @@ def _asked(function: Callable[[], Tensor]) -> tuple[Tensor, dict[str, str]]:
             what = f"{code.co_name}()"
         elif event == "call" and code is _ENVIRONMENT and frame.f_locals.get("key") in _OF_RANKS:
             what = f"os.environ[{frame.f_locals['key']!r}]"
-        if what and (line := users_line(frame)):
+        if what and (line := side_effects.users_line(frame)):
             asked.setdefault(what, line)
 
     before = sys.getprofile()
