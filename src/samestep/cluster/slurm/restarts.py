@@ -239,12 +239,8 @@ def read_ending(
     raised = stepped and any(failure.get("raised") for failure in failures)
     frames = cause.frames if cause and not mistake else ()
     nodes = [cause.node if cause else (result.get("stall") or {}).get("host") if hung else ""]
-    if received == NOT_PASSED:
-        unfit = read_preflight(run, lines, first_node, num_nodes)
-        again, raised, why, nodes = not unfit.nodes, False, unfit.why, [*unfit.nodes]
-        mistake, frames = why if again else "", unfit.advice
     said = (line.removeprefix(_OURS) for line in reversed(lines) if line.startswith(_OURS))
-    return Ending(
+    ending = Ending(
         code=code,
         received=received,
         step=step,
@@ -255,6 +251,16 @@ def read_ending(
         why=mistake or hung or why or next(said, "") or _meaning(code, cause),
         frames=frames,
         nodes=tuple(filter(None, nodes)),
+    )
+    if received != NOT_PASSED:
+        return ending
+    unfit = read_preflight(run, lines, first_node, num_nodes)
+    return replace(
+        ending,
+        mistake=not unfit.nodes,
+        why=unfit.why,
+        frames=unfit.advice,
+        nodes=tuple(filter(None, unfit.nodes)),
     )
 
 

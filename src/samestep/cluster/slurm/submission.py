@@ -133,7 +133,8 @@ def is_script(run: Path) -> bool:
 
 def _without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Split --run-dir from the training's flags."""
-    run_dir, rest, words = None, [], iter(arguments)
+    run_dir, rest = None, []
+    words = iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == "--run-dir":  # both are read as the same flag

@@ -27,7 +27,6 @@ from samestep.prove.verification.short_trainings import (
     left_free,
     plan_starts,
 )
-from samestep.prove.verification.trace import TrainingDifference
 
 _MAIN = ShortTraining(name=MAIN)
 _OWN = ShortTraining(name=OWN_PRECISION, own_precision=True)
@@ -142,7 +141,11 @@ class _Loop:
         What differs before an update has another cause.
         """
         differences = evidence.compare_starts(of.name, reference=evidence.trace(0, of.name))
-        if arithmetic and any(map(_is_after_update, differences.values())):
+        after_update = any(
+            (d.first_step or 0) > 1 or (d.first_step == 1 and d.what == "weight")
+            for d in differences.values()
+        )
+        if arithmetic and after_update:
             self._task = replace(self._task, arithmetic=arithmetic)
             self._starts.total += 1
             self._run(evidence.starts[0], replace(of, name=name, nudges_gradient=True))
@@ -175,8 +178,3 @@ class _Loop:
             f"{task.script} failed on {count(start.world_size, 'rank')}, though not in one "
             f"process: {failure.message}"
         )
-
-
-def _is_after_update(difference: TrainingDifference) -> bool:
-    step = difference.first_step or 0
-    return step > 1 or (step == 1 and difference.what == "weight")

@@ -118,8 +118,8 @@ def _explain_weights(evidence: Evidence) -> Cause | None:
         began = traces[0].weights.get(0, {})
         for name, values in first.items():
             if not np.array_equal(values, began.get(name, values)):
-                where = {"rank": f"rank 0 of {start.world_size}", "first": "one process"}
-                return causes.INITIAL_WEIGHTS.of(parameter=name, **where)
+                rank = f"rank 0 of {start.world_size}"
+                return causes.INITIAL_WEIGHTS.of(parameter=name, rank=rank, first="one process")
     return None
 
 
