@@ -7,17 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.base.errors import UserError
+from samestep.cluster.slurm import submission
 from samestep.cluster.slurm.options import JobOptions
 from samestep.cluster.slurm.queue import ProgramError, find_job, parse_job
 from samestep.cluster.slurm.script import array_text
-from samestep.cluster.slurm.submission import (
-    Workload,
-    find_workload,
-    make_script,
-    read_array,
-    submit,
-    submit_array,
-)
+from samestep.cluster.slurm.submission import Workload, find_workload, make_script, submit
 from tests.command_line import typed
 from tests.slurm.fake_slurm import _DOWN
 from tests.slurm.test_script import job
@@ -151,14 +145,14 @@ def test_a_secret_is_refused_and_what_sounds_like_one_taken(tmp_path, words, fla
 @given(st.lists(st.integers(0, 99), min_size=1, unique=True), st.none() | st.integers(1, 9))
 def test_numbers_of_tasks_are_read_as_they_are_written(tasks, at_once):
     text = ",".join(map(str, tasks)) + (f"%{at_once}" if at_once else "")
-    assert read_array(text) == (tasks, at_once)
+    assert submission.read_array(text) == (tasks, at_once)
 
 
 @pytest.mark.parametrize(
     ("text", "tasks"), [("0-3", [0, 1, 2, 3]), ("1-9:4", [1, 5, 9]), ("0-1,7", [0, 1, 7])]
 )
 def test_ranges_are_read_as_sbatch_reads_them(text, tasks):
-    assert read_array(text) == (tasks, None)
+    assert submission.read_array(text) == (tasks, None)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +165,7 @@ def test_ranges_are_read_as_sbatch_reads_them(text, tasks):
 )
 def test_what_is_no_list_of_tasks_is_refused(text):
     with pytest.raises(UserError):
-        read_array(text)
+        submission.read_array(text)
 
 
 @given(st.sampled_from(['/home/it\'s me/a "sweep" of 5%', "/runs/s"]), st.sampled_from([None, 2]))
@@ -212,7 +206,7 @@ def test_a_whole_array_is_no_job_and_one_that_slurm_refuses_leaves_nothing(slurm
     folder = tmp_path / "runs" / "sweep"
     jobs = {task: job(JobOptions(), run=str(folder / str(task))) for task in (3, 7)}
     with pytest.raises(UserError, match="Invalid job array"):
-        submit_array(jobs, folder, None)
+        submission.submit_array(jobs, folder, None)
     assert not folder.exists()
 
 

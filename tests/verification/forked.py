@@ -63,7 +63,7 @@ def verified_loop(
     return verify_loop(script, arguments, options, partial(_launch, [str(script)], folder))
 
 
-def _launch(arguments: list[str], folder: Path, num_ranks: int, task: Path, _: str) -> Ended:
+def _launch(arguments: list[str], folder: Path, num_ranks: int, task: Path, _: str = "") -> Ended:
     place = folder / task.stem
     ranks = start_ranks(_rank, num_ranks, place, arguments, str(task), str(place))
     code = end_with_first_failure(ranks)

@@ -131,7 +131,7 @@ class Starts:
             self.reports[place] = reports
         if self.facts is None:
             self.facts = next((v for v in values[0] if isinstance(v, RecipeFacts)), None)
-        if complete and not end.code:
+        if not end.code and sum(map(bool, values)) >= survivors:
             return reports, None
         failure = _first_failure(end, reports)
         self.ended[place] = failure.message
