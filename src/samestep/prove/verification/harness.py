@@ -18,7 +18,7 @@ from typing import cast, get_args
 import torch
 
 from samestep.base.errors import LOST_PEER, UserError, caused, did_you_mean, is_users
-from samestep.base.settings import Device, Settings
+from samestep.base.settings import Device, Precision, Settings
 from samestep.base.words import count
 from samestep.core.recipe import Accepted
 from samestep.core.training.meter import KEPT
@@ -136,6 +136,25 @@ class Starts:
         failure = _first_failure(end, reports)
         self.ended[place] = failure.message
         return reports, failure
+
+    def evidence(
+        self,
+        facts: RecipeFacts,
+        planned: Sequence[Start],
+        chosen: Precision,
+        with_death: Start | None = None,
+    ) -> Evidence:
+        """Return what was handed back as evidence, to which later starts add theirs."""
+        return Evidence(
+            facts=facts,
+            starts=planned,
+            with_death=with_death,
+            traces=self.traces,
+            reports=self.reports,
+            ended=self.ended,
+            chosen=chosen,
+            quick=self.options.quick,
+        )
 
     def answer(
         self,

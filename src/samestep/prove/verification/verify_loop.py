@@ -98,39 +98,32 @@ class _Loop:
             alone += free
         else:  # all that differs by itself was free already
             starts.traces |= {(0, training.name): starts.traces[0, MAIN] for training in free}
-        own = [] if inexact or quick else [_OWN]
-        starts.total = 1 + len(alone) + len(free) + len(several) + 2 * len(own)
+        has_own_precision = not (inexact or quick)
+        starts.total = 1 + len(alone) + len(free) + len(several) + 2 * has_own_precision
         for training in alone:
             self._run(one_process, training)
         for start in several:
             for training in [_MAIN, *(free if start.place == 1 else ())]:
                 self._run(start, training)
         chosen = exact
-        for training in own:
-            in_own = self._run(one_process, training)[0].results
+        if has_own_precision:
+            in_own = self._run(one_process, _OWN)[0].results
             chosen, results[NUDGED_IN_OWN] = in_own["precision"], in_own[OPTIMIZER_ROW]
-            for start in several[-1:] if chosen != exact else ():
-                self._run(start, training)
-        evidence = Evidence(
-            facts=RecipeFacts(
-                num_samples=starts.reports[0][0].num_samples,
-                size=results["size"],
-                evaluates="validation",
-                exact=exact,
-                inexact=inexact,
-                present=present,
-                results=results,
-            ),
-            starts=planned,
-            traces=starts.traces,  # to which the measurements below add theirs
-            reports=starts.reports,
-            ended=starts.ended,
-            chosen=chosen,
-            quick=quick,
+            if several and chosen != exact:
+                self._run(several[-1], _OWN)
+        facts = RecipeFacts(
+            num_samples=starts.reports[0][0].num_samples,
+            size=results["size"],
+            evaluates="validation",
+            exact=exact,
+            inexact=inexact,
+            present=present,
+            results=results,
         )
+        evidence = starts.evidence(facts, planned, chosen)
         self._measure_rounding(evidence, _MAIN, NUDGED_GRADIENT, results[OPTIMIZER_ROW])
-        for training in own:
-            self._measure_rounding(evidence, training, NUDGED_IN_OWN, results[NUDGED_IN_OWN])
+        if has_own_precision:
+            self._measure_rounding(evidence, _OWN, NUDGED_IN_OWN, results[NUDGED_IN_OWN])
         return evidence
 
     def _measure_rounding(

@@ -134,16 +134,7 @@ def gather(
             break
     if starts.facts is None:
         raise UserError(starts.ended.get(0, "The first process left nothing."))
-    return Evidence(
-        facts=starts.facts,
-        starts=planned,
-        with_death=with_death,
-        traces=starts.traces,
-        reports=starts.reports,
-        ended=starts.ended,
-        chosen=settings.precision,
-        quick=quick,
-    )
+    return starts.evidence(starts.facts, planned, settings.precision, with_death)
 
 
 def run_start(
