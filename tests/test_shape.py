@@ -62,16 +62,13 @@ LONG_FILES = {"core.session.own_run": "one class, whose public methods are docum
 SHORT_FILES = {
     "__main__": "`python -m samestep`",
     "dist": "the public module of the process group",
-    "base.autograd": "the trainer and the hooks share it",
     "base.counting": "a bar that readers of data share",
     "base.version": "the build reads it",
-    "shell.api.run_lists": "the public functions that need no torch",
     "core.recipes.small_convnet": "a network, as recipes.resnet is",
     "core.training.elastic_step": "only elastic trainings import it",
     "core.data.augment": "public functions for recipes",
     "core.data.recipe_splits": "recipes import it, without the sources",
     "scripts.checking.rank": "what `python -m` runs as a rank",
-    "launch.ranks.peak_rates": "data sheets, which the doctor and training share",
     "show.tracking.trackio": "a tracker is a file",
 }
 MOST_REPEATED_FILE_NAMES = 7

@@ -22,13 +22,13 @@ import samestep.scripts.checking.rules  # registers them
 from samestep.base.errors import AlreadyTold
 from samestep.base.run import records
 from samestep.base.settings import MERGED, Settings, field_docs, flag_name, free_names
+from samestep.base.words import as_typed
 from samestep.core.recipes import RECIPES
 from samestep.core.session.own_data import OwnBatch
 from samestep.scripts.checking.findings import RULES
 from samestep.shell.api import arguments
 from samestep.shell.cli import OWN, main
-from samestep.shell.commands.forms import form_of
-from samestep.shell.commands.help import GROUPS, flags_of, shown_value
+from samestep.shell.commands.forms import GROUPS, flags_of, form_of
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 MARKER = "<!-- What follows is written by tools/reference.py. -->\n"
@@ -71,7 +71,7 @@ def default_of(field: Field[Any]) -> str:
     value = field.default if field.default_factory is MISSING else None
     if value is MISSING or isinstance(value, bool):
         return {MISSING: "needed", True: "on", False: ""}[value]
-    return "" if value in (None, "", (), []) else f"`{shown_value(value)}`"
+    return "" if value in (None, "", (), []) else f"`{as_typed(getattr(value, '__name__', value))}`"
 
 
 def flag_rows(form: type) -> Iterator[tuple[str, str, str]]:
@@ -79,7 +79,7 @@ def flag_rows(form: type) -> Iterator[tuple[str, str, str]]:
     for flag in flags_of(form):
         name = f"`--{flag_name(flag.name)}`"
         typed = [name, *(f"`{word}`" for word in flag.takes.split("|") if word)]
-        if flag.positional:
+        if flag.mark.positional:
             typed = [f"`{flag.takes}`"]
         elif flag.default is True:
             typed.append(f"`--no-{flag_name(flag.name)}`")

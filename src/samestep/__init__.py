@@ -44,9 +44,8 @@ if TYPE_CHECKING:
     from samestep.shell.api.jobs import SubmittedJob, submit
     from samestep.shell.api.on_ranks import check, train, verify
     from samestep.shell.api.own_loops import open_run
-    from samestep.shell.api.run_lists import compare, runs
+    from samestep.shell.api.run_functions import compare, evaluate, export, load, predict, runs
     from samestep.shell.api.sweeps import sweep
-    from samestep.shell.api.trained_models import evaluate, export, load, predict
     from samestep.shell.api.trained_run import TrainedRun
 
 __all__ = [
@@ -88,8 +87,7 @@ _HOMES = {
         "shell.api.jobs": "SubmittedJob submit",
         "shell.api.on_ranks": "check train verify",
         "shell.api.sweeps": "sweep",
-        "shell.api.run_lists": "compare runs",
-        "shell.api.trained_models": "evaluate export load predict",
+        "shell.api.run_functions": "compare evaluate export load predict runs",
         "shell.api.trained_run": "TrainedRun",
         "scripts.checking.check_report": "CheckReport",
         "core.data.keyed_random": "normal uniform",

@@ -12,8 +12,7 @@ from torch import nn
 
 import samestep
 from samestep import Recipe, UserError
-from samestep.shell.api.call import Call
-from samestep.shell.api.sending import receive, send
+from samestep.shell.api.call import Call, receive, send
 from tests.api.recipes import made
 from tests.command_line import typed
 from tests.examples.programs import forked

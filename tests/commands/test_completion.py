@@ -17,8 +17,7 @@ from samestep.core.recipes.cricket.recipe import CricketOptions
 from samestep.shell.api.arguments import CheckpointName, RunPath
 from samestep.shell.cli import OWN, VERBS
 from samestep.shell.commands.completion import SCRIPTS, completion_words
-from samestep.shell.commands.forms import Form, form_of, verb
-from samestep.shell.commands.help import help_text
+from samestep.shell.commands.forms import Form, form_of, help_text, verb
 from samestep.shell.commands.target import parse_target
 from tests.command_line import call, typed
 from tests.processes import free_port, launch_environment

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from samestep.base.machine import link_gb_s, peak_flops_per_s
 from samestep.cluster.doctor import gpu_health
 from samestep.cluster.doctor import node as checks
 from samestep.cluster.doctor import run_directory as folders
 from samestep.cluster.doctor.findings import run_checks, worst
 from samestep.cluster.doctor.rank_facts import GpuHealth, call_within, still_waiting, value_within
 from samestep.cluster.doctor.run_directory import read_folder
-from samestep.launch.ranks.peak_rates import link_gb_s, peak_flops_per_s
 from tests.doctor.situations import FOLDER, GIB, H100, MACHINE, gpus, says
 
 WITH_GPUS = replace(

@@ -8,9 +8,13 @@ import pytest
 from samestep.base.errors import UserError
 from samestep.base.run.code_copy import copy_code, find_code
 from samestep.show.reporting import curves
-from samestep.show.reporting.code_changes import CodeChange, code_changes
 from samestep.show.reporting.collect import collect
-from samestep.show.reporting.comparison import compare_losses, compare_runs
+from samestep.show.reporting.comparison import (
+    CodeChange,
+    code_changes,
+    compare_losses,
+    compare_runs,
+)
 from samestep.show.reporting.comparison_text import as_table, lines
 from samestep.show.reporting.page import render
 from samestep.show.reporting.run_data import read_run
@@ -80,17 +84,16 @@ def test_runs_that_cannot_be_compared_are_not_and_no_reason_is_made_up(tmp_path)
     assert "samestep verify" not in text
     one, other = write_run(tmp_path / "small"), write_run(tmp_path / "large", global_batch=20)
     found = compare_runs([one, other])
-    assert found.alike[0].verdict == "unknown"
-    assert found.alike[0].why.startswith("20 samples per step against 10,")
+    assert found.same_training[0].verdict == "unknown"
+    assert found.same_training[0].why.startswith("20 samples per step against 10,")
     assert "(global batches of 10, 20 samples)" in found.notes[0]
 
 
 @pytest.mark.parametrize(
     ("more", "decides"),
     [
-        ({"schedule": "constant"}, {"epochs": False, "cache": False}),
-        ({"schedule": "cosine"}, {"epochs": True, "cache": False}),
-        ({"free_options": []}, {"epochs": False, "cache": True}),
+        ({"schedule": "constant"}, {"epochs": False, "cache": True}),
+        ({"schedule": "cosine"}, {"epochs": True, "cache": True}),
         ({"own_schedule": True, "free_options": ["cache"]}, {"epochs": True, "cache": False}),
     ],
 )
@@ -194,8 +197,8 @@ def test_what_is_not_recorded_is_told_and_the_rest_compared(tmp_path):
     text = (cut / "events.jsonl").read_text()
     (cut / "events.jsonl").write_text(text[: int(len(text) * 0.6)])
     found = compare_runs([whole, cut])
-    assert found.alike[0].verdict == "equal"
-    assert 0 < found.alike[0].steps < 18
+    assert found.same_training[0].verdict == "equal"
+    assert 0 < found.same_training[0].steps < 18
     shown = "\n".join(lines(found))
     files = [problem.split()[0] for problem in found.runs[1].problems]
     assert files[1:] == ["settings.toml", "environment.json"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from samestep.base.errors import UserError
-from samestep.base.run import host_copy, index, loading
+from samestep.base.run import checkpoints, host_copy, index
 from samestep.base.run.checkpoints import FORMAT, save
 from samestep.base.run.host_copy import HostCopies, on_host
 from samestep.base.run.index import Entry
@@ -40,14 +40,14 @@ ON_LINUX = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="ther
 
 @ON_LINUX
 def test_weights_lie_in_the_mapped_file_until_the_content_ends_and_all_else_is_copied(tmp_path):
-    content = loading.load(tmp_path, written(tmp_path))
+    content = checkpoints.load(tmp_path, written(tmp_path))
     assert mappings(tmp_path)
     weight = torch.arange(50_000.0)
     assert torch.equal(content["model"]["w"], weight)
     assert content["model"]["w"].data_ptr() == content["model"]["tied"].data_ptr()
     kept = content["rng"]
-    own = loading.own_memory(content["optimizer"])
-    assert loading.without_tensors(content).keys() == {"format", "rng", *SMALL}
+    own = checkpoints.own_memory(content["optimizer"])
+    assert checkpoints.without_tensors(content).keys() == {"format", "rng", *SMALL}
     del content
     assert not mappings(tmp_path)
     (tmp_path / "a.pt").write_bytes(b"")  # what still lay there would be a SIGBUS
@@ -57,10 +57,10 @@ def test_weights_lie_in_the_mapped_file_until_the_content_ends_and_all_else_is_c
 
 def test_what_is_written_to_a_loaded_tensor_stays_there_and_one_tensor_stays_one(tmp_path):
     entry = written(tmp_path)
-    loading.load(tmp_path, entry)["model"]["w"].zero_()
+    checkpoints.load(tmp_path, entry)["model"]["w"].zero_()
     index.verify(tmp_path, entry)
     one = nn.Parameter(torch.ones(2))
-    copied = loading.own_memory({"a": one, "b": [one]})
+    copied = checkpoints.own_memory({"a": one, "b": [one]})
     assert copied["a"] is copied["b"][0]
     assert copied["a"].data_ptr() != one.data_ptr()
     assert copied["a"].requires_grad
@@ -85,7 +85,7 @@ def test_a_file_in_the_old_format_of_torch_is_loaded_without_a_mapping(tmp_path)
     content |= SMALL
     torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
     entry = Entry(path="a.pt", step=1, epoch=1, sha256="")
-    found = loading.load(tmp_path, entry, verified=True)
+    found = checkpoints.load(tmp_path, entry, verified=True)
     assert torch.equal(found["model"]["w"], torch.ones(3))
 
 
@@ -153,13 +153,13 @@ def test_a_resumed_loop_of_ones_own_has_no_mapping_left(tmp_path):
 def test_a_damaged_file_is_named_with_both_hashes_unless_it_is_verified_already(tmp_path):
     entry, other = written(tmp_path), Entry(path="a.pt", step=1, epoch=1, sha256="0" * 64)
     with pytest.raises(UserError) as caught:
-        loading.load(tmp_path, other)
+        checkpoints.load(tmp_path, other)
     assert entry.sha256[:12] in str(caught.value)
     assert other.sha256[:12] in str(caught.value)
-    assert loading.load(tmp_path, other, verified=True)["format"] == FORMAT
+    assert checkpoints.load(tmp_path, other, verified=True)["format"] == FORMAT
     (tmp_path / "a.pt").unlink()
     with pytest.raises(UserError, match="cannot be read"):
-        loading.load(tmp_path, entry, verified=True)
+        checkpoints.load(tmp_path, entry, verified=True)
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ def test_writing_the_summary_takes_a_fixed_share_of_the_time(tmp_path, monkeypat
         written_at.append(now)
         now += cost_s
 
-    monkeypatch.setattr(summary, "write_atomically", write)
+    monkeypatch.setattr(summary, "write_text", write)
     monkeypatch.setattr(summary, "time", SimpleNamespace(perf_counter=lambda: now))
     run = lived(tmp_path / "run", 1)
     with closing(Run(run)) as opened:

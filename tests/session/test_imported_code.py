@@ -9,9 +9,9 @@ import pytest
 
 import samestep
 from samestep import UserError
-from samestep.base.run import own_modules
+from samestep.base.run import user_modules
 from samestep.base.run.code_copy import copy_code, find_code
-from samestep.base.run.own_modules import kept_modules
+from samestep.base.run.user_modules import kept_modules
 from samestep.cluster.slurm.options import JobOptions, keep_options
 from samestep.core.recipe import find_recipe
 from samestep.core.session.recipe_changes import (
@@ -249,7 +249,7 @@ def test_only_imported_files_are_kept_and_a_run_without_goes_on(trained, here):
 
 
 def test_of_too_many_files_the_nearest_are_kept_and_compared(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_modules, "MOST_FILES", 3)
+    monkeypatch.setattr(user_modules, "MOST_FILES", 3)
     run, file = tmp_path / "run", write(tmp_path, f"from train import Net\n{GIVES}", FILES)
     keep(run, file)
     assert [*kept_modules(run).files] == ["train", "mylib", "mylib.parts"]

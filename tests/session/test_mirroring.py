@@ -14,7 +14,7 @@ from samestep.base.run import index as indexes
 from samestep.base.run.index import Entry, Index, Retention, read_index, verify
 from samestep.base.run.store import INDEX, Store
 from samestep.base.settings import Settings
-from samestep.shell.api.sending import ScreenFile
+from samestep.shell.api.call import ScreenFile
 from samestep.show import mirroring
 from tests import command_line
 from tests.command_line import read_json, train_here

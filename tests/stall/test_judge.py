@@ -16,8 +16,14 @@ from samestep.launch.ranks import world
 from samestep.launch.stall import pulse as pulses
 from samestep.launch.stall.collectives import watch_collectives
 from samestep.launch.stall.judge import find_stall, judge, mismatch, patience
-from samestep.launch.stall.stacks import RankStand, StackFrame, Stand, _stack_of, look
-from samestep.launch.stall.told import TEXT, Told, read_told, tell, verdict_on
+from samestep.launch.stall.stacks import RankStand, StackFrame, Stand, _stack_of, inspect_ranks
+from samestep.launch.stall.stall_report import (
+    TEXT,
+    StandReport,
+    read_reports,
+    verdict_on,
+    write_report,
+)
 from tests.processes import TIMEOUT_S, run_ranks, start_ranks
 from tests.stall import stuck
 
@@ -224,17 +230,17 @@ def test_without_a_line_of_the_user_s_the_place_is_samestep_s_but_not_of_the_wat
 
 
 def told(stand, host="node1", still_s=15.0):
-    return Told(stand=stand, host=host, at=stand.pulse.moved + still_s)
+    return StandReport(stand=stand, host=host, at=stand.pulse.moved + still_s)
 
 
 def test_what_a_rank_tells_is_read_by_another_node_as_it_was(tmp_path, at):
     stand = seen(1, at("all_reduce"), call("barrier", 3), inside("all_reduce", 4), steps=7)
     (tmp_path / pulses.STACKS.format(rank=1)).write_text("Thread 0x1\n")
-    tell(stand, tmp_path, tmp_path)
-    (read,) = read_told(tmp_path, 0.0)
+    write_report(stand, tmp_path, tmp_path)
+    (read,) = read_reports(tmp_path, 0.0)
     assert (read.stand.frames, read.stand.doing) == (stand.frames, stand.doing)
     assert [v[:5] for v in read.stand.pulse.calls] == [v[:5] for v in stand.pulse.calls]
-    assert read_told(tmp_path, read.at + 1) == [], "of an earlier start"
+    assert read_reports(tmp_path, read.at + 1) == [], "of an earlier start"
     assert at("all_reduce") in (tmp_path / TEXT.format(rank=1)).read_text()
     assert judge([read.stand]).places == judge([stand]).places
 
@@ -402,7 +408,7 @@ def test_a_stall_is_named_by_rank_and_line(tmp_path, how, cause, culprits, place
     with two_ranks(folder, how) as seen_by_now:
         of_ranks = next(found for found in seen_by_now if find_stall(found, STALL_S))
         begin, still = time.monotonic(), find_stall(of_ranks, STALL_S)
-        verdict = judge(look(folder, of_ranks))
+        verdict = judge(inspect_ranks(folder, of_ranks))
         assert still - STALL_S + time.monotonic() - begin < 60
         assert verdict.cause == cause, verdict
         assert list(verdict.culprits) == culprits, verdict
@@ -419,7 +425,7 @@ def test_each_functional_collective_names_the_rank_that_does_not_come(tmp_path):
         for found in seen_by_now:
             waits, late = found[0].now, found[1].doing
             if late not in ("", *met) and waits and waits.kind == late == found[0].doing:
-                verdict = judge(look(folder, found))
+                verdict = judge(inspect_ranks(folder, found))
                 assert (verdict.culprits, verdict.cause) == ((1,), "absent"), verdict
                 assert late in verdict.does[0]
                 assert verdict.places[1] == stuck.line_of("late_for_each"), verdict

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from samestep.base.errors import UserError
 from samestep.base.run.pictures import png
 from samestep.base.run.records import read_records
+from samestep.base.words import flatten
 from samestep.show.tracking import follower, processes
 from samestep.show.tracking.processes import Deliveries, Delivery, deliveries_path, read_deliveries
-from samestep.show.tracking.record_stream import RecordStream, flatten, scalars
+from samestep.show.tracking.record_stream import RecordStream, scalars
 from tests.command_line import typed
 
 

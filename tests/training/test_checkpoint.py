@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from samestep import UserError
-from samestep.base.run import checkpoints, loading
+from samestep.base.run import checkpoints
 from samestep.base.run.index import Entry
 from samestep.base.run.index import read_index as read_written
 from samestep.core.training import stopping
@@ -174,7 +174,7 @@ def test_code_in_a_checkpoints_place_is_never_run(uninterrupted, run, tmp_path, 
 
 
 def load(path: Path) -> None:
-    loading.load(path.parent, Entry(path=path.name, step=1, epoch=0, sha256=tiny.sha256(path)))
+    checkpoints.load(path.parent, Entry(path=path.name, step=1, epoch=0, sha256=tiny.sha256(path)))
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 no zip", b"\x80\x02."])
@@ -215,7 +215,7 @@ def test_a_whole_file_that_lacks_a_part_counts_as_damaged(run):
         change(path, lambda c, i=inside, n=last: (c[i[0]] if i else c).pop(n))
         entry = Entry(path=path.name, step=steps[path.name], epoch=0, sha256=tiny.sha256(path))
         with pytest.raises(UserError, match=rf"{path.name} .*{part.replace('/', '.')}"):
-            loading.load(path.parent, entry)
+            checkpoints.load(path.parent, entry)
     tiny.resumed(run, "--max-steps", "31")
     assert str(path) in attempt(run)["problems"][0]
     assert attempt(run)["step"] == 28

@@ -64,7 +64,6 @@ def conflict_in(settings: Any) -> Conflict | None:
             "--cudnn-benchmark does not go with --deterministic: it may choose other kernels each "
             "time.",
             ("cudnn_benchmark", "deterministic"),
-            "Leave one of them out.",
         )
     if settings.momentum and settings.optimizer != "sgd":
         return Conflict(
@@ -124,8 +123,10 @@ def _conflict(settings: Any, table: _Allowed, other: str, chosen: str) -> Confli
         value = getattr(settings, name)
         if value in allowed:
             continue
-        given = f"--{'no-' * (value is False)}{name.replace('_', '-')}"
-        given += f" {value}" if not isinstance(value, bool) else ""
+        flag = name.replace("_", "-")
+        given = f"--no-{flag}" if value is False else f"--{flag}"
+        if not isinstance(value, bool):
+            given += f" {value}"
         with_what = f"--{other.replace('_', '-')} {chosen}".strip()
         return Conflict(f"{given} does not go with {with_what}: {why}.", (name, other))
     return None

@@ -13,19 +13,19 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-_TOLD_FROM = 5000
+_LINE_FROM = 5000
 
 
 @contextmanager
 def counting(what: str, total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
-    """Show a bar on standard error while something is counted; off a terminal, one line of much.
+    """Show a bar on standard error; without a terminal, one line if there is much to count.
 
-    Yields what is to be called, from any thread, with each number that is done of this rank's
-    `total`. Only one rank is `shown`.
+    Yields a function to call, from any thread, with how many more of this rank's `total` are done.
+    Only one rank is `shown`.
     """
     console = Console(stderr=True, highlight=False)
     if not shown or not console.is_terminal:
-        if shown and total >= _TOLD_FROM:
+        if shown and total >= _LINE_FROM:
             console.print(f"{what}: {total:,} on this rank", soft_wrap=True)
         yield lambda _: None
         return

@@ -207,11 +207,11 @@ def blame(what: str, error: Exception, *makers: object, remedy: str = "") -> NoR
     if lost or isinstance(error, UserError):
         raise error
     place = raised_at(error) or defined_at(*makers)
-    if told := device_error(error, f"{what}: ", place):
+    if known := device_error(error, f"{what}: ", place):
         import traceback  # noqa: PLC0415 - only after a mistake
 
         traceback.clear_frames(error.__traceback__)  # they hold tensors
-        raise told from error
+        raise known from error
     remedy = known_remedy(error) or remedy
     raise UserError(f"{what}: {said(error)}{place}", remedy=remedy) from error
 
@@ -275,9 +275,9 @@ def device_error(error: BaseException, what: str = "", place: str = "") -> UserE
     refused = is_not_deterministic(error)
     text += f"{_in_module(error) if refused else ''}{raised_at(error) or place}."
     if type(error).__name__ == "OutOfMemoryError" or _NO_MEMORY.search(text):
-        told = UserError(f"{what}{text}", remedy=_LESS_MEMORY)
+        user_error = UserError(f"{what}{text}", remedy=_LESS_MEMORY)
     elif refused:
-        told = UserError(
+        user_error = UserError(
             f"--deterministic: {what}{text}",
             remedy="Use another operation there, or leave the setting out; --virtual-ranks needs "
             "it, too.",
@@ -285,19 +285,19 @@ def device_error(error: BaseException, what: str = "", place: str = "") -> UserE
         )
     else:
         return None
-    told.__cause__ = error
-    return told
+    user_error.__cause__ = error
+    return user_error
 
 
 def file_error(error: BaseException) -> UserError | None:
     """Return a `UserError` for a file that samestep, not the user's code, could not open."""
     if not isinstance(error, OSError) or error.filename is None or raised_at(error):
         return None
-    told = UserError(
+    user_error = UserError(
         f"{error.filename}: {error.strerror}.", remedy="Correct the path, or check the permissions."
     )
-    told.__cause__ = error
-    return told
+    user_error.__cause__ = error
+    return user_error
 
 
 def _in_module(error: BaseException) -> str:

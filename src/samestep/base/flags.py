@@ -9,7 +9,7 @@ import types
 import typing
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import PurePath
 from typing import Annotated, Any, get_args, get_origin
 
@@ -17,6 +17,7 @@ import msgspec
 
 from samestep.base.errors import UserError, did_you_mean, in_words
 from samestep.base.settings import flag_name
+from samestep.base.words import as_typed
 
 _UNDERSCORES = re.compile(r"^--[\w-]+")
 
@@ -42,46 +43,77 @@ class InShell:
 
 
 @dataclass(frozen=True)
-class FormField:
-    """A field of a form, as a command line takes it."""
+class Flag:
+    """A flag of a verb, or one of its arguments."""
 
-    field: Field[Any]
-    kind: Any
-    """Its type."""
-    mark: InShell
-
-    @property
-    def name(self) -> str:
-        """Its name among flags, without hyphens before it."""
-        return flag_name(self.field.name)
+    name: str
+    """As Python has it."""
+    text: str = ""
+    kind: Any = bool
+    """Its type; None may be added."""
+    takes: str = ""
+    """As it is shown; empty for a switch."""
+    default: object = None
+    mark: InShell = field(default_factory=InShell)
+    common: bool = True
+    """Of a setting, whether the short help has it."""
 
     @property
     def needed(self) -> bool:
         """Whether it has no default."""
-        return self.field.default is MISSING and self.field.default_factory is MISSING
+        return self.default is MISSING
 
     @property
     def takes_several(self) -> bool:
         """Whether it is a tuple or list of values."""
         return get_origin(without_none(self.kind)) in (tuple, list)
 
+    @property
+    def typed(self) -> str:
+        """What is typed."""
+        names = [", ".join([*self.mark.short, f"--{flag_name(self.name)}"])]
+        return " ".join([*([] if self.mark.positional else names), self.takes]).strip()
 
-def form_fields(form: type) -> Iterator[FormField]:
-    """Yield the fields of a form in their order."""
+    @property
+    def shown_default(self) -> str:
+        """The default as it can be typed; empty for none, an empty value and False."""
+        unsaid = self.default in (None, (), "", MISSING) or isinstance(self.default, bool)
+        return "" if unsaid else as_typed(self.default)
+
+    def in_short(self) -> "Flag":
+        """Return the flag with only the first part of its text."""
+        return replace(self, text=re.split(r"[;:.] ", self.text)[0].rstrip(".") + ".")
+
+
+def flags_in(form: type) -> Iterator[Flag]:
+    """Yield a flag for each field of a form, a dataclass; `forms.flags_of` adds its docstrings."""
     hints = typing.get_type_hints(form, include_extras=True)
-    for field in fields(form):
-        kind, extras = hints[field.name], list[Any]()
-        if get_origin(kind) is Annotated:
-            kind, *extras = get_args(kind)
-        marks = (extra for extra in extras if isinstance(extra, InShell))
-        yield FormField(field, kind, next(marks, InShell()))
+    for one in fields(form):
+        kind, mark = unmarked(hints[one.name])
+        yield Flag(
+            one.name,
+            one.metadata.get("text", ""),
+            kind,
+            mark.takes,
+            one.default if one.default_factory is MISSING else (),
+            mark,
+            common=bool(one.metadata.get("common")),
+        )
+
+
+def unmarked(kind: Any) -> tuple[Any, InShell]:
+    """Return an annotated type without its annotations, and what it is in the shell."""
+    extras: list[Any] = []
+    if get_origin(kind) is Annotated:
+        kind, *extras = get_args(kind)
+    return kind, next((extra for extra in extras if isinstance(extra, InShell)), InShell())
 
 
 def without_none(kind: Any) -> Any:
     """Return a type without None, if one other is left."""
     if get_origin(kind) not in (types.UnionType, typing.Union):
         return kind
-    others = [one for one in get_args(kind) if one is not types.NoneType]
+    others = [part for part in get_args(kind) if part is not types.NoneType]
     return others[0] if len(others) == 1 else kind
 
 
@@ -130,52 +162,51 @@ def parse(
         UserError: a word has no meaning here, a value is none of its type, or one is missing.
     """
     parser = _Parser(prog=command, add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
-    homes: dict[str, tuple[FormField, dict[str, Any]]] = {}
-    found: list[dict[str, Any]] = [{} for _ in forms]
-    for form, values in zip(forms, found, strict=True):
-        for one in form_fields(form):
-            if one.field.name not in homes:
-                homes[one.field.name] = one, values
-                parser.add(one, needed=one.needed and one.field.name not in below)
+    homes: dict[str, tuple[Flag, dict[str, Any]]] = {}
+    parsed: list[dict[str, Any]] = [{} for _ in forms]
+    for form, values in zip(forms, parsed, strict=True):
+        for flag in flags_in(form):
+            if flag.name not in homes:
+                homes[flag.name] = flag, values
+                parser.add(flag, needed=flag.needed and flag.name not in below)
     # Both --batch-size and --batch_size are right.
     words = [_UNDERSCORES.sub(lambda name: name[0].replace("_", "-"), word) for word in words]
     given, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         parser.refuse(unknown[0], homes)
     for name, value in vars(given).items():
-        one, values = homes[name]
-        before = below.get(name, ()) if one.mark.repeats else ()
-        converted = parser.converted(one, value)
-        values[name] = (*before, *converted) if one.mark.repeats else converted
-    return found
+        flag, values = homes[name]
+        values[name] = parser.converted(flag, value)
+        if flag.mark.repeats:
+            values[name] = (*below.get(name, ()), *values[name])
+    return parsed
 
 
 class _Parser(ArgumentParser):
-    def add(self, one: FormField, *, needed: bool) -> None:
-        names = [*one.mark.short, f"--{one.name}"]
-        if one.mark.positional:
-            several = "*" if one.takes_several else None if needed else "?"
-            none = () if needed and one.takes_several else SUPPRESS
-            shown = one.mark.takes or None
-            self.add_argument(one.field.name, metavar=shown, nargs=several, default=none)
-        elif one.kind is bool:
-            action = "store_true" if one.mark.switch else BooleanOptionalAction
+    def add(self, flag: Flag, *, needed: bool) -> None:
+        names = [*flag.mark.short, f"--{flag_name(flag.name)}"]
+        if flag.mark.positional:
+            several = "*" if flag.takes_several else None if needed else "?"
+            none = () if needed and flag.takes_several else SUPPRESS
+            self.add_argument(flag.name, metavar=flag.takes or None, nargs=several, default=none)
+        elif flag.kind is bool:
+            action = "store_true" if flag.mark.switch else BooleanOptionalAction
             self.add_argument(*names, action=action, required=needed)
-        elif one.mark.repeats:
+        elif flag.mark.repeats:
             self.add_argument(*names, action="append", required=needed)
         else:
-            several = "*" if one.takes_several else None
+            several = "*" if flag.takes_several else None
             self.add_argument(*names, nargs=several, required=needed)
 
-    def converted(self, one: FormField, value: Any) -> Any:
+    def converted(self, flag: Flag, value: Any) -> Any:
         if isinstance(value, bool):
             return value
-        if value == "None" and types.NoneType in get_args(one.kind):
+        if value == "None" and types.NoneType in get_args(flag.kind):
             return None
-        shown = one.mark.takes if one.mark.positional else f"--{one.name}"
+        shown = flag.takes if flag.mark.positional else f"--{flag_name(flag.name)}"
         words = [value] if isinstance(value, str) else value
         try:
-            return of_type(value, one.kind, " ".join([shown, *words]), strict=False)
+            return of_type(value, flag.kind, " ".join([shown, *words]), strict=False)
         except UserError as error:
             self.error(error.what)
 

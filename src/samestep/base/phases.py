@@ -13,6 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import Variable
 
 from samestep.base.run.records import COMPUTE, PHASES, WHOLE
 
@@ -141,3 +143,17 @@ def make_phases(device: torch.device) -> Phases:
 def compute_of(phases: dict[str, float]) -> float:
     """Return the seconds that a rank computed itself, without waiting for data or other ranks."""
     return sum(phases.get(phase, 0.0) for phase in COMPUTE)
+
+
+def tell_end_of_autograd(loss: Tensor, tell: Callable[[], None]) -> None:
+    """Call `tell` within loss.backward(), once all gradients are computed and sent off.
+
+    The engine calls back in the order of requests: this one when backward begins, DDP's wait for
+    all-reduces with the last gradient.
+    """
+    engine = Variable._execution_engine  # noqa: SLF001 - PyTorch's own DDP has no other way
+
+    def ask(_gradient: Tensor) -> None:
+        engine.queue_callback(tell)
+
+    loss.register_hook(ask)  # type: ignore[no-untyped-call]

@@ -3,7 +3,6 @@
 `table` in `templates/parts.html.j2` is the renderer for HTML.
 """
 
-import math
 import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from samestep.base.errors import printable
-from samestep.base.words import NOT_FINITE, wrapped
+from samestep.base.words import wrapped
 
 _LEAST_NAME = 16
 _LEAST_FOLDED = 20
@@ -51,7 +50,7 @@ class Table:
     drop: Sequence[str] = ()
     """Columns left out, in this order, on a terminal that is too narrow."""
     shorten_after: int = sys.maxsize
-    """How many columns are dropped before the first column is shortened instead."""
+    """The number of columns that are dropped before the first column is shortened instead."""
 
 
 def text_lines(table: Table, width: int | None = None, *, colour: bool = False) -> Iterator[str]:
@@ -170,27 +169,6 @@ def escape(text: str) -> str:
     from rich.markup import escape as without_markup  # noqa: PLC0415 - tables need no rich
 
     return without_markup(printable(text, lines=True))
-
-
-def number(value: object) -> str:
-    """Return a number as a table shows it; NaN and infinity are "not finite"."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "–" if value is None else str(value)
-    if abs(value) > sys.float_info.max or math.isnan(value):
-        return NOT_FINITE
-    if isinstance(value, int) or (value.is_integer() and 10 <= abs(value) < 1e15):
-        return f"{int(value):,}"
-    if value and not 1e-4 <= abs(value) < 1e6:
-        return f"{value:.3g}"
-    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def percent(share: float) -> str:
-    """Return a share in per cent, with a digit more where it is small."""
-    if 0 < share < 0.0005:
-        return "< 0.1\N{NO-BREAK SPACE}%"
-    shown = f"{100 * share:.1f}" if 0 < share < 0.1 else f"{100 * share:.0f}"
-    return f"{shown}\N{NO-BREAK SPACE}%"
 
 
 def texts(found: object) -> list[str]:

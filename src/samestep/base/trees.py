@@ -7,7 +7,7 @@ else has `apply` and `to_dict`. Anything else is a leaf: it goes to a device if 
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -85,10 +85,10 @@ def num_rows(tree: Any) -> int | None:
 
 def describe(tree: Any) -> str:
     """Return shapes and types of the tensors of a tree, for a message."""
-    alike = groupby(map(_describe_leaf, tree_leaves(tree)))
-    counted = [(leaf, len(list(group))) for leaf, group in alike]
-    told = ", ".join(leaf if number == 1 else f"{number} × {leaf}" for leaf, number in counted)
-    return told or type(tree).__name__
+    groups = groupby(map(_describe_leaf, tree_leaves(tree)))
+    counted = [(leaf, len(list(group))) for leaf, group in groups]
+    leaves = ", ".join(leaf if number == 1 else f"{number} × {leaf}" for leaf, number in counted)
+    return leaves or type(tree).__name__
 
 
 def check_rows(tree: Any, rows: int) -> None:
@@ -127,3 +127,22 @@ def _describe_leaf(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
     return "None" if leaf is None else f"a {type(leaf).__name__}"
+
+
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that the backward of a loss gives a gradient to."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        nodes += [following for following, _ in node.next_functions]
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor that may be sharded."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part

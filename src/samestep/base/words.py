@@ -1,8 +1,10 @@
 """Words and lines of what is shown to people."""
 
 import math
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
@@ -56,12 +58,67 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def joined(parts: Iterable[object]) -> str:
+    """Return one part or more as a sentence has them: A; A and B; A, B and C."""
+    *most, last = map(str, parts)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 def ranks(sizes: Iterable[int]) -> str:
-    """Return numbers of ranks as a sentence has them, at least one: 1 rank; 1, 2 and 3 ranks."""
+    """Return one or more numbers of ranks as a sentence has them: 1 rank; 1, 2 and 3 ranks."""
     sizes = list(sizes)
-    *most, last = map(str, sizes)
-    text = f"{', '.join(most)} and {last}" if most else last
-    return f"{text} rank{'' if sizes == [1] else 's'}"
+    return f"{joined(sizes)} rank{'' if sizes == [1] else 's'}"
+
+
+def number(value: object) -> str:
+    """Return a number as a table shows it; NaN and infinity are "not finite"."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "–" if value is None else str(value)
+    if abs(value) > sys.float_info.max or math.isnan(value):
+        return NOT_FINITE
+    if isinstance(value, int) or (value.is_integer() and 10 <= abs(value) < 1e15):
+        return f"{int(value):,}"
+    if value and not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    """Return a share in per cent, with a digit more where it is small."""
+    if 0 < share < 0.0005:
+        return "< 0.1\N{NO-BREAK SPACE}%"
+    shown = f"{100 * share:.1f}" if 0 < share < 0.1 else f"{100 * share:.0f}"
+    return f"{shown}\N{NO-BREAK SPACE}%"
+
+
+def as_typed(value: object) -> str:
+    """Return the value of a setting as it can be typed: 0.001, true, 64 32."""
+    if isinstance(value, tuple | list):
+        return " ".join(map(as_typed, value))
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "", by: str = "/") -> dict[str, Any]:
+    """Return a table without nesting: {"a": {"b": 1}} becomes {"a/b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}{by}", by)
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def local_time(seconds: float) -> str:
+    """Return a time, in seconds since 1970, in the local time zone: 2026-11-29 13:45."""
+    return f"{datetime.fromtimestamp(seconds, UTC).astimezone():%Y-%m-%d %H:%M}"
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text without its end if it has more characters than that."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def wrapped(text: str, indent: str = "", width: int = 80) -> Iterator[str]:
@@ -136,43 +193,37 @@ def sparkline(values: Sequence[float], width: int = 12) -> str:
     means = [sum(value / unit for value in part) / len(part) for part in parts]
     finite = [mean for mean in means if math.isfinite(mean)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    return "".join(_height(mean, low, high) for mean in means)
-
-
-def _height(mean: float, low: float, high: float) -> str:
-    if not math.isfinite(mean):
-        return _BROKEN
-    top = len(_HEIGHTS) - 1
-    return _HEIGHTS[round((mean - low) / (high - low) * top) if high > low else 0]
+    scale = (len(_HEIGHTS) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        _HEIGHTS[round((mean - low) * scale)] if math.isfinite(mean) else _BROKEN for mean in means
+    )
 
 
 BOTH, FIRST, SECOND = "●", "○", "×"
 LABEL = 9
-"""Columns of the axis's numbers."""
+"""Columns of the axis labels."""
 
 
 def curve_lines(
     first: Sequence[float], second: Sequence[float], width: int, height: int
 ) -> list[str]:
-    """Return lines of characters: two curves of equally many points over the same axis.
+    """Draw two curves of equally many points with characters; return the lines.
 
-    The width is that of the numbers of the axis, too.
+    The width includes the labels of the axis.
     """
     columns = max(1, min(width - LABEL, len(first)))
     edges = [len(first) * column // columns for column in range(columns + 1)]
-    ours, theirs = (
+    curves = [
         [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)] for values in (first, second)
-    )
-    low, high = min(*ours, *theirs), max(*ours, *theirs)
-    span = (high - low) or 1.0
-    rows = [
-        [round((high - value) / span * (height - 1)) for value in means] for means in (ours, theirs)
     ]
+    low, high = min(map(min, curves)), max(map(max, curves))
+    span = (high - low) or 1.0
+    rows = [[round((high - mean) / span * (height - 1)) for mean in means] for means in curves]
     marks = {(True, True): BOTH, (True, False): FIRST, (False, True): SECOND}
     lines = []
     for row in range(height):
         places = zip(*rows, strict=True)
-        points = "".join(marks.get((one == row, other == row), " ") for one, other in places)
+        points = "".join(marks.get((ours == row, theirs == row), " ") for ours, theirs in places)
         value = high - span * row / max(1, height - 1)
         label = f"{value:.2g}" if row in (0, height - 1) else ""
         lines.append(f"{label:>{LABEL - 1}} {points}".rstrip())
@@ -195,7 +246,7 @@ def class_table(per_class: Mapping[str, float | None], confusion: list[list[int]
     lines = []
     for (name, accuracy), row in zip(per_class.items(), confusion, strict=True):
         shown = "no samples" if accuracy is None else f"{accuracy:.4f}"
-        counted = sorted(zip(row, names, strict=True), key=lambda one: -one[0])
+        counted = sorted(zip(row, names, strict=True), key=lambda pair: -pair[0])
         mistakes = [f"{other} {count:,}" for count, other in counted if count and other != name]
         taken = ", ".join(mistakes[:_MOST_MISTAKES])
         lines.append(f"{name:<{width}}  {shown}{f'  taken for {taken}' if taken else ''}")

@@ -33,7 +33,7 @@ from samestep.base.errors import (
 from samestep.base.file_kinds import cannot_have_recipe, opens_run, trains_by_trainer
 from samestep.base.nearby import nearby
 from samestep.base.plugins import Names
-from samestep.base.run.own_modules import imports_of
+from samestep.base.run.user_modules import imports_of
 from samestep.base.settings import ALSO_ACCEPTED, Settings, documented
 from samestep.core.recipe_checks import (
     check_batch_fields,

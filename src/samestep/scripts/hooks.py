@@ -22,9 +22,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, dataloader
 
-from samestep.base.autograd import leaves_of, own_part, tell_end_of_autograd
 from samestep.base.patches import patched
-from samestep.base.phases import Phases, make_phases
+from samestep.base.phases import Phases, make_phases, tell_end_of_autograd
+from samestep.base.trees import leaves_of, own_part
 from samestep.scripts.measuring.trace_digest import COLLATE
 
 """A range in which a script's loader collates samples in the training process."""

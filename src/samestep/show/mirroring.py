@@ -5,7 +5,6 @@ checkpoint's files come first, then the records, and last the index that names i
 """
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from samestep.base.errors import UserError
-from samestep.base.run.files import read_object, write_text
+from samestep.base.run.files import read_object, write_object
 from samestep.base.run.index import Entry, Index, Retention, index_text, read_index, shards_of
 from samestep.base.run.records import Record
 from samestep.base.run.store import FILES, INDEX, RECORDS, Store
@@ -198,8 +197,7 @@ class Mirror:
             missing += [f"checkpoints/{entry.path}" for entry in self._lacking(index)]
             lacks = {"address": self._address, "why": self._why, "missing": missing}
             if result := read_object(self._run / "result.json"):
-                text = json.dumps(result | {"mirror": lacks}, indent=2)
-                write_text(self._run / "result.json", text + "\n")
+                write_object(self._run / "result.json", result | {"mirror": lacks})
 
     def _complain(self) -> None:
         """Say once why the store does not have the run."""

@@ -4,8 +4,6 @@ Data is not copied: large files and what git ignores become links to where they 
 """
 
 import fnmatch
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -18,7 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from samestep.base.errors import UserError, listed
-from samestep.base.run.files import cannot_write, read_object, write_text
+from samestep.base.run.files import cannot_write, read_object, sha256_of, write_object, write_text
+from samestep.base.words import count, size
 
 CODE = "code"
 """The copy, in a run's directory."""
@@ -49,7 +48,7 @@ _SECRETS = (
 )
 """Names of files that may hold a secret, as `.gitignore` would name them; code does not."""
 _OF_BEFORE = re.compile(r"(\.(bak|backup|old|orig|save|swp)|~)+$")
-"""What ends the name of a file's older copy."""
+"""Endings of backup copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +71,9 @@ class Code:
     @property
     def text(self) -> str:
         """Say in a line what is copied and what is not."""
-        files = f"{len(self.files):,} file{'s' * (len(self.files) != 1)}, {self.size / MB:.1f} MB"
+        files = f"{count(len(self.files), 'file')}, {size(self.size)}"
         if self.commit:
-            files += f", commit {self.commit[:10]}{' and changes' * bool(self.diff)}"
+            files += f", commit {self.commit[:10]}{' and changes' if self.diff else ''}"
         left = [f"{name} ({why})" for name, why in self.linked.items()]
         return files + (f"; linked, not copied: {listed(left, 5)}" if left else "")
 
@@ -100,10 +99,10 @@ def find_code(file: Path) -> Code:
         if path.is_symlink():
             chosen.append(name)
         elif path.is_file():
-            size = path.stat().st_size
-            if name == relative or not (why := _why_left_out(path, size, known=name in kept)):
+            num_bytes = path.stat().st_size
+            if name == relative or not (why := _why_left_out(path, num_bytes, known=name in kept)):
                 chosen.append(name)
-                sizes[name] = size
+                sizes[name] = num_bytes
             else:
                 linked[name] = why
     _check_size(root, chosen, sizes)
@@ -173,7 +172,8 @@ def _run_above(root: Path, name: str, known: dict[str, str]) -> str:
     if not above:
         return ""
     if above not in known:
-        known[above] = _run_above(root, above, known) or (above + "/") * _is_run(root / above)
+        here = f"{above}/" if _is_run(root / above) else ""
+        known[above] = _run_above(root, above, known) or here
     return known[above]
 
 
@@ -217,18 +217,14 @@ def _in_folder(root: Path) -> tuple[list[str], dict[str, str]]:
     return names, linked
 
 
-def _why_left_out(path: Path, size: int, *, known: bool) -> str:
-    if size > MOST_OF_A_FILE:
-        return f"{size / MB:.1f} MB"
-    if not known and _may_be_secret(path.name):
+def _why_left_out(path: Path, num_bytes: int, *, known: bool) -> str:
+    if num_bytes > MOST_OF_A_FILE:
+        return size(num_bytes)
+    plain = _OF_BEFORE.sub("", path.name.lower())
+    is_code = plain.endswith((".py", ".ipynb", ".sh"))
+    if not (known or is_code) and any(fnmatch.fnmatchcase(plain, name) for name in _SECRETS):
         return "may be a secret"
     return "" if os.access(path, os.R_OK) else "cannot be read"
-
-
-def _may_be_secret(name: str) -> bool:
-    plain = _OF_BEFORE.sub("", name.lower())
-    is_code = plain.endswith((".py", ".ipynb", ".sh"))
-    return not is_code and any(fnmatch.fnmatchcase(plain, one) for one in _SECRETS)
 
 
 def _folders_of(names: Iterable[str]) -> set[str]:
@@ -254,16 +250,16 @@ def _check_size(root: Path, names: list[str], sizes: Counter[str]) -> None:
     )
     if len(names) > MOST_FILES:
         folders = Counter(name.rpartition("/")[0] or "." for name in names)
-        most = [f"{name}/ ({count:,})" for name, count in folders.most_common(3)]
+        most = [f"{name}/ ({number:,})" for name, number in folders.most_common(3)]
         raise UserError(
             f"The code in {root} is too much to copy: more than {MOST_FILES:,} files, most of them "
             f"in {listed(most, 3)}. {remedy}"
         )
     if (total := sizes.total()) > MOST:
-        most = [f"{name} ({size / MB:.1f} MB)" for name, size in sizes.most_common(3)]
+        most = [f"{name} ({size(num_bytes)})" for name, num_bytes in sizes.most_common(3)]
         raise UserError(
-            f"The code in {root} is too much to copy: {total / MB:.0f} MB, and the limit is "
-            f"{MOST // MB} MB. The largest files: {listed(most, 3)}. {remedy}"
+            f"The code in {root} is too much to copy: {size(total)}, and the limit is "
+            f"{size(MOST)}. The largest files: {listed(most, 3)}. {remedy}"
         )
 
 
@@ -294,7 +290,10 @@ def copy_code(code: Code, run: Path, folders: tuple[str, ...] = ()) -> None:
             place, original = temporary / name, code.root / name
             place.parent.mkdir(parents=True, exist_ok=True)
             if original.is_symlink() and name != code.file:
-                place.symlink_to(_link(original, code.root))
+                # Into the copy, or out of the root to where it led.
+                leads = Path(os.path.normpath(original.parent / original.readlink()))
+                inside = leads.is_relative_to(code.root)
+                place.symlink_to(os.path.relpath(leads, original.parent) if inside else leads)
             else:
                 shutil.copy2(original, place)
         for name in code.linked:
@@ -317,14 +316,7 @@ def copy_code(code: Code, run: Path, folders: tuple[str, ...] = ()) -> None:
     }
     if code.diff:
         write_text(run / DIFF, code.diff.encode(errors="replace").decode())
-    write_text(run / FACTS, json.dumps(table, indent=2) + "\n")
-
-
-def _link(original: Path, root: Path) -> Path:
-    """Return where a copied link leads: into the copy, or out of the root to where it led."""
-    leads = Path(os.path.normpath(original.parent / original.readlink()))
-    inside = leads.is_relative_to(root)
-    return Path(os.path.relpath(leads, original.parent)) if inside else leads
+    write_object(run / FACTS, table)
 
 
 def remove_code(run: Path) -> None:
@@ -367,6 +359,6 @@ def _hashes(run: Path) -> list[tuple[str, str]]:
 
 def _sha256(path: Path) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return sha256_of(path)
     except OSError:
         return ""

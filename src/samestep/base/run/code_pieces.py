@@ -18,16 +18,16 @@ _SHOWN = 40
 _IMPORT = "import of "
 _MAIN = "`if __name__ == '__main__':`"
 _EVERYTHING = frozenset({"globals", "eval", "exec"})
-"""Who calls these may use any name of its module."""
+"""A function that calls one of these may use any name of its module."""
 
 
-def nothing_own(_name: str) -> None:
+def no_user_module(_name: str) -> None:
     """Find no module that is the user's own."""
 
 
 def file_pieces(file: Path) -> Pieces:
     """Return what a script defines, its main block included, without what it imports."""
-    return reached_pieces(file, nothing_own, main_block=True)
+    return reached_pieces(file, no_user_module, main_block=True)
 
 
 def reached_pieces(
@@ -150,7 +150,7 @@ class _Reach:
         return True
 
     def _registers(self, module: str, decorator: Parts) -> bool:
-        """Whether a decorator may put what it decorates where others find it."""
+        """Whether a decorator may register what it decorates."""
         source = self.sources[module]
         if decorator[0] in source.places:
             return True
@@ -159,7 +159,7 @@ class _Reach:
         return bool(self._place(target)[0]) or "register" in called or "registry" in called
 
     def _take_subclasses(self) -> bool:
-        """Take classes whose base learns of them; return whether there were more."""
+        """Let subclasses of a class that registers them count; return whether any were new."""
         classes = [
             (module, place, one)
             for module in [*self.taken]
@@ -179,7 +179,7 @@ class _Reach:
             self._take(module, place)
 
     def _take(self, module: str, place: int) -> None:
-        """Let a statement count."""
+        """Let a statement of a module count, and follow what it uses."""
         source = self.sources[module]
         is_new = place not in self.taken[module]
         runs = (self.main_block and not module) or not _is_main(source.statements[place])

@@ -28,7 +28,7 @@ _MAY_IMPORT = re.compile(
 )
 """Import statements in a text, wherever they stand, and calls that import."""
 _SAYS = frozenset({"print", "warnings", "logging"})
-"""What is called of these changes no training."""
+"""Calls of these change no training."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.Lambda)
 
@@ -61,7 +61,7 @@ class Statement:
     decorators: frozenset[Parts] = frozenset()
     bases: frozenset[str] = frozenset()
     hooks: bool = False
-    """Whether it is a class that learns of its subclasses."""
+    """Whether it is a class that acts on its subclasses: `__init_subclass__`, or a metaclass."""
 
 
 @dataclass(frozen=True)

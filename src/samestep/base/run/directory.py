@@ -21,10 +21,17 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, listed
 from samestep.base.machine import usable_cores
 from samestep.base.nearby import nearby
-from samestep.base.run.files import Held, cannot_write, hold, open_regular, read_object, write_text
+from samestep.base.run.files import (
+    Held,
+    cannot_write,
+    hold,
+    open_regular,
+    read_object,
+    write_object,
+)
 from samestep.base.run.records import RUN_FORMAT, Record, check_format
 from samestep.base.run.summary import (
     SUMMARY,
@@ -111,8 +118,11 @@ def versions() -> dict[str, str]:
     """Return the versions that results depend on."""
     import torch  # noqa: PLC0415 - readers of a run need no torch
 
-    found = {"samestep": __version__, "python": platform.python_version()}
-    found["torch"] = torch.__version__
+    found = {
+        "samestep": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 
@@ -152,7 +162,7 @@ def check_free(path: Path) -> Path:
     if path.resolve() == Path(path.resolve().anchor) or (others and not ours):
         raise UserError(
             f"--run-dir {path} is not a run, and holds {len(others)} other files or folders: "
-            f"{', '.join(others[:3])}{', …' if len(others) > 3 else ''}. Name a new directory, "
+            f"{listed(others)}. Name a new directory, "
             "such as runs/first."
         )
     return path
@@ -229,13 +239,13 @@ class Run:
         is_new = _written_ns(path) != self._result_before
         if result.get("status") == "failed" and is_new and "stall" in read_object(path):
             return
-        write_text(path, json.dumps(plain(result), indent=2) + "\n")
+        write_object(path, plain(result))
         self._summary.end(result)
 
     def write_environment(self, facts: Mapping[str, Any]) -> None:
         """Write environment.json: versions, the machine, and the variables that are allowed."""
         table = {**describe_environment(os.environ), **facts}
-        write_text(self.path / "environment.json", json.dumps(table, indent=2) + "\n")
+        write_object(self.path / "environment.json", table)
 
     def close(self) -> None:
         """Close the files and let another process open the run."""

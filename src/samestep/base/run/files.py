@@ -9,7 +9,7 @@ import shutil
 import socket
 import stat
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -32,12 +32,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], _T], *, sync: bool 
             if sync:
                 os.fsync(file.fileno())
         temporary.replace(path)
-        if sync and os.name == "posix":
-            descriptor = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        if sync:
+            sync_folder(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):  # where nothing can be written, nothing is there
             temporary.unlink()
@@ -47,9 +43,24 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], _T], *, sync: bool 
     return result
 
 
-def write_text(path: Path, text: str) -> None:
+def sync_folder(folder: Path) -> None:
+    """Sync the names in a folder, where the system can do that."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_text(path: Path, text: str, *, sync: bool = True) -> None:
     """Write a text file atomically."""
-    write_atomically(path, lambda file: file.write(text.encode()))
+    write_atomically(path, lambda file: file.write(text.encode()), sync=sync)
+
+
+def write_object(path: Path, table: Mapping[str, Any], *, sync: bool = True) -> None:
+    """Write a JSON object atomically."""
+    write_text(path, json.dumps(table, indent=2) + "\n", sync=sync)
 
 
 _CHUNK_BYTES = 1 << 20
@@ -80,19 +91,24 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
+def _users_text(path: Path) -> str:
+    # The read of a pipe would wait for ever.
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path} cannot be read: it is not a file.")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+
+
 def toml_of(path: Path) -> dict[str, Any]:
     """Return the table in a TOML file that the user has written.
 
     Raises:
         UserError: it cannot be read, or is not TOML.
     """
-    # The read of a pipe would wait for ever.
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise UserError(f"{path} cannot be read: it is not a file.")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+        return tomllib.loads(_users_text(path))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from error
     except RecursionError as error:
@@ -111,14 +127,10 @@ def yaml_of(path: Path) -> dict[str, Any]:
     except ImportError as error:
         install = "pip install 'samestep[yaml]'"
         raise UserError(f"{path} is YAML, which needs a package: {install}") from error
-    if path.exists() and not path.is_file():  # the read of a pipe would wait for ever
-        raise UserError(f"{path} cannot be read: it is not a file.")
     try:
-        found = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8-sig"))
+        found = YAML(typ="safe", pure=True).load(_users_text(path))
         # A node that holds itself would be read for ever.
         json.dumps(found, default=str, skipkeys=True)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     except (YAMLError, ValueError, RecursionError) as error:
         about = str(getattr(error, "problem", None) or error).splitlines()[0].rstrip(".")
         mark = getattr(error, "problem_mark", None)
@@ -143,8 +155,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if it is missing or damaged."""
     try:
         with open_regular(path) as file:
-            # Earlier versions wrote NaN and Infinity, which are not JSON.
-            found = json.loads(file.read(), parse_constant=lambda _: None)
+            found = json.loads(file.read(), parse_constant=lambda _: None)  # NaN is not JSON
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -185,6 +196,16 @@ def shown_path(path: Path) -> str:
     """Return a path as a user would type it here."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def check_output(path: Path, flag: str, endings: Sequence[str]) -> None:
+    """Check that a flag names a file that can be written, before anything is computed for it."""
+    if path.suffix not in endings:
+        *others, last = endings
+        names = f"{', '.join(others)} or {last}"
+        raise UserError(f"{flag} {path}: the name must end in {names}.")
+    if not path.parent.is_dir():
+        raise UserError(f"{flag} {path}: there is no folder {path.parent}.")
 
 
 def check_room(folder: Path, bytes_needed: int) -> None:

@@ -57,7 +57,8 @@ class HostCopies:
         """Return a copy of a state, which is valid until the next call."""
         free: dict[tuple[Any, ...], list[Tensor]] = {}
         for buffer in self._held:
-            free.setdefault(_form(buffer), []).append(buffer)
+            form = (buffer.dtype, tuple(buffer.shape), buffer.stride(), buffer.is_pinned())
+            free.setdefault(form, []).append(buffer)
         found = _Copying(free, only_devices=False)
         copied = map_state(found.leaf, state)
         found.wait()
@@ -114,14 +115,10 @@ class _Copying:
 
 
 def _of_kind(value: Tensor, copied: Tensor) -> Tensor:
-    """Return a copy as what was copied: a checkpoint gives a parameter back as a parameter."""
+    """Return a copy as a parameter if the original is one, and with its `requires_grad`."""
     if isinstance(value, nn.Parameter):
         return nn.Parameter(copied, value.requires_grad)
     return copied.detach().requires_grad_() if value.requires_grad else copied
-
-
-def _form(buffer: Tensor) -> tuple[Any, ...]:
-    return buffer.dtype, tuple(buffer.shape), buffer.stride(), buffer.is_pinned()
 
 
 def _new_like(tensor: Tensor, *, pins: bool) -> Tensor:

@@ -35,8 +35,7 @@ class Entry:
     files: dict[str, str] = field(default_factory=dict)
     """Of a sharded checkpoint: the SHA-256 of each part, by its place in checkpoints/."""
     time: float | None = None
-    """When it was announced, in seconds since the epoch. Earlier versions did not say; then the
-    time of the file counts."""
+    """When it was announced, in seconds since the epoch, if that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +126,7 @@ def announce(
 
 def index_text(index: Index) -> str:
     """Return what index.json says of an index."""
-    table: dict[str, object] = {"last": index.last, "best": index.best}
-    table |= {"monitor": index.monitor, "mode": index.mode, "checkpoints": index.checkpoints}
-    table |= {"gone": index.gone}
+    table = {"last": index.last, "best": index.best, **vars(index)}
     return json.dumps(table, indent=2, default=_as_table) + "\n"
 
 
@@ -156,9 +153,8 @@ def verify(folder: Path, entry: Entry) -> None:
 
 
 def _as_table(entry: Entry) -> dict[str, Any]:
-    left_out = {"files"} if not entry.files else set()
-    left_out |= {"time"} if entry.time is None else set()
-    return {name: value for name, value in asdict(entry).items() if name not in left_out}
+    optional = ("files", "time")
+    return {k: v for k, v in asdict(entry).items() if k not in optional or v not in (None, {})}
 
 
 def shards_of(name: str) -> str:
@@ -204,8 +200,7 @@ def read_index(folder: Path) -> Index:
 def parse_index(text: bytes, path: object) -> Index:
     """Return the index that a file says; `path` is what a message calls it."""
     try:
-        # Earlier versions wrote NaN and Infinity for such metrics, which are not JSON.
-        table = json.loads(text, parse_constant=lambda _: None)
+        table = json.loads(text, parse_constant=lambda _: None)  # NaN is not JSON
         index = msgspec.convert(table, Index)
         if not all(map(_is_inside, index.checkpoints)):
             raise msgspec.ValidationError("it names a file outside of the folder")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.base.run.files import cannot_write, read_object
-from samestep.base.table import Table, number, percent
-from samestep.base.words import size
+from samestep.base.table import Table
+from samestep.base.words import number, percent, shortened, size
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _COLOUR_TYPES = {1: 0, 3: 2}  # grey, and red green blue
@@ -92,7 +92,7 @@ class Album:
 
     def note(self, name: str, title: str, text: str) -> None:
         """Say why there is no picture of this name."""
-        text = text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 1]}…"
+        text = shortened(text, _MOST_TEXT)
         self.entries.append({"name": name, "kind": "note", "title": title, "text": text})
 
 
@@ -121,11 +121,17 @@ def replace_pictures(run: Path, album: Album, *, checkpoint: str, split: str | N
 
 def read_pictures(run: Path) -> list[Entry]:
     """Return what pictures.json says of each picture; nothing where there is none to read."""
-    found = read_object(run / FOLDER / INDEX)
-    pictures = found.get("pictures")
-    if found.get("format") != FORMAT or not isinstance(pictures, list):
-        return []
-    return [entry for entry in pictures if isinstance(entry, dict)]
+    return _objects(_read_index(run).get("pictures"))
+
+
+def _read_index(run: Path) -> dict[str, Any]:
+    """Return pictures.json; nothing if it is of a newer format, or too large to be samestep's."""
+    file = run / FOLDER / INDEX
+    try:
+        found = read_object(file) if file.stat().st_size <= LIMIT_BYTES else {}
+    except OSError:
+        return {}
+    return found if found.get("format") == FORMAT else {}
 
 
 def read_png(run: Path, path: str) -> bytes | None:
@@ -216,23 +222,15 @@ class _Folder:
 
 def read_gallery(run: Path) -> Gallery | None:
     """Return the pictures that a run has saved; None if it has none."""
-    listed = run / FOLDER / INDEX
-    try:
-        if listed.stat().st_size > LIMIT_BYTES:
-            return None
-        told = json.loads(listed.read_bytes(), parse_constant=lambda _: None)
-    except (OSError, ValueError, RecursionError):
-        return None
-    entries = told.get("pictures") if isinstance(told, dict) else None
-    folder = _Folder(run / FOLDER)
-    shown = [_picture(entry, folder) for entry in _objects(entries)]
-    of = ", ".join(str(told[k]) for k in ("checkpoint", "split") if shown and told.get(k))
+    index, folder = _read_index(run), _Folder(run / FOLDER)
+    shown = [_picture(entry, folder) for entry in _objects(index.get("pictures"))]
+    of = ", ".join(str(index[key]) for key in ("checkpoint", "split") if index.get(key))
     return Gallery(of=of, pictures=shown) if shown else None
 
 
 def _objects(found: Any) -> list[Entry]:
     """Return the tables of a list; none if it is not a list."""
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
 
 
 def _picture(entry: Entry, folder: _Folder) -> ShownPicture:

@@ -1,7 +1,7 @@
 """The records of a run: one JSON object per line of events.jsonl.
 
 Each kind of record has a class here that documents its fields; the handbook's table is made from
-them. `Run.append` writes records, and `RecordFile` reads them, from runs of all versions.
+them. `Run.append` writes records, and `RecordFile` reads them.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ _Seconds = Annotated[float, Meta(ge=0)]
 
 
 # Fields without a default are those that readers need: a record without one counts as damaged. Runs
-# of earlier versions, of your own loop and of Lightning's logger lack some of the others.
+# of your own loop and of Lightning's logger lack some of the others.
 class StartRecord(Struct, kw_only=True, tag_field="event", tag="start"):
     """The beginning of a run, and of each resume."""
 
@@ -371,7 +371,7 @@ def _parse(line: bytes, *, checked: bool) -> Record | None:
     try:
         record = _DECODER.decode(line)
     except (msgspec.MsgspecError, RecursionError):
-        try:  # NaN, which earlier versions wrote, and a path's bytes that are not UTF-8
+        try:  # NaN, and a path's bytes that are not UTF-8
             record = json.loads(line, parse_constant=lambda _: None)
         except (ValueError, RecursionError):
             return None

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from samestep.base.errors import UserError
-from samestep.base.run.files import cannot_write, check_room, sha256_of
+from samestep.base.run.files import cannot_write, check_room, sha256_of, sync_folder
 from samestep.base.run.host_copy import map_state
 
 _MARK = "in shards: "
@@ -88,7 +88,11 @@ def write(
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            _check_parent(folder)
+            if (
+                not folder.parent.is_dir()
+            ):  # PyTorch's writer would make a removed run's folders anew
+                missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+                raise cannot_write(folder, missing)
             check_room(folder.parent, sum(one.numel() * one.itemsize for one in shards.values()))
         except UserError as error:
             problem = [(error.what, error.remedy)]
@@ -96,14 +100,13 @@ def write(
         dist.broadcast_object_list(problem, src=0, group=group)
     if problem[0] is not None:
         raise UserError(problem[0][0], remedy=problem[0][1], on_all_ranks=True)
+    writer = FileSystemWriter(folder)
+    writer.fs = _ShardFiles()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a process without a group, which is not a mistake
             dcp.state_dict_saver.save(
-                dict(shards),
-                storage_writer=_writer(folder),
-                process_group=group,
-                no_dist=group is None,
+                dict(shards), storage_writer=writer, process_group=group, no_dist=group is None
             )
     except dcp.api.CheckpointException as error:
         causes = [cause for _, (cause, _) in sorted(error.failures.items())]
@@ -116,12 +119,8 @@ def write(
     mine = [*folder.glob(f"__{rank}_*"), *([folder / _METADATA] if rank == 0 else [])]
     hashes = {path.name: sha256_of(path) for path in mine}
     if rank == 0:
-        for place in (folder, folder.parent):
-            descriptor = os.open(place, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        sync_folder(folder)
+        sync_folder(folder.parent)
     gathered: list[Any] = [hashes]
     if group is not None:
         gathered = [None] * dist.get_world_size(group)
@@ -157,19 +156,6 @@ class _ShardFiles(FileSystem):
             if stream.error is not None:
                 raise stream.error from None
             raise
-
-
-def _writer(folder: Path) -> FileSystemWriter:
-    writer = FileSystemWriter(folder)
-    writer.fs = _ShardFiles()
-    return writer
-
-
-def _check_parent(folder: Path) -> None:
-    """Refuse a run that was removed: PyTorch's writer would make its folders anew."""
-    if not folder.parent.is_dir():
-        missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        raise cannot_write(folder, missing)
 
 
 def verify(folder: Path, files: Mapping[str, str]) -> None:
@@ -263,13 +249,10 @@ def _metadata(folder: Path) -> Any:
     good = isinstance(found, Metadata) and all(
         isinstance(one, TensorStorageMetadata) for one in found.state_dict_metadata.values()
     )
-    if not good or any("/" in place or "\\" in place for place in _places(found)):
+    parts = (part.relative_path for part in (found.storage_data or {}).values()) if good else ()
+    if not good or any("/" in place or "\\" in place for place in parts):
         raise UserError(f"{path} is not an index of tensors that samestep wrote.")
     return found
-
-
-def _places(metadata: Metadata) -> set[str]:
-    return {place.relative_path for place in (metadata.storage_data or {}).values()}
 
 
 def _what_is_in(folder: Path, name: str) -> str:

@@ -34,16 +34,13 @@ class _Column:
             self.numbers.extend(values)
         else:
             for value in values:
-                self._append(value)
-
-    def _append(self, value: Any) -> None:
-        kind = _MISSING if value is _ABSENT else _KINDS.get(type(value), _OTHER)
-        if kind == _INT and abs(value) > _EXACT:
-            kind = _OTHER
-        if kind == _OTHER:
-            self.others[len(self.kinds)] = value
-        self.numbers.append(value if kind in (_INT, _FLOAT) else math.nan)
-        self.kinds.append(kind)
+                kind = _MISSING if value is _ABSENT else _KINDS.get(type(value), _OTHER)
+                if kind == _INT and abs(value) > _EXACT:
+                    kind = _OTHER
+                if kind == _OTHER:
+                    self.others[len(self.kinds)] = value
+                self.numbers.append(value if kind in (_INT, _FLOAT) else math.nan)
+                self.kinds.append(kind)
 
     def values(self, part: slice, rows: range) -> list[Any]:
         """Return what was added in some rows, given as a slice and as its range."""
@@ -99,10 +96,10 @@ class StepRows(Sequence[Record]):
         names = ("event", *self._columns)
         rows = range(self._num)[row]
         values = [["step"] * len(rows), *(c.values(row, rows) for c in self._columns.values())]
-        made = (zip(names, of_one, strict=True) for of_one in zip(*values, strict=True))
+        records = (zip(names, row_values, strict=True) for row_values in zip(*values, strict=True))
         if any(_ABSENT in column for column in values):
-            return [{name: v for name, v in pairs if v is not _ABSENT} for pairs in made]
-        return [dict(pairs) for pairs in made]
+            return [{name: v for name, v in pairs if v is not _ABSENT} for pairs in records]
+        return [dict(pairs) for pairs in records]
 
     @property
     def names(self) -> set[str]:

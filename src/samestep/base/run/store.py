@@ -29,9 +29,9 @@ _ANSWER_S = 10.0
 _SECRET = re.compile(r"://[^@]*:[^@]*@|\?")
 
 
-def address_of(mirror: str | None) -> str | None:
+def address_of(mirror: object) -> str | None:
     """Return the store that `--mirror` names, if it names one."""
-    return None if mirror == "none" else mirror
+    return None if mirror in (None, "none") else str(mirror)
 
 
 def check_address(address: str) -> None:
@@ -113,8 +113,8 @@ class Store:
 
         key = self._key(name)
         self._make_folder(key)
-        told = Callback(hooks={"moved": lambda *_, **__: moved()})
-        self._files.put_file(str(file), key, callback=told)
+        callback = Callback(hooks={"moved": lambda *_, **__: moved()})
+        self._files.put_file(str(file), key, callback=callback)
         moved()
 
     def get(self, name: str, file: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from samestep.base.errors import UserError
-from samestep.base.run.files import open_regular, read_object, write_atomically
+from samestep.base.run.files import open_regular, read_object, write_text
 from samestep.base.run.index import read_index
 from samestep.base.run.records import RUN_FORMAT, Record, RecordFile, parse_lines, samples_per_step
 from samestep.base.run.step_rows import CompactRecords
@@ -84,7 +84,7 @@ class Summary(msgspec.Struct, kw_only=True):
     def take_step(self, record: Record) -> None:
         """Take what the record of a step says, but for its number."""
         rate, self.epoch = record.get("samples_per_s"), record.get("epoch") or 1
-        self.loss = number(record.get("loss"))
+        self.loss = finite_number(record.get("loss"))
         self.seconds = record.get("seconds", self.seconds)
         self.step_s = self.samples_per_step / rate if rate and self.samples_per_step else None
 
@@ -118,7 +118,11 @@ class GrowingSummary:
             self._begin(record)
         elif event in ("step", "epoch"):
             known.state, known.reason, known.epoch = "running", "", record.get("epoch") or 1
-            (self._step if event == "step" else self._end_epoch)(record)
+            if event == "step":
+                known.take_step(record)
+                self._of_steps.append(math.nan if known.loss is None else known.loss)
+            else:
+                self._end_epoch(record)
         elif event == "evaluation" and record.get("split") == "validation":
             self._validations.append(record)
         elif event == "checkpoint":
@@ -136,7 +140,7 @@ class GrowingSummary:
         known = self.known
         known.state, known.reason = "running", ""
         known.format, known.recipe = plan.get("format", RUN_FORMAT), plan.get("recipe", "")
-        known.started = known.started if known.starts else number(plan.get("time"))
+        known.started = known.started if known.starts else finite_number(plan.get("time"))
         known.starts += 1
         known.world_size, known.total_steps = plan.get("world_size"), plan.get("total_steps")
         known.total_epochs, known.steps_per_epoch = plan.get("epochs"), plan.get("steps_per_epoch")
@@ -144,12 +148,8 @@ class GrowingSummary:
         if "global_batch_size" in plan:  # Lightning's logger does not know it
             known.samples_per_step = samples_per_step(plan)
 
-    def _step(self, record: Record) -> None:
-        self.known.take_step(record)
-        self._of_steps.append(math.nan if self.known.loss is None else self.known.loss)
-
     def _end_epoch(self, record: Record) -> None:
-        known, loss = self.known, number(record["loss"])
+        known, loss = self.known, finite_number(record["loss"])
         known.epochs = record["epoch"]
         self._of_epochs.append(math.nan if loss is None else loss)
         if not self._of_steps:
@@ -163,9 +163,11 @@ class GrowingSummary:
         known, epochs, steps = self.known, self._of_epochs, self._of_steps
         curve = epochs if len(epochs) >= _FEW_EPOCHS or len(steps) <= _MANY_STEPS else steps
         curve = curve or steps  # no epoch has ended
-        known.losses = [number(loss) for loss in curve[:: -(-len(curve) // _MOST_LOSSES) or 1]]
+        known.losses = [
+            finite_number(loss) for loss in curve[:: -(-len(curve) // _MOST_LOSSES) or 1]
+        ]
         if curve:
-            known.losses[-1] = number(curve[-1])
+            known.losses[-1] = finite_number(curve[-1])
         index = read_index(self._run / "checkpoints")
         metric = self._plan.get("monitor") or (index.monitor if index.best else None)
         if metric is None:  # a loop of one's own that monitors nothing
@@ -182,7 +184,7 @@ class GrowingSummary:
         return known
 
     def _validated(self, metric: str) -> list[float]:
-        values = (number(record.get(metric)) for record in self._validations)
+        values = (finite_number(record.get(metric)) for record in self._validations)
         return [value for value in values if value is not None]
 
 
@@ -271,10 +273,10 @@ class SummaryFile:
         with contextlib.suppress(UserError):  # the records have it all
             # Not by msgspec: a path's bytes need not be UTF-8.
             text = json.dumps(msgspec.structs.asdict(growing.complete())) + "\n"
-            write_atomically(self._run / SUMMARY, lambda file: file.write(text.encode()), sync=sync)
+            write_text(self._run / SUMMARY, text, sync=sync)
 
 
-def number(value: object) -> float | None:
+def finite_number(value: object) -> float | None:
     """Return a finite number; None for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < 1e300 else None  # type: ignore[arg-type]

@@ -30,10 +30,10 @@ from lightning.pytorch.plugins import CheckpointIO, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from samestep.base.autograd import tell_end_of_autograd
 from samestep.base.errors import UserError
+from samestep.base.phases import tell_end_of_autograd
+from samestep.base.run.checkpoints import load, own_memory
 from samestep.base.run.index import read_index
-from samestep.base.run.loading import load, own_memory
 from samestep.base.run.records import Record
 from samestep.base.settings import Settings, flag_name
 from samestep.bridges.lightning.datamodule import LitData, MicroBatch

@@ -25,8 +25,8 @@ from samestep.base.run.files import write_text
 from samestep.base.run.records import RUN_FORMAT, Record
 from samestep.base.settings import Settings, as_table
 from samestep.base.tracker_choice import check_choice, check_installed, chosen
+from samestep.base.words import flatten
 from samestep.show.tracking.processes import HYPERPARAMETERS, TrackerProcesses
-from samestep.show.tracking.record_stream import flatten
 
 _MOST = 250  # characters of a hyperparameter that is not a plain value
 
@@ -190,7 +190,7 @@ class TrackerLogger(Logger):
         if self._run is None:
             self._run, self._process = Run(Path(self.log_dir)), os.getpid()
             self._trackers = TrackerProcesses(
-                self._settings, self._name, self._show, is_main=True, stopped=lambda: False
+                self._settings, self._name, self._show, stopped=lambda: False
             ).start()
             atexit.register(self.close)
         return self._run

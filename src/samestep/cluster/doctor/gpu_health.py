@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from samestep.base.machine import link_gb_s, peak_flops_per_s
 from samestep.cluster.doctor.findings import Check, Finding, graded, green, red, yellow
 from samestep.cluster.doctor.rank_facts import GpuHealth
-from samestep.launch.ranks.peak_rates import link_gb_s, peak_flops_per_s
 
 _NVIDIA_SMI_S = 10.0
 _MEASURED_S = 0.3

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from samestep.base.errors import UserError, listed, said, what_to_install
 from samestep.base.nearby import nearby
+from samestep.base.run.checkpoints import load, read_file
 from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.files import sha256_of
 from samestep.base.run.index import Entry, find_checkpoint, verify
-from samestep.base.run.loading import load, read_file
 from samestep.base.run.summary import first_start
 from samestep.core.session.weights_file import SAFETENSORS, weights_in
 from samestep.core.training.model_state import load_model, misfits

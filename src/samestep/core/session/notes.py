@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from samestep.base.errors import listed
-from samestep.base.run.own_modules import modules_note
 from samestep.base.run.records import read_records
+from samestep.base.run.user_modules import modules_note
 from samestep.base.settings import Settings
 from samestep.core.data.loaders import Unpacked
 from samestep.core.data.memory_source import MemorySource

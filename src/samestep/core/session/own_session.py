@@ -22,8 +22,8 @@ from samestep.base.run import checkpoints
 from samestep.base.run.directory import is_run, new_run_path
 from samestep.base.run.files import write_text
 from samestep.base.run.index import Retention, find_checkpoint
-from samestep.base.run.own_modules import modules_note
 from samestep.base.run.records import Record
+from samestep.base.run.user_modules import modules_note
 from samestep.base.settings import Backend, Device, Settings, free_names
 from samestep.base.startup import JOB_RUN
 from samestep.core.session import own_state

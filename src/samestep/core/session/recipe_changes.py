@@ -6,7 +6,6 @@ without comments and layout, when the run is resumed or a checkpoint is used.
 """
 
 import json
-import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -15,9 +14,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from samestep.base.errors import UserError, listed
-from samestep.base.run.code_pieces import Pieces, differences, nothing_own, reached_pieces
+from samestep.base.run.code_pieces import Pieces, differences, no_user_module, reached_pieces
 from samestep.base.run.files import read_object, write_text
-from samestep.base.run.own_modules import keep_modules, kept_modules, modules_of
+from samestep.base.run.user_modules import keep_modules, kept_modules, modules_of
 from samestep.core.recipe import Recipe, find_recipe
 from samestep.core.session.recipe_pieces import pieces_of
 
@@ -31,8 +30,7 @@ _PIECES = "recipe.json"
 """What the functions and values of such a recipe were."""
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 _RECORD = 3
-"""The form of the pieces; the first had no number, and modules in its names; the second had nothing
-of what functions take from modules."""
+"""The form of the pieces."""
 
 
 def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list[str]:
@@ -52,25 +50,21 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
         return _file_changes(run, kept, file)
     made = recipe is not None and source.startswith(FROM_PYTHON)
     before = read_object(run / _PIECES) if made else {}
-    if recipe is None or before.get("python") != _PYTHON:  # another version has other byte code
+    form = (before.get("python"), before.get("record"))
+    if recipe is None or form != (_PYTHON, _RECORD):  # another Python has other byte code
         return []
     then, now = before["pieces"], pieces_of(recipe)
     # A field that the run's version did not have yet is not a change where it has its default.
     left = {one.name for one in fields(recipe) if getattr(recipe, one.name) is one.default}
     now = {name: text for name, text in now.items() if name in then or name not in left}
-    if before.get("record", 1) < _RECORD:
-        now = {name: text for name, text in now.items() if not name.endswith(".py")}
-    if "record" not in before:
-        shared = then.keys() & now.keys() - {"metrics"}
-        then, now = ({name: _in_first_form(of[name]) for name in shared} for of in (then, now))
     return differences(then, now)
 
 
 def _file_changes(run: Path, kept: Path, file: Path, *, main_block: bool = False) -> list[str]:
     """Return what differs between a run's copy of a file and the file, or what they import."""
     copies = kept_modules(run)
-    if copies is None:  # an earlier version kept the file only, or it imports nothing
-        then, now = (reached_pieces(f, nothing_own, main_block=main_block) for f in (kept, file))
+    if copies is None:  # it imports nothing of the user's own
+        then, now = (reached_pieces(f, no_user_module, main_block=main_block) for f in (kept, file))
         return differences(then, now)
     both = ((kept, copies), (file, modules_of(file, like=copies)))
     then, now = (
@@ -155,9 +149,3 @@ def script_changes(run: Path, script: Path) -> list[str]:
     kept = run / SCRIPT_COPY
     there = kept.is_file() and script.is_file()
     return _file_changes(run, kept, script, main_block=True) if there else []
-
-
-def _in_first_form(text: str) -> str:
-    """Return a piece as far as records of the first form can be compared."""
-    names = re.sub(r"(?:[\w<>]+\.)+(?=[A-Za-z_<])", "", text)
-    return re.sub(r"tensor \([\d, ]*\)[\w. #]*", "tensor", names)

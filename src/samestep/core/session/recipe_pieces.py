@@ -16,7 +16,7 @@ import torch
 
 from samestep.base.run.code_pieces import Pieces, named_pieces
 from samestep.base.run.code_source import NOT_OF_THE_TRAINING, Parts
-from samestep.base.run.own_modules import finder
+from samestep.base.run.user_modules import finder
 from samestep.core.recipe import Recipe
 from samestep.core.recipe_source import without_options
 from samestep.core.training.side_effects import closure_of

@@ -241,33 +241,31 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def finish(
     start: Draft,
-    settings: Settings,
+    flags: Mapping[str, object],
     options: Any,
     *,
     given: set[str],
     resume: bool | str | None,
     allow_change: str | None = None,
 ) -> Request:
-    """Return the request; `settings` and `options` have the flags applied, named in `given`.
+    """Return the request: `flags` are the settings that were given, `options` has those applied.
 
-    `resume` may be the address of a store that has the run.
+    `given` names both. `resume` may be the address of a store that has the run.
     """
     store = resume if isinstance(resume, str) and resume != HERE else None
-    if store is not None and settings.run_dir is None:
-        settings = replace(settings, run_dir=str(Path("runs", PurePath(store).name)))
-        given = {*given, "run_dir"}
-    for address in filter(None, (store, address_of(settings.mirror))):
+    merged = merge_layers(start.settings_layer, dict(flags))
+    if store is not None and merged.get("run_dir") is None:
+        flags = {**flags, "run_dir": str(Path("runs", PurePath(store).name))}
+    for address in filter(None, (store, address_of(merged.get("mirror")))):
         check_address(address)
-    how: dict[str, Any] = {"given": given, "resume": bool(resume), "allow_change": allow_change}
-    again = partial(_finished, start, settings, options, **how)
+    again = partial(_finished, start, flags, options, given, bool(resume), allow_change)
     return replace(again(), resume_from=store, again=again)
 
 
 def _finished(
     start: Draft,
-    settings: Settings,
+    given_settings: Mapping[str, object],
     options: Any,
-    *,
     given: set[str],
     resume: bool,
     allow_change: str | None,
@@ -275,8 +273,7 @@ def _finished(
     if allow_change is not None and not resume:
         raise UserError(f"--allow-change {allow_change} has no effect without --resume.")
     allowed = _names_allowed(allow_change or "", start.recipe)
-    known = {one.name for one in fields(Settings)}
-    flags = {name: getattr(settings, name) for name in given if name in known}
+    flags = dict(given_settings)
     run_dir = str(merge_layers(start.settings_layer, flags).get("run_dir") or "")
     if run_dir and start.folder != Path.cwd():
         run_dir = str(start.folder / run_dir)
@@ -290,9 +287,8 @@ def _finished(
             )
         run = draft(run_dir, None, start.recipe)  # a repeated command
         check_words(run.script_args, start.script_args, run_dir)
-    if run is not None and (size := flags.get("batch_size_per_rank")) is not None:
+    if run is not None and (size := flags.pop("batch_size_per_rank", None)) is not None:
         _check_per_rank(run, size)
-        del flags["batch_size_per_rank"]
     merged = merge_layers(start.settings_layer, flags)
     merged |= {"run_dir": run_dir} if run_dir else {}
     if run is not None and run is not start:
@@ -397,7 +393,7 @@ def _check_same(
         raise _refused_change(name, changes[name], is_given=name in given)
 
 
-def _check_per_rank(run: Draft, now: int) -> None:
+def _check_per_rank(run: Draft, now: object) -> None:
     """Refuse a batch size per rank that is not the one that the run was begun with."""
     assert run.run is not None
     begun = first_start(run.run)

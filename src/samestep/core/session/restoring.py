@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.base.errors import UserError
-from samestep.base.run import loading
+from samestep.base.run import checkpoints
 from samestep.base.run.directory import is_run
 from samestep.base.run.index import Entry, read_index, remove_unannounced, verify
 from samestep.base.run.records import read_records
@@ -40,10 +40,9 @@ def go_on(request: Request, work: Work, state: State, path: Path, world: World) 
     found = load_newest(path, world, mesh, own=kept_parts(work))
     if found is None:
         return None
-    made_with, changes = found.content.get("made_with"), list[str]()
-    if made_with:  # checkpoints of earlier versions do not say
-        where, now = f"{path / 'checkpoints' / found.entry.path}", to_toml(request, work.plan)
-        changes = work.world.on_main(lambda: changes_since(made_with, now, request, where))
+    made_with, now = found.content["made_with"], to_toml(request, work.plan)
+    where = f"{path / 'checkpoints' / found.entry.path}"
+    changes = work.world.on_main(lambda: changes_since(made_with, now, request, where))
     restore(work, state, request.recipe.name, found.content)
     return found._replace(
         content={}, changes=[*changes, *(f"recipe: {c}" for c in request.recipe_changes)]
@@ -96,8 +95,8 @@ def load_first(
     """Return on every rank the first of some checkpoints that is whole; None if none is.
 
     Rank 0 calls `candidates` and checks the hash. Meanwhile all ranks read the file and copy what
-    is `own` (see `loading.load`). If the file is damaged, that is dropped, and `problems` gets a
-    message.
+    is `own`, as `checkpoints.load` says. If the file is damaged, the copies are dropped, and
+    `problems` gets a message.
 
     Raises:
         UserError: a rank cannot read a file that rank 0 has found whole, or a later version of
@@ -106,8 +105,7 @@ def load_first(
     for entry in world.on_main(lambda: [*candidates()]):
         with ThreadPoolExecutor(2) as both:
             checked = both.submit(verify, folder, entry) if world.is_main else None
-            how: dict[str, Any] = {"verified": True, "mesh": mesh, "own": own}
-            read = both.submit(loading.load, folder, entry, **how)
+            read = both.submit(checkpoints.load, folder, entry, verified=True, mesh=mesh, own=own)
         try:
             world.on_main(partial(_raise_damage, checked, read))
         except UserError as error:
@@ -126,7 +124,7 @@ def _raise_damage(*ended: Future[Any] | None) -> None:
     """
     for one in ended:
         error = None if one is None else one.exception()
-        if error is not None and not isinstance(error, loading.NewerFormat):
+        if error is not None and not isinstance(error, checkpoints.NewerFormat):
             raise error
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from samestep.base.errors import UserError
 from samestep.base.machine import usable_cores
-from samestep.base.run import loading
+from samestep.base.run import checkpoints
 from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.index import Entry, find_checkpoint
 from samestep.base.settings import Device, Settings
@@ -74,7 +74,7 @@ def open_checkpoint(
     options, settings = start.options(), start.settings()
     recipe = start.recipe.with_options(options)
     entry = find_checkpoint(path / "checkpoints", name)
-    content = loading.load(path / "checkpoints", entry)
+    content = checkpoints.load(path / "checkpoints", entry)
     check_recipe(content, recipe.name)
     target = choose_device(device, 0)
     check_precision(settings.precision, target)
@@ -86,7 +86,7 @@ def open_checkpoint(
     load_evaluated(model, content)
     if settings.channels_last:
         to_channels_last(model)
-    kept = loading.without_tensors(content)
+    kept = checkpoints.without_tensors(content)
     return TrainedModel(model, recipe, options, settings, entry, kept, target, dtype)
 
 

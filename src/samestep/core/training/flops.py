@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from samestep.base.machine import peak_flops_per_s
 from samestep.base.settings import Settings
-from samestep.launch.ranks.peak_rates import peak_flops_per_s
 from samestep.launch.ranks.world import World
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from samestep.base.errors import UserError, listed, said
-from samestep.base.run.loading import own_memory
+from samestep.base.run.checkpoints import own_memory
 from samestep.base.trees import map_tensors
 from samestep.launch.ranks.mesh import is_sharded, sharded_as
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from samestep.base.errors import UserError, blame, said
 from samestep.base.patches import patched
-from samestep.base.run.loading import own_memory
+from samestep.base.run.checkpoints import own_memory
 from samestep.base.trees import map_tensors
 from samestep.base.words import count
 from samestep.core.training.joint import Joint, members_of

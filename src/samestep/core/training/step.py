@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.base.autograd import tell_end_of_autograd
-from samestep.base.phases import Phases
+from samestep.base.phases import Phases, tell_end_of_autograd
 from samestep.base.settings import Settings
 from samestep.core.data.blocks import Block, cut_block, cut_rows
 from samestep.core.training.alike import may_draw

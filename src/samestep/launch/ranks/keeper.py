@@ -147,7 +147,11 @@ class Keeper:
             self._start(slot)
         self._name_next(time.time())
         asked = 0.0
-        while (self.living or self._starts_more()) and not self._is_over():
+        starts_more = self.elastic.replaces
+        while self.living or (starts_more and self.due and not self.stopping):
+            # Those that trained last have ended well: newcomers have nothing to join.
+            if self.finished and not any(m in self.living for m in self.group.members):
+                break
             try:
                 time.sleep(_LOOK_EVERY_S)
                 self._bury()
@@ -168,33 +172,28 @@ class Keeper:
         member, self.started = self.started, self.started + 1
         if self.group.number:
             self.store.set(f"newcomer/{member}", "1")
-        safe = ["-P"] * sys.flags.safe_path  # as this process: a job runs a copy of the code
+        safe = ["-P"] if sys.flags.safe_path else []  # as here: a job runs a copy of the code
         command = [sys.executable, *safe, "-m", "samestep", *self.arguments]
         process = self.places.start(member, slot, self.port, command)
         self.living[member] = _KeptRank(member, slot, process)
 
-    def _starts_more(self) -> bool:
-        """Whether a new rank is due, although none lives."""
-        return bool(self.due) and self.elastic.replaces and not self.stopping
-
-    def _is_over(self) -> bool:
-        """Whether those that trained last have ended well."""
-        return self.finished and not any(m in self.living for m in self.group.members)
-
     def _ended(self) -> list[tuple[_KeptRank, str]]:
-        """Return the ranks that have just died, each with how."""
+        """Return the ranks that have just died, each with how it died."""
         dead = list[tuple[_KeptRank, str]]()
         for member, rank in [*self.living.items()]:
             code = rank.process.poll()
             if code is None:
                 continue
             del self.living[member]
-            if how := self.places.death(member, rank.slot, code):
+            if death := self.places.death(member, rank.slot, code):
                 _end_session(rank.process.pid)
                 (self.folder / PULSE.format(rank=member)).unlink(missing_ok=True)
-                dead.append((rank, how))
+                dead.append((rank, death))
             elif 0 < code < 128:
-                raise RunEnding(failures={member: self._failure(rank, code)})
+                file = str(self.places.error_file(member))
+                place = self._place(rank) if member in self.group.members else 0
+                failure = ProcessFailure(place, rank.process.pid, code, file)
+                raise RunEnding(failures={member: failure})
             else:
                 self.finished |= member in self.group.members
                 self.stopping = self.stopping or max(0, code - 128)
@@ -207,14 +206,19 @@ class Keeper:
             return
         if read_object(self.folder / VERDICT):
             raise RunEnding  # they were ended because they hung
-        of_group = [(rank, how) for rank, how in dead if rank.member in self.group.members]
+        of_group = [(rank, death) for rank, death in dead if rank.member in self.group.members]
         if of_group and not self.finished:
-            told = " and ".join(self._how(rank, how) for rank, how in of_group)
-            told = told[0].upper() + told[1:]
+            deaths = " and ".join(self._described(rank, death) for rank, death in of_group)
+            deaths = deaths[0].upper() + deaths[1:]
             # A node that is lost is one loss, however many ranks it had.
             nodes = {self.places.node_of(rank.slot) for rank, _ in of_group}
-            self._count_losses(told, len(nodes if self.places.hosts else of_group), now)
-            self._check_enough_are_left(told)
+            self._count_losses(deaths, len(nodes if self.places.hosts else of_group), now)
+            left = sum(member in self.living for member in self.group.members)
+            if left < self.elastic.least and not self.elastic.replaces:
+                raise RunEnding(
+                    f"{deaths}: {left} of {len(self.group.members)} ranks are left, and the fewest "
+                    f"that may train are {self.elastic.least} (--elastic)."
+                )
         elif not (self.finished or any(m in self.living for m in self.group.members)):
             # No rank trains: successors that die, too, must not be followed by others for ever.
             self._count_losses(f"A new rank {dead[0][1]} before it could join", len(dead), now)
@@ -225,7 +229,7 @@ class Keeper:
         self._replace(now)
         if of_group:
             began, gone = self._awaited or (now, [])
-            self._awaited = began, gone + [self._how(rank, how) for rank, how in of_group]
+            self._awaited = began, gone + [self._described(rank, death) for rank, death in of_group]
             self._name_awaited()
 
     def _replace(self, now: float) -> None:
@@ -236,35 +240,25 @@ class Keeper:
             for slot in due:
                 self._start(slot)
 
-    def _count_losses(self, told: str, number: int, now: float) -> None:
+    def _count_losses(self, what: str, number: int, now: float) -> None:
         """End the run where ranks die, or lose each other, again and again."""
         self.losses.extend([now] * number)
         while self.losses[0] < now - _HOUR_S:
             self.losses.popleft()
         if len(self.losses) > self.elastic.limit:
             raise RunEnding(
-                f"{told}: that is number {len(self.losses)} within an hour, and --elastic-limit is "
+                f"{what}: that is number {len(self.losses)} within an hour, and --elastic-limit is "
                 f"{self.elastic.limit}."
             )
 
-    def _check_enough_are_left(self, told: str) -> None:
-        left = sum(member in self.living for member in self.group.members)
-        if left < self.elastic.least and not self.elastic.replaces:
-            raise RunEnding(
-                f"{told}: {left} of {len(self.group.members)} ranks are left, and the fewest that "
-                f"may train are {self.elastic.least} (--elastic)."
-            )
+    def _place(self, rank: _KeptRank) -> int:
+        return self.group.members.index(rank.member)
 
-    def _failure(self, rank: _KeptRank, code: int) -> ProcessFailure:
-        place = self.group.members.index(rank.member) if rank.member in self.group.members else 0
-        file = self.places.error_file(rank.member)
-        return ProcessFailure(place, rank.process.pid, code, str(file))
-
-    def _how(self, rank: _KeptRank, how: str) -> str:
-        place = self.group.members.index(rank.member)
+    def _described(self, rank: _KeptRank, death: str) -> str:
+        name = f"rank {self._place(rank)}"
         with contextlib.suppress(OSError):
-            return f"rank {place} hung: {(self.folder / HUNG.format(rank=rank.member)).read_text()}"
-        return f"rank {place} {how}"
+            return f"{name} hung: {(self.folder / HUNG.format(rank=rank.member)).read_text()}"
+        return f"{name} {death}"
 
     def _answer(self) -> None:
         """Name the next group where one is asked for: newcomers wait, or contact was lost."""
@@ -305,19 +299,15 @@ class Keeper:
         come = [m for m in self.living if m not in stay and self._is_ready(m)]
         return stay, come[: max(0, self.elastic.most - len(stay))]
 
-    def _by_node(self, members: list[int]) -> list[int]:
-        """Return members with those of one node together, the first of them first."""
-        nodes = [self._node_of(member) for member in members]
-        first = {node: nodes.index(node) for node in nodes}
-        return sorted(members, key=lambda member: first[self._node_of(member)])
-
     def _node_of(self, member: int) -> int:
         return self.places.node_of(self.living[member].slot)
 
     def _name_next(self, began: float, gone: list[str] | None = None) -> None:
         """Name the next group."""
         (stay, come), self._awaited = self._next_members(), None
-        members = self._by_node([*stay, *come])
+        # Ranks of one node follow each other, those of the first member's node first.
+        nodes = [self._node_of(member) for member in (*stay, *come)]
+        members = sorted((*stay, *come), key=lambda member: nodes.index(self._node_of(member)))
         self.group = Group(
             number=self.group.number + 1,
             members=tuple(members),
@@ -327,7 +317,7 @@ class Keeper:
             began=began,
         )
         self.store.delete_key("waiting")
-        self.store.set(Keys(self.group.number).told, json.dumps(asdict(self.group)))
+        self.store.set(Keys(self.group.number).group, json.dumps(asdict(self.group)))
         self.store.set("newest", str(self.group.number))
 
     def _end_all(self) -> None:

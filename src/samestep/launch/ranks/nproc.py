@@ -13,12 +13,10 @@ from samestep.launch.ranks.launch import detect_launch
 from samestep.launch.ranks.process import MEMBER
 
 MOST_PER_CORE = 4
-
-
 RANK_BYTES = 220 << 20
 """Memory that a rank has for itself with a tiny model on the CPU; two of spiral's had 224 MiB."""
 WORKER_BYTES = 13 << 20
-"""The same of a loader process, which shares most of its memory with its rank."""
+"""Memory that a loader process has for itself; it shares most with its rank."""
 NumRanks = int | Literal["auto"]
 
 

@@ -17,11 +17,11 @@ from samestep.launch.ranks.watched import FOLDER
 HOSTS = "SAMESTEP_HOSTS"
 """Set by a job's script, where ranks outlive each other: the names of its nodes."""
 PER_NODE = "SAMESTEP_RANKS_PER_NODE"
-"""The same: how many ranks each node has."""
+"""Set by the same script: how many ranks each node has."""
 ELASTIC = "SAMESTEP_ELASTIC"
-"""The same: how few and how many may train, as `--elastic` says it."""
+"""Set by the same script: how few and how many ranks may train, as `--elastic` says it."""
 SRUN = "SAMESTEP_SRUN"
-"""The same: the words that start one rank on a node, but for the node's name."""
+"""Set by the same script: the words that start one rank on a node, without the node's name."""
 
 _DEADLY = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP")
 
@@ -87,13 +87,13 @@ class Places:
         with contextlib.suppress(ValueError):
             name = signal.Signals(number).name
         if not self.hosts:
-            return _killed_by(name) if code < 0 else ""
+            return killed_by(name) if code < 0 else ""
         where = f" on {self.hosts[self.node_of(slot)]}"
         if name in _DEADLY:
-            return _killed_by(name) + where
+            return killed_by(name) + where
         # A rank that fails says why. srun has codes of its own for a node that it cannot reach.
-        told = code == 0 or name or self.error_file(member).exists()
-        return "" if told else f"was lost{where}: srun ended with exit code {code}"
+        ended_itself = code == 0 or name or self.error_file(member).exists()
+        return "" if ended_itself else f"was lost{where}: srun ended with exit code {code}"
 
     def pass_on(self, process: subprocess.Popen[bytes], signum: int) -> None:
         """Let a rank know that it is to stop; Slurm, or the job's script, tells those of a job."""
@@ -102,8 +102,9 @@ class Places:
                 os.kill(process.pid, signum)
 
 
-def _killed_by(name: str) -> str:
-    return f"was killed by {name}{' (out of memory?)' * (name == 'SIGKILL')}"
+def killed_by(name: str) -> str:
+    """Say by which signal a rank was killed; the kernel sends SIGKILL where memory runs out."""
+    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
 def places_of(folder: Path, environment: Mapping[str, str] = os.environ) -> Places:

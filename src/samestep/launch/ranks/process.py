@@ -93,7 +93,7 @@ def _flush() -> None:
 
 
 TASK = "SAMESTEP_TASK"
-"""Set in ranks that a verb starts, where its arguments do not say all that they are to do."""
+"""Set in ranks that a verb starts: what they are to do, where the arguments do not say it."""
 
 FAILURE = ".failure-rank-{rank}.json"
 """In a job's run directory: what a rank says of its failure, as launchers hide its exit code."""
@@ -163,9 +163,9 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
         failure = {"rank": rank, "code": code, "message": message, "time": time.time()}
         # What the user's code raised may not come again, as an error of a disk.
         raised = isinstance(error, UserError) and not isinstance(caused(error), UserError)
-        told = json.dumps(failure | {"lost_peer": lost_peer, "raised": raised})
+        text = json.dumps(failure | {"lost_peer": lost_peer, "raised": raised})
         with contextlib.suppress(OSError):
-            Path(run, FAILURE.format(rank=rank)).write_text(told)
+            Path(run, FAILURE.format(rank=rank)).write_text(text)
     of_rank = f"[rank {rank}] " if rank else ""
     if rank and not (of_all or lost_peer) and "torch" in sys.modules:
         from samestep.launch.ranks.world import tell_failure  # noqa: PLC0415 - imports torch

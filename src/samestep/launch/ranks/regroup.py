@@ -13,10 +13,9 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -24,7 +23,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from samestep.base.errors import AlreadyTold
 from samestep.base.startup import resume_collections
 from samestep.launch.ranks.process import MEMBER
-from samestep.launch.ranks.world import Store, World, choose_interface, in_process_group
+from samestep.launch.ranks.world import Store, World, choose_interface, connect, in_process_group
 
 PREFIX = "samestep/groups"
 """Of the keys in the store: see `Keys`."""
@@ -40,7 +39,7 @@ class Keys:
     number: int
 
     @property
-    def told(self) -> str:
+    def group(self) -> str:
         """What the keeper tells of it: a `Group` in JSON."""
         return f"{self.number}/group"
 
@@ -131,8 +130,7 @@ class Membership:
         while True:
             while (number := self._newest()) <= before:
                 time.sleep(_LOOK_EVERY_S)
-            told = json.loads(self.store.get(Keys(number).told))
-            group = Group(**{name: _tuple(value) for name, value in told.items()})
+            group = msgspec.json.decode(self.store.get(Keys(number).group), type=Group)
             if self.member in group.members:
                 self.group = group
                 return group
@@ -227,17 +225,9 @@ class Membership:
         if world.world_size == 1:
             return True
         choose_interface(world)
-        nccl, before = world.backend == "nccl", _sockets()
-        connect = partial(
-            dist.init_process_group,
-            "cpu:gloo,cuda:nccl" if nccl else "gloo",
-            store=PrefixStore(f"{group.number}/connect", self.store),
-            rank=world.rank,
-            world_size=world.world_size,
-            device_id=world.device if nccl else None,
-        )
+        before, patience_s = _sockets(), _MEET_S + _MEET_PER_RANK_S * world.world_size
         try:
-            connect(timeout=dt.timedelta(seconds=_MEET_S + _MEET_PER_RANK_S * world.world_size))
+            connect(world, PrefixStore(f"{group.number}/connect", self.store), patience_s)
             dist.distributed_c10d._set_pg_timeout(dt.timedelta(seconds=self.timeout_s), None)  # noqa: SLF001
         except (dist.DistError, RuntimeError):
             self.part()
@@ -254,10 +244,6 @@ def _sockets() -> dict[int, str]:
             if (what := str(path.readlink())).startswith("socket:"):
                 found[int(path.name)] = what
     return found
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def membership(timeout_s: float, environment: Mapping[str, str] = os.environ) -> Membership | None:

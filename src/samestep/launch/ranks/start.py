@@ -33,11 +33,10 @@ from samestep.base.startup import (
     unheeded_signal,
 )
 from samestep.launch.ranks.keeper import Elastic, RunEnding, keep_ranks
+from samestep.launch.ranks.places import killed_by
 from samestep.launch.ranks.process import STARTED_AT, TASK, print_error
 from samestep.launch.ranks.watched import FOLDER, RUN, STALLED
 from samestep.launch.ranks.watcher import VERDICT
-
-_CONTINUE = "Saved checkpoints are complete. Continue with: samestep train RUN --resume."
 
 _AGAIN_S: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 1.0}
 """A second signal of the same kind kills the ranks if it comes this long after the first."""
@@ -163,8 +162,8 @@ def _run_agent(num_ranks: int, arguments: list[str], elastic: Elastic | None) ->
             hung = _hung(Path(folder, VERDICT))
             return hung or _recorded(_first_failure(error), Path(folder, RUN))
         except RunEnding as ending:
-            told = Ended(1, f"{ending} {_CONTINUE}")
-            return _hung(Path(folder, VERDICT)) or _recorded(told, Path(folder, RUN))
+            ended = Ended(1, f"{ending} {_continue('RUN')}")
+            return _hung(Path(folder, VERDICT)) or _recorded(ended, Path(folder, RUN))
         except SignalException as error:
             return Ended(128 + int(error.sigval))
     return Ended(0)
@@ -194,9 +193,12 @@ def _hung(file: Path) -> Ended | None:
         return None
     message = f"{verdict['message']}."
     if verdict["run"]:
-        run = shown_path(Path(verdict["run"]))
-        message += f" Saved checkpoints are complete. Continue with: samestep train {run} --resume."
+        message += f" {_continue(shown_path(Path(verdict['run'])))}"
     return Ended(STALLED, message)
+
+
+def _continue(run: str) -> str:
+    return f"Saved checkpoints are complete. Continue with: samestep train {run} --resume."
 
 
 def _recorded(ended: Ended, where: Path) -> Ended:
@@ -233,9 +235,10 @@ def _first_failure(error: ChildFailedError) -> Ended:
     stopped = "the other ranks were stopped."
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
-        how = f"was killed by {name}{' (out of memory?)' * (name == 'SIGKILL')}; {stopped}"
-        return Ended(1, f"Rank {rank} {how} {_CONTINUE}")
-    how = f"ended with exit code {failure.exitcode} and raised no error, as os._exit() or a library"
-    log = f"rank-{rank}.log of the run directory{', or above' * (rank == 0)}"
-    message = f"Rank {rank} {how} that aborts does; {stopped} What it printed last is in {log}."
+        return Ended(1, f"Rank {rank} {killed_by(name)}; {stopped} {_continue('RUN')}")
+    log = f"rank-{rank}.log of the run directory" + (", or above" if rank == 0 else "")
+    message = (
+        f"Rank {rank} ended with exit code {failure.exitcode} and raised no error, as os._exit() "
+        f"or a library that aborts does; {stopped} What it printed last is in {log}."
+    )
     return Ended(2 if failure.exitcode == 2 else 1, message)

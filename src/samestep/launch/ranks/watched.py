@@ -34,7 +34,7 @@ PULSES = "samestep-pulses-{own}"
 """That folder of other ranks; what is their own begins with the user's number."""
 
 STALL_S = "SAMESTEP_STALL_S"
-"""A user's word for scripts: seconds without a sign of life that count as a stall; 0: never."""
+"""Set by the user, for scripts: seconds without a sign of life that count as a stall; 0: never."""
 
 _SCRIPT_LEAST_S = 480.0  # others may wait minutes for rank 0 to evaluate; NCCL gives up after 10
 
@@ -89,9 +89,9 @@ def _pulses(launch: Launch) -> Path:
     if given := os.environ.get(FOLDER):
         return Path(given)
     names = ("SLURM_JOB_ID", *STEP_ID, "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
-    told = [os.environ.get(name, "") for name in (*names, "TORCHELASTIC_RESTART_COUNT")]
+    attempt = [os.environ.get(name, "") for name in (*names, "TORCHELASTIC_RESTART_COUNT")]
     own = [os.getpid()] if launch.world_size == 1 else [launch.master_addr, launch.master_port]
-    parts = [*map(str, [os.getuid(), *own, _begun]), *told]
+    parts = [*map(str, [os.getuid(), *own, _begun]), *attempt]
     name = re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))
     return Path(tempfile.gettempdir(), PULSES.format(own=f"{name}-node{launch.node}"))
 
@@ -115,8 +115,8 @@ def start_watcher(launch: Launch, stall_s: float | None, least_s: float = 60.0) 
     except OSError:  # another rank was first
         return
     names = ("node", "num_nodes", "local_world_size", "world_size")
-    told = {"folder": str(_folder), **{name: getattr(launch, name) for name in names}}
-    told |= {"least_s": stall_s or least_s, "exact": stall_s is not None}
+    watched = {"folder": str(_folder), **{name: getattr(launch, name) for name in names}}
+    watched |= {"least_s": stall_s or least_s, "exact": stall_s is not None}
     # Elsewhere a parent or the job's script reports, and a pipe must not stay open for the watcher.
     needs_terminal = not {PARENT, JOB_RUN} & {*os.environ}
     variables = dict(os.environ)
@@ -124,7 +124,7 @@ def start_watcher(launch: Launch, stall_s: float | None, least_s: float = 60.0) 
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))
     with contextlib.suppress(OSError):
         watcher = subprocess.Popen(
-            [sys.executable, "-P", "-m", "samestep.launch.ranks.watcher", json.dumps(told)],
+            [sys.executable, "-P", "-m", "samestep.launch.ranks.watcher", json.dumps(watched)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=_terminal if needs_terminal else subprocess.DEVNULL,

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.base.run.files import read_object
+from samestep.base.errors import UserError
+from samestep.base.run.files import read_object, write_object
 from samestep.base.startup import JOB_RUN, PARENT, stop_signals
 from samestep.launch.ranks.process import FAILURE, HUNG, MEMBER, print_error
 from samestep.launch.ranks.watched import CLAIM, HEARTBEAT, PULSES, RUN, STALLED
@@ -25,7 +26,7 @@ from samestep.launch.stall.pulse import PULSE, TIMED_OUT, RankPulse, read_pulses
 from samestep.launch.stall.stacks import host_name, state_of
 
 if TYPE_CHECKING:
-    from samestep.launch.stall.told import Stalled
+    from samestep.launch.stall.stall_report import Stalled
 
 VERDICT = "verdict.json"
 """In the folder of the pulses: the verdict, for the process that started the ranks."""
@@ -63,8 +64,8 @@ def main(arguments: Sequence[str]) -> None:
     """Watch until the ranks have ended, or end them."""
     for number in stop_signals():  # they are the ranks' business
         signal.signal(number, signal.SIG_IGN)
-    told = json.loads(arguments[0])
-    _Watcher(Node(**told | {"folder": Path(told["folder"])})).watch()
+    values = json.loads(arguments[0])
+    _Watcher(Node(**values | {"folder": Path(values["folder"])})).watch()
 
 
 class _Watcher:
@@ -92,7 +93,7 @@ class _Watcher:
                 shutil.rmtree(self._node.folder, ignore_errors=True)
 
     def _watch(self) -> None:
-        since = looked = told = look_again = time.monotonic()
+        since = looked = wrote = look_again = time.monotonic()
         while pulses := self._living():
             time.sleep(_LOOK_EVERY_S)
             now = time.monotonic()
@@ -103,8 +104,8 @@ class _Watcher:
                 self._run = Path((self._node.folder / RUN).read_text())
             still_s = now - max(since, *(pulse.moved for pulse in pulses))
             limit_s = max(self._node.limit_s(pulse) for pulse in pulses)
-            if now - told > _TELL_EVERY_S:
-                told = now
+            if now - wrote > _TELL_EVERY_S:
+                wrote = now
                 self._tell(pulses, still_s, limit_s)
             sure = any(pulse.doing == TIMED_OUT for pulse in pulses) or self._is_asked()
             if sure or (still_s >= limit_s and now >= look_again and self._others_are_still()):
@@ -150,8 +151,8 @@ class _Watcher:
         ]
         said = {"time": time.time(), "host": host_name(), "ranks": ranks}
         said |= {"still_s": still_s, "limit_s": limit_s}
-        with contextlib.suppress(OSError):  # a full disk
-            _write(self._run / HEARTBEAT.format(node=self._node.node), said)
+        with contextlib.suppress(UserError):  # a full disk
+            write_object(self._run / HEARTBEAT.format(node=self._node.node), said, sync=False)
 
     def _others_are_still(self) -> bool:
         """Whether the ranks of all other nodes stand still, too, as far as these have told."""
@@ -159,15 +160,15 @@ class _Watcher:
         found = [read_object(run / HEARTBEAT.format(node=n)) for n in others] if run else []
         # A file system may show an old one: its ranks have stood still since then, too.
         return all(
-            told["still_s"] + time.time() - told["time"] >= told["limit_s"]
-            for told in found
-            if told.get("time", 0) > self._began - _LATE_S
+            beat["still_s"] + time.time() - beat["time"] >= beat["limit_s"]
+            for beat in found
+            if beat.get("time", 0) > self._began - _LATE_S
         )
 
     def _has_ended_stall(self, *, may_be_slow: bool) -> bool:
         """Find out who hangs, tell it and end this node's ranks; False if none hangs."""
-        from samestep.launch.stall.stacks import look  # noqa: PLC0415 - seldom
-        from samestep.launch.stall.told import tell  # noqa: PLC0415
+        from samestep.launch.stall.stacks import inspect_ranks  # noqa: PLC0415 - seldom
+        from samestep.launch.stall.stall_report import write_report  # noqa: PLC0415
 
         node, place = self._node, self._run or self._node.folder
         judges = not self._is_asked()
@@ -175,12 +176,12 @@ class _Watcher:
             self._claim.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self._claim.touch(exist_ok=False)
-        stands = look(node.folder, read_pulses(node.folder))
+        stands = inspect_ranks(node.folder, read_pulses(node.folder))
         if all(stand.doing in ("stopped", "gone") for stand in stands):
             hang = False
         else:
             for stand in stands:
-                tell(stand, node.folder, place)
+                write_report(stand, node.folder, place)
             hang = not judges or self._judge(place, may_be_slow=may_be_slow)
         if judges and (not hang or node.num_nodes == 1):
             self._claim.unlink(missing_ok=True)
@@ -206,22 +207,24 @@ class _Watcher:
 
     def _judge(self, place: Path, *, may_be_slow: bool) -> bool:
         """Wait for what the other nodes tell, and announce who hangs; False if none does."""
-        from samestep.launch.stall.told import STAND, read_told, verdict_on  # noqa: PLC0415 - seldom
+        from samestep.launch.stall.stall_report import STAND, read_reports, verdict_on  # noqa: PLC0415 - seldom
 
         node = self._node
         expected = node.world_size if self._run else node.local_world_size
         until = time.monotonic() + _OTHERS_S
-        while len(told := read_told(place, self._began)) < expected and time.monotonic() < until:
+        while (
+            len(reports := read_reports(place, self._began)) < expected and time.monotonic() < until
+        ):
             time.sleep(_LOOK_EVERY_S)
-        verdict = verdict_on(told, expected, may_be_slow=may_be_slow)
+        verdict = verdict_on(reports, expected, may_be_slow=may_be_slow)
         if verdict is not None and verdict.sure and MEMBER in os.environ:
             self._leave_out(verdict)
             return False
         if verdict is not None:
-            self._announce(verdict, max(one.stand.pulse.steps for one in told))
+            self._announce(verdict, max(report.stand.pulse.steps for report in reports))
             for rank in range(node.world_size):
                 (place / STAND.format(rank=rank)).unlink(missing_ok=True)
-            _write(self._claim, verdict.stall)
+            write_object(self._claim, verdict.stall, sync=False)
         return verdict is not None
 
     def _leave_out(self, verdict: "Stalled") -> None:
@@ -237,15 +240,16 @@ class _Watcher:
         reason: dict[str, Any] = {"status": "failed", "reason": f"failed: {verdict.message}"}
         reason |= {"exit_code": STALLED, "steps": steps, "stall": verdict.stall}
         if self._run is not None:
-            with contextlib.suppress(OSError):
-                _write(self._run / "result.json", read_object(self._run / "result.json") | reason)
+            with contextlib.suppress(UserError):
+                file = self._run / "result.json"
+                write_object(file, read_object(file) | reason)
         failure = {"rank": verdict.rank, "code": STALLED, "message": verdict.message}
         failure |= {"time": time.time(), "lost_peer": False, "raised": False, "stalled": True}
         if job := os.environ.get(JOB_RUN):
-            with contextlib.suppress(OSError):
-                _write(Path(job, FAILURE.format(rank=verdict.rank)), failure)
+            with contextlib.suppress(UserError):
+                write_object(Path(job, FAILURE.format(rank=verdict.rank)), failure)
         elif PARENT in os.environ:
-            _write(self._node.folder / VERDICT, failure | {"run": str(self._run or "")})
+            write_object(self._node.folder / VERDICT, failure | {"run": str(self._run or "")})
         else:
             print_error(verdict.message)
 
@@ -263,9 +267,9 @@ def tell_mismatch(folder: Path) -> str:
     failure = {"code": 1, "message": verdict.sentence, "time": time.time(), "lost_peer": False}
     if job := os.environ.get(JOB_RUN):
         for rank in verdict.does:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(UserError):
                 own = failure | {"rank": rank, "raised": True}
-                _write(Path(job, FAILURE.format(rank=rank)), own)
+                write_object(Path(job, FAILURE.format(rank=rank)), own)
     return verdict.sentence
 
 
@@ -276,12 +280,6 @@ def _last_call(pulse: RankPulse) -> str:
     last = pulse.now or pulse.calls[-1]
     number = f" #{last.seq}" if last.seq else ""
     return f"{'in' if pulse.now else 'after'} {last.kind}{number} of {last.where}"
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

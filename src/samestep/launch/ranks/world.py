@@ -14,7 +14,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import Store as _Store  # type: ignore[attr-defined]
 
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, listed
 from samestep.base.settings import Backend, Device
 from samestep.base.startup import PARENT, resume_collections
 from samestep.launch.ranks.address import (
@@ -62,20 +61,20 @@ def check_gpus(launch: Launch, uuid: str, store: Any) -> None:
     """Check that no two ranks compute on one GPU. All ranks call it, before they join."""
     size = launch.world_size
     store.set(f"gpu/{launch.rank}", f"{uuid} of node {launch.node} ({socket.gethostname()})")
-    told = [store.get(f"gpu/{rank}").decode() for rank in range(size)]
+    gpus = [store.get(f"gpu/{rank}").decode() for rank in range(size)]
     ranks: dict[str, list[int]] = {}
-    for rank, gpu in enumerate(told):
+    for rank, gpu in enumerate(gpus):
         ranks.setdefault(gpu.partition(" (")[0], []).append(rank)
     sharing = max(ranks.values(), key=len)
     if len(sharing) == 1:
         return
-    store.set(f"gpu/{launch.rank}/told", "1")
+    store.set(f"gpu/{launch.rank}/read", "1")
     if launch.rank == 0:  # whose process may serve the store, and ends now
-        store.wait([f"gpu/{rank}/told" for rank in range(size)])
-    several = ", ".join(map(str, sharing[:4])) + ", …" * (len(sharing) > 4)
+        store.wait([f"gpu/{rank}/read" for rank in range(size)])
+    several = listed([*map(str, sharing)], most=4)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
     raise UserError(
-        f"Ranks {several} share one GPU: {told[sharing[0]]}. CUDA_VISIBLE_DEVICES is {visible} "
+        f"Ranks {several} share one GPU: {gpus[sharing[0]]}. CUDA_VISIBLE_DEVICES is {visible} "
         f"here. {FEWER_RANKS}",
         on_all_ranks=True,
     )
@@ -235,13 +234,13 @@ def _try(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
 @contextlib.contextmanager
 def as_if_alone() -> Iterator[None]:
     """Let code that asks for its rank get 0, and for the number of ranks 1, within this."""
-    told = {"get_rank": 0, "get_world_size": 1, "is_initialized": False}
+    answers = {"get_rank": 0, "get_world_size": 1, "is_initialized": False}
     named = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     named |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
     before = {name: os.environ[name] for name in named if name in os.environ}
-    kept = [(m, name, getattr(m, name)) for m in (dist, dist.distributed_c10d) for name in told]
+    kept = [(m, name, getattr(m, name)) for m in (dist, dist.distributed_c10d) for name in answers]
     for module, name, _ in kept:
-        setattr(module, name, lambda *_, answer=told[name], **__: answer)
+        setattr(module, name, lambda *_, answer=answers[name], **__: answer)
     os.environ.update({name: named[name] for name in before})
     try:
         yield
@@ -386,17 +385,8 @@ def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> 
         torch.cuda.set_device(world.device)
     if not world.connected:
         return
-    # Both: tensors on the device go by NCCL, what ranks agree on goes by Gloo from the CPU.
-    nccl = world.backend == "nccl"
-    connect = partial(
-        dist.init_process_group,
-        "cpu:gloo,cuda:nccl" if nccl else "gloo",
-        rank=world.rank,
-        world_size=world.world_size,
-        device_id=world.device if nccl else None,
-    )
     if world.world_size == 1:
-        connect(store=dist.HashStore())  # type: ignore[attr-defined]
+        connect(world, dist.HashStore(), timeout_s)  # type: ignore[attr-defined]
         return
     choose_interface(world)
     os.environ["MASTER_ADDR"] = world.master_addr
@@ -404,9 +394,9 @@ def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> 
     try:
         store = store or open_store(world, timeout_s)
         _joined[:] = [store]
-        if nccl:  # which would fail on it, in words of its own
+        if world.backend == "nccl":  # which would fail on it, in words of its own
             check_gpus(world, gpu_uuid(world.device), store)
-        connect(store=store, timeout=dt.timedelta(seconds=timeout_s))
+        connect(world, store, timeout_s)
     except (dist.DistError, RuntimeError, socket.gaierror) as error:
         reason, place = str(error).splitlines()[0], f"{world.master_addr}:{world.master_port}"
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
@@ -420,6 +410,19 @@ def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> 
             "that all nodes are in one network (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name "
             "its interface); `samestep doctor`, started the same way, looks for the reason."
         ) from error
+
+
+def connect(world: World, store: Any, timeout_s: float) -> None:
+    """Make the process group of a world: tensors go by its backend, agreements by Gloo."""
+    nccl = world.backend == "nccl"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=dt.timedelta(seconds=timeout_s),
+        device_id=world.device if nccl else None,
+    )
 
 
 def choose_interface(world: World) -> None:

@@ -144,7 +144,7 @@ class _Case:
     def disagree(
         self, met: Mapping[int, Visit], parties: Mapping[int, tuple[object, ...]]
     ) -> StallVerdict:
-        """Return the verdict that ranks are in calls that do not fit; `parties`: who is alike."""
+        """Return the verdict that ranks are in calls that do not fit; `parties`: who agrees."""
         pairs = itertools.permutations(met, 2)
         left = [
             one
@@ -153,7 +153,7 @@ class _Case:
         ]
         if left:
             return self.keep_waiting([self.stands[rank] for rank in dict.fromkeys(left)])
-        told = ", ".join(
+        calls = ", ".join(
             f"rank {rank} in {_named(visit)}{f' {visit.detail}'.rstrip()} of {_shown(visit.where)}"
             for rank, visit in sorted(met.items())
         )
@@ -161,14 +161,16 @@ class _Case:
         if rest:
             tie = number == rest[0][1]
             culprits = [rank for rank, party in parties.items() if tie or party != most]
-            alike = len({visit.kind for visit in met.values()}) == 1 and len(most) == 2
-            what = "the ranks bring different tensors" if alike else "the ranks' calls do not meet"
-            said = "; ".join([f"{what}: {told}", *self._parting()])
-            return self._verdict("shapes" if alike else "different", culprits, said)
+            same_call = len({visit.kind for visit in met.values()}) == 1 and len(most) == 2
+            what = "the ranks' calls do not meet"
+            if same_call:
+                what = "the ranks bring different tensors"
+            said = "; ".join([f"{what}: {calls}", *self._parting()])
+            return self._verdict("shapes" if same_call else "different", culprits, said)
         busy = [stand for stand in self.stands.values() if stand.doing == "computes"]
         if busy and len(busy) < len(self.stands):
             return self.keep_waiting(busy)
-        return self._verdict("unknown", [], f"no rank is missing, and none moves: {told}")
+        return self._verdict("unknown", [], f"no rank is missing, and none moves: {calls}")
 
     def _meeting(self, but: Sequence[int]) -> list[tuple[Visit, list[int]]]:
         """Return the calls that the other ranks wait in, each with its ranks."""
@@ -188,8 +190,8 @@ class _Case:
         for met in sorted(_meetings(stands), key=_begin):
             if len({visit.where for visit in met.values()}) > 1:
                 first = next(iter(met.values()))
-                told = ", ".join(f"rank {r} from {_shown(v.where)}" for r, v in met.items())
-                return [f"{_named(first)} was called by {told}"]
+                callers = ", ".join(f"rank {r} from {_shown(v.where)}" for r, v in met.items())
+                return [f"{_named(first)} was called by {callers}"]
         return []
 
     def _does(self, stand: RankStand) -> str:
@@ -358,8 +360,8 @@ def _own_doing(stand: RankStand) -> str:
         return f"does not say where it stands{seen}"
     if not stand.waits_for_data:
         return _at(stand)
-    told = [f"; its loader worker {worker.pid} {_at(worker)}" for worker in _busy(stand)]
-    return f"waits for data at {_shown(stand.place)}{listed(told, most=1)}"
+    busy = [f"; its loader worker {worker.pid} {_at(worker)}" for worker in _busy(stand)]
+    return f"waits for data at {_shown(stand.place)}{listed(busy, most=1)}"
 
 
 def _busy(stand: RankStand) -> list[Stand]:
@@ -398,8 +400,9 @@ def _progress(stand: RankStand) -> str:
     if not number and (collectives := [v for v in stand.pulse.calls if v.group == WORLD]):
         last = collectives[-1]
         number, what = last.seq - (last.state == "inside"), "collective"
-    many = "es" if what.endswith("s") else "s"
-    return f" after {number} {what}{many * (number != 1)}" if number else ""
+    if number != 1:
+        what += "es" if what.endswith("s") else "s"
+    return f" after {number} {what}" if number else ""
 
 
 def _wait(visit: Visit, number: int = 1) -> str:

@@ -24,7 +24,7 @@ Doing = Literal["sleeps", "computes", "stopped", "blocked", "gone", "unknown"]
 _PROC = Path("/proc")
 _LOOK_S, _BUSY_FRACTION = 0.3, 0.2  # several that spin may share a core
 _DUMP_S, _POLL_S = 2.0, 0.02
-_STILL = 3  # looks that find the file no longer: it is written in small pieces
+_STILL = 3  # polls without more bytes that end a dump: it is written in small pieces
 
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -76,7 +76,7 @@ class RankStand(Stand):
         return any(frame.file.endswith(_LOADER) for frame in frames)
 
 
-def look(folder: Path, pulses: Sequence[RankPulse]) -> list[RankStand]:
+def inspect_ranks(folder: Path, pulses: Sequence[RankPulse]) -> list[RankStand]:
     """Return where the ranks of this node stand: within a second, or two for each that is stuck."""
     doing = _doing([pulse.pid for pulse in pulses])
     stands = []

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from samestep.launch.stall.judge import StallVerdict, find_stall, judge, patience
 from samestep.launch.stall.pulse import RAISED, RankPulse, read_pulses
-from samestep.launch.stall.stacks import computed_s, look, working
+from samestep.launch.stall.stacks import computed_s, inspect_ranks, working
 from samestep.scripts.checking.events import Job, RankSeen, read_events, write_job
 from samestep.scripts.checking.scratch import Scratch
 
@@ -207,7 +207,7 @@ def _failed_together(folder: Path, codes: Sequence[int | None]) -> StallVerdict 
     raised = {pulse.rank for pulse in pulses if pulse.calls and pulse.calls[-1].state == RAISED}
     if any(pulse.code and pulse.rank not in raised for pulse in pulses):
         return None
-    verdict = judge(look(folder, pulses)) if raised and len(pulses) > 1 else None
+    verdict = judge(inspect_ranks(folder, pulses)) if raised and len(pulses) > 1 else None
     return None if verdict is None or verdict.cause == "unknown" else verdict
 
 
@@ -225,7 +225,7 @@ def _stalled(
     busy = working([pulse.pid for pulse in pulses]).items()
     if any(computed - moves.get(pid, (0.0, 0.0))[1] < least for pid, computed in busy):
         return None
-    stands = look(folder, pulses)
+    stands = inspect_ranks(folder, pulses)
     # Ranks that all compute are slow, and none waits for another.
     return None if all(stand.doing == "computes" for stand in stands) else judge(stands)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import samestep
-from samestep.base.autograd import own_part
 from samestep.base.errors import is_users, raised_at, users_frame
+from samestep.base.trees import own_part
 from samestep.launch.stall.pulse import Pulse
 from samestep.scripts.checking.events import Event, Job, encode, events_path
 from samestep.scripts.checking.scratch import Scratch

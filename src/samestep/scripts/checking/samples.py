@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from samestep.base.autograd import own_part
-from samestep.base.trees import tree_leaves
+from samestep.base.trees import own_part, tree_leaves
 from samestep.scripts.checking.recorder import checksum, row_hashes
 
 _MOST_BYTES = 1 << 22  # of an array

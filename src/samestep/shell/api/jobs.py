@@ -17,7 +17,7 @@ from samestep.base.run.directory import is_run, new_run_path
 from samestep.base.run.files import shown_path
 from samestep.cluster.slurm.checks import check_ranks
 from samestep.cluster.slurm.options import UncheckedOptions, apply_flags, options_before
-from samestep.cluster.slurm.queue import QueuedJob, ask_to_stop, call, find_job, read_progress
+from samestep.cluster.slurm.queue import ask_to_stop, call, find_job, read_progress
 from samestep.cluster.slurm.rank_ends import latest_start
 from samestep.cluster.slurm.submission import (
     Workload,
@@ -30,8 +30,7 @@ from samestep.core.recipe import Recipe
 from samestep.core.recipes import RECIPES
 from samestep.launch.ranks.process import TASK
 from samestep.shell.api.arguments import AnyPath, one_line_errors
-from samestep.shell.api.call import call_of, check_may_start, request_of
-from samestep.shell.api.sending import send
+from samestep.shell.api.call import call_of, check_may_start, request_of, send
 from samestep.shell.api.trained_run import TrainedRun
 
 _CALL = ".call"
@@ -53,7 +52,7 @@ class SubmittedJob:
 
         `state` is Slurm's word; "UNKNOWN" some minutes after the end, when Slurm has forgotten it.
         """
-        job, progress = self._queued(), read_progress(self.path)
+        job, progress = find_job(self.number), read_progress(self.path)
         queue = {name: getattr(job, name, None) for name in ("reason", "nodes", "restarts")}
         state = "UNKNOWN" if job is None else job.state
         training = dataclasses.asdict(progress) if progress else None
@@ -62,7 +61,7 @@ class SubmittedJob:
     def wait(self, timeout_s: float | None = None, *, every_s: float = 5.0) -> bool:
         """Wait until the job has ended; return whether it has within `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._ended():
+        while (job := find_job(self.number)) is not None and not job.ended:
             left = every_s if deadline is None else min(every_s, deadline - time.monotonic())
             if left <= 0:
                 return False
@@ -77,7 +76,7 @@ class SubmittedJob:
         """
         if not self.wait(timeout_s):
             raise UserError(f"Job {self.number} has not ended after {timeout_s:g} s: wait longer.")
-        job, progress = self._queued(), read_progress(self.path)
+        job, progress = find_job(self.number), read_progress(self.path)
         done = progress is not None and progress.status == "completed"
         if not done and (job is None or job.state != "COMPLETED"):
             log = (job and job.log) or self.path / f"slurm-{self.number}.out"
@@ -88,20 +87,13 @@ class SubmittedJob:
 
     def cancel(self) -> None:
         """Stop the job: a running one saves first, and its ranks end together."""
-        job = self._queued()
+        job = find_job(self.number)
         if job is None or job.ended:
             return
         if job.state == "RUNNING":
             ask_to_stop(job, self.path)
         else:
             call("scancel", str(self.number))
-
-    def _queued(self) -> QueuedJob | None:
-        return find_job(self.number)
-
-    def _ended(self) -> bool:
-        job = self._queued()
-        return job is None or job.ended
 
 
 @one_line_errors

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from samestep.shell.api.trained_run import TrainedRun
 
 DEFAULT_RANKS = 2
-"""Of a script that is checked."""
+"""Ranks on which a script is checked by default."""
 
 
 @with_settings(GivenSettings)
@@ -165,8 +165,14 @@ def verify(
         KeyboardInterrupt: it was interrupted; the ranks have ended.
     """
     from samestep.prove.verification.result_table import as_table  # noqa: PLC0415 - they import torch
-    from samestep.shell.api.call import as_in_fresh_process, call_of, check_may_start, request_of  # noqa: PLC0415
-    from samestep.shell.api.sending import CALL_FILE, send  # noqa: PLC0415
+    from samestep.shell.api.call import (  # noqa: PLC0415  # noqa: PLC0415
+        CALL_FILE,
+        as_in_fresh_process,
+        call_of,
+        check_may_start,
+        request_of,
+        send,
+    )
 
     check_may_start("verify")
     refuse_inside_launcher("samestep.verify()", "Call it from a single process.")

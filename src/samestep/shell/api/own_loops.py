@@ -1,13 +1,14 @@
 """A training loop of the user's own: `samestep.open_run`, with trackers if it asks for some."""
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from samestep.base.errors import UserError
+from samestep.base.run.records import Record
 from samestep.base.run.store import address_of, check_address, check_mirror
 from samestep.base.settings import Backend, Device, Settings, merge_layers
 from samestep.base.tracker_choice import check_choice, check_installed, chosen
@@ -89,7 +90,12 @@ def open_run(
     return (OwnRun.opened_as or OwnRun)(Options(**{**arguments, **own}))
 
 
-def _trackers(track: str | Mapping[str, Any], name: str, **how: Any) -> Any:
+def _trackers(
+    track: str | Mapping[str, Any],
+    name: str,
+    tell: Callable[[Record], None],
+    stopped: Callable[[], bool],
+) -> Any:
     """Return what starts the trackers, with a `take` for records; rank 0 calls it."""
     from samestep.show.tracking.processes import TrackerProcesses  # noqa: PLC0415
 
@@ -102,13 +108,15 @@ def _trackers(track: str | Mapping[str, Any], name: str, **how: Any) -> Any:
     settings = Settings(**checked_settings(given, "open_run"))
     check_choice(settings)
     check_installed(chosen(settings.track))
-    return TrackerProcesses(settings, name, is_main=True, **how)
+    return TrackerProcesses(settings, name, tell, stopped)
 
 
-def _mirror(settings: Settings, *, new: bool, **how: Any) -> Any:
+def _mirror(
+    settings: Settings, tell: Callable[[Record], None], stopped: Callable[[], bool], *, new: bool
+) -> Any:
     """Return what copies the run to a store; rank 0 calls it."""
     from samestep.show.mirroring import Mirror  # noqa: PLC0415
 
     check_address(str(settings.mirror))
     check_mirror(settings.mirror, new=new)
-    return Mirror(settings, **how)
+    return Mirror(settings, tell, stopped)

@@ -61,8 +61,7 @@ def sweep(
     Raises:
         UserError: a mistake in any of the values, before the first training; or a training failed.
     """
-    from samestep.shell.api.call import check_may_start, request_of  # noqa: PLC0415 - they import torch
-    from samestep.shell.api.sending import send  # noqa: PLC0415
+    from samestep.shell.api.call import check_may_start, request_of, send  # noqa: PLC0415 - they import torch
     from samestep.shell.api.trained_run import TrainedRun  # noqa: PLC0415
 
     check_may_start("sweep")
@@ -130,34 +129,48 @@ def _plan(
     for name, texts in axes.items():
         if len({*texts}) < len(texts):
             raise UserError(f"sweep({name.replace('-', '_')}=…): a value comes twice.")
-    label = (what.name or "recipe") if isinstance(what, Recipe) else str(path_of(what, "what"))
-    flags = tuple(f"{name}={value}" for name, value in same.items())
-    asked = [*flags, *map(str, axes.items()), f"sample={sample}"]
+    plan = make_plan(
+        (what.name or "recipe") if isinstance(what, Recipe) else str(path_of(what, "what")),
+        [f"{name}={value}" for name, value in same.items()],
+        axes,
+        folder=path_of(folder, "folder") if folder else None,
+        sample=sample,
+        optuna=optuna,
+        seed=lists["seed"][0] if "seed" in lists else same.get("seed", 42),
+    )
+    plan = replace(plan, folder=plan.folder.absolute())
+    names, calls = dict(zip(axes, lists, strict=True)), {}
+    for name, point in plan.points.items():
+        # The values that the texts of the point stand for.
+        values = {names[k]: lists[names[k]][axes[k].index(text)] for k, text in point.items()}
+        values["run_dir"] = str(plan.run_dir(name))
+        calls[name] = call_of(what, keywords=same | values, resume=True)
+    return plan, calls
+
+
+def make_plan(
+    recipe: str,
+    flags: Sequence[str],
+    axes: Mapping[str, tuple[str, ...]],
+    *,
+    folder: Path | None,
+    sample: int | None,
+    optuna: bool,
+    seed: int,
+) -> SweepPlan:
+    """Return the plan of a sweep; without a folder, one in runs/ that the arguments decide."""
+    asked = [*flags, *(f"{flag}={texts}" for flag, texts in axes.items()), f"sample={sample}"]
     if optuna:
         asked.append("optuna")
-    seed = lists["seed"][0] if "seed" in lists else same.get("seed", 42)
-    plan = SweepPlan(
-        folder=(path_of(folder, "folder") if folder else default_folder(label, asked)).absolute(),
-        recipe=label,
-        flags=flags,
+    return SweepPlan(
+        folder=folder or default_folder(recipe, asked),
+        recipe=recipe,
+        flags=tuple(flags),
         axes=axes,
         sample=sample,
         optuna=optuna,
         seed=seed,
     )
-    calls = {}
-    for name, point in plan.points.items():
-        values = _values(point, axes, lists) | {"run_dir": str(plan.run_dir(name))}
-        calls[name] = call_of(what, keywords=same | values, resume=True)
-    return plan, calls
-
-
-def _values(
-    point: Mapping[str, str], axes: Mapping[str, Sequence[str]], lists: Mapping[str, Sequence[Any]]
-) -> dict[str, Any]:
-    """Return the values that the texts of a point stand for."""
-    names = dict(zip(axes, lists, strict=True))
-    return {names[k]: lists[names[k]][axes[k].index(text)] for k, text in point.items()}
 
 
 def _text(value: Any) -> str:

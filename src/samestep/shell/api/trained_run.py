@@ -255,7 +255,8 @@ def _draw_curves(panel: Any, name: str, rows: Sequence[Mapping[str, Any]], index
         (name, "training", "#1f5fa8"),
         (f"validation_{name}", "validation", "#c0392b"),
     ):
-        points = [(row["epoch"], value) for row in rows if _is_number(value := row.get(key))]
+        values = ((row["epoch"], row.get(key)) for row in rows)
+        points = [(e, v) for e, v in values if isinstance(v, int | float) and math.isfinite(v)]
         if points:
             panel.plot(*zip(*points, strict=True), marker=".", color=colour, label=label)
     best = index.best
@@ -271,7 +272,3 @@ def _draw_curves(panel: Any, name: str, rows: Sequence[Mapping[str, Any]], index
     panel.set_xlabel("epoch")
     panel.xaxis.get_major_locator().set_params(integer=True)
     panel.grid(alpha=0.3)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

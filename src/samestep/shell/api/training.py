@@ -33,8 +33,15 @@ from samestep.launch.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_
 from samestep.launch.ranks.process import STARTED_AT, RankLog
 from samestep.launch.ranks.regroup import membership
 from samestep.launch.ranks.world import World, find_world, join, leave
-from samestep.shell.api.call import Call, as_in_fresh_process, request_of
-from samestep.shell.api.sending import RECORDS, ScreenFile, receive, send
+from samestep.shell.api.call import (
+    RECORDS,
+    Call,
+    ScreenFile,
+    as_in_fresh_process,
+    receive,
+    request_of,
+    send,
+)
 from samestep.shell.api.trained_run import TrainedRun
 from samestep.show.reporting.progress import Nothing, Screen
 
@@ -199,8 +206,8 @@ class _Reporter:
         return Shown(self.sinks, self.begin, started_at)
 
     def _start(self, going_on: Path | None) -> None:
-        told = self.request.recipe.on_record
-        self.sinks = (self.screen.show, *([partial(_tell, told)] if told else ()))
+        on_record = self.request.recipe.on_record
+        self.sinks = (self.screen.show, *([partial(_tell, on_record)] if on_record else ()))
         if chosen(self.request.settings.track):
             from samestep.show.tracking.processes import TrackerProcesses  # noqa: PLC0415
 
@@ -208,7 +215,6 @@ class _Reporter:
                 self.request.settings,
                 self.request.recipe.name,
                 self.screen.tell,
-                is_main=True,
                 stopped=lambda: bool(self.received.signum),
             )
             self.open_trackers.enter_context(trackers)

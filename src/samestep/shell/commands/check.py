@@ -1,6 +1,5 @@
 """`samestep check`: what is wrong with anyone's distributed script, found while it runs."""
 
-import shutil
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,8 +14,16 @@ from samestep.launch.ranks.nproc import refuse_inside_launcher
 from samestep.launch.ranks.process import run_as_rank
 from samestep.shell.api.arguments import check_positive
 from samestep.shell.api.on_ranks import DEFAULT_RANKS, check, run_check
-from samestep.shell.commands.forms import Form, kind_of, parse
-from samestep.shell.commands.help import Switch, print_json, rich_console
+from samestep.shell.commands.forms import (
+    Form,
+    Switch,
+    kind_of,
+    parse,
+    print_json,
+    print_lines,
+    rich_console,
+    terminal_width,
+)
 from samestep.shell.commands.target import ScriptTarget, script_target, target_first
 
 if TYPE_CHECKING:
@@ -124,8 +131,7 @@ def _tell(report: "CheckReport", command: Any) -> int:
         print_json(as_table(report), indent=2)
     else:
         width, colour = _screen()
-        lines = report_lines(report, width or _MOST_COLUMNS, colour=colour)
-        sys.stdout.writelines(f"{line}\n" for line in lines)
+        print_lines(report_lines(report, width or _MOST_COLUMNS, colour=colour))
     return report.exit_code
 
 
@@ -153,9 +159,9 @@ def _report(target: ScriptTarget, command: Any) -> "CheckReport | None":
 
 def _screen() -> tuple[int | None, bool]:
     """Return the width to write in, None for a pipe or a file, and whether to colour."""
-    if not sys.stdout.isatty():
+    if (width := terminal_width()) is None:
         return None, False
-    return min(_MOST_COLUMNS, shutil.get_terminal_size().columns), not rich_console().no_color
+    return min(_MOST_COLUMNS, width), not rich_console().no_color
 
 
 def _list(codes: list[str]) -> int:
@@ -163,9 +169,10 @@ def _list(codes: list[str]) -> int:
     from samestep.scripts.checking.check_report import code_lines, page_of  # noqa: PLC0415
 
     width, colour = _screen()
-    lines = [page_of(code.upper()) for code in codes]
-    lines = lines or [f"{line}\n" for line in code_lines(width, colour=colour)]
-    sys.stdout.writelines(lines)
+    if codes:
+        sys.stdout.writelines(page_of(code.upper()) for code in codes)
+    else:
+        print_lines(code_lines(width, colour=colour))
     return 0
 
 

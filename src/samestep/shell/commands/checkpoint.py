@@ -1,6 +1,5 @@
 """List, verify and export the checkpoints of a run."""
 
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +8,9 @@ from typing import Annotated
 from samestep.base.errors import UserError
 from samestep.base.flags import InShell
 from samestep.base.words import count, size
-from samestep.shell.api.trained_models import export
-from samestep.shell.commands.forms import verb
-from samestep.shell.commands.help import print_json
-from samestep.show.reporting.checkpoint_list import (
+from samestep.shell.api.run_functions import export
+from samestep.shell.commands.forms import print_json, print_lines, terminal_width, verb
+from samestep.show.reporting.run_table import (
     checked_checkpoints,
     checkpoint_lines,
     listed_checkpoints,
@@ -37,8 +35,7 @@ def list_checkpoints(run: Annotated[Path, InShell("RUN")], *, json: bool = False
     if json:
         print_json(rows)
     elif rows:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        sys.stdout.writelines(f"{line}\n" for line in checkpoint_lines(rows, width))
+        print_lines(checkpoint_lines(rows, terminal_width()))
     else:
         sys.stdout.write(f"{run} has no checkpoint yet.\n")
     return 0

@@ -1,14 +1,12 @@
 """`samestep compare`: runs side by side, read from their directories."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
 from samestep.base.flags import InShell
-from samestep.shell.api.run_lists import compare
-from samestep.shell.commands.forms import verb
-from samestep.shell.commands.help import print_json
+from samestep.shell.api.run_functions import compare
+from samestep.shell.commands.forms import print_json, print_lines, verb
 from samestep.show.reporting.comparison import compare_runs
 from samestep.show.reporting.comparison_text import as_table, lines
 
@@ -42,5 +40,5 @@ def main(
     if json:
         print_json(as_table(comparison), indent=2)
     else:
-        sys.stdout.writelines(f"{line}\n" for line in lines(comparison))
+        print_lines(lines(comparison))
     return 0

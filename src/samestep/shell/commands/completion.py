@@ -15,8 +15,7 @@ from samestep.base.settings import Settings, flag_name
 from samestep.base.tracker_choice import TRACKERS
 from samestep.core.recipes import RECIPES
 from samestep.shell.cli import HELP_ALL, OWN, VERBS, about, example_text, show_general_help
-from samestep.shell.commands.forms import Form, form_of
-from samestep.shell.commands.help import flags_of
+from samestep.shell.commands.forms import Form, flags_of, form_of
 from samestep.shell.commands.new import KINDS
 
 _NAMED_FILES = ("dir", "config", "script", "plot", "out", "output", "container", "venv")
@@ -109,7 +108,7 @@ def _of_verb(form: Form) -> Iterator[Completed]:
 def _flags(kind: type) -> Iterator[Completed]:
     """Yield the flags of a dataclass, and the merged settings."""
     for flag in flags_of(kind):
-        if flag.positional:
+        if flag.mark.positional:
             continue
         name = flag_name(flag.name)
         if flag.kind is bool:

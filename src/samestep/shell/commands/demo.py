@@ -21,8 +21,7 @@ from samestep.base.run.records import Record, RecordFile
 from samestep.base.settings import flag_name
 from samestep.base.words import BOTH, FIRST, LABEL, SECOND, curve_lines, duration, wrapped
 from samestep.launch.ranks.nproc import refuse_inside_launcher
-from samestep.shell.commands.forms import verb
-from samestep.shell.commands.help import rich_console
+from samestep.shell.commands.forms import rich_console, verb
 from samestep.show.reporting.comparison import SameTraining, compare_runs
 
 if TYPE_CHECKING:
@@ -177,7 +176,7 @@ def resume(run: Path, nproc: int) -> "TrainedRun":
 
 def proof(one: "TrainedRun", other: "TrainedRun") -> SameTraining:
     """Compare each loss, and the weights at the end."""
-    (comparison,) = compare_runs([one.path, other.path]).alike
+    (comparison,) = compare_runs([one.path, other.path]).same_training
     return comparison
 
 

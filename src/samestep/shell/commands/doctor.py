@@ -9,8 +9,7 @@ from samestep.cluster.doctor.findings import worst
 from samestep.cluster.doctor.rank_facts import DoctorOptions, still_waiting
 from samestep.launch.ranks.process import RankLog, print_error, run_as_rank
 from samestep.shell.api.arguments import check_positive
-from samestep.shell.commands.forms import Form, parse
-from samestep.shell.commands.help import Switch, rich_console
+from samestep.shell.commands.forms import Form, Switch, parse, rich_console
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 from samestep.base.table import escape
 from samestep.base.words import class_table, measured
-from samestep.shell.api.trained_models import evaluate
-from samestep.shell.commands.forms import verb
-from samestep.shell.commands.help import print_json, rich_console
+from samestep.shell.api.run_functions import evaluate
+from samestep.shell.commands.forms import print_json, rich_console, verb
 
 
 @verb(

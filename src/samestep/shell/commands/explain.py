@@ -16,8 +16,7 @@ from samestep.core.recipes import RECIPES
 from samestep.launch.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_launcher
 from samestep.launch.ranks.process import run_as_rank
 from samestep.shell.api.arguments import check_positive
-from samestep.shell.commands.forms import Form
-from samestep.shell.commands.help import Switch
+from samestep.shell.commands.forms import Form, Switch
 from samestep.shell.commands.target import parse_target
 from samestep.shell.commands.train import check_resume
 
@@ -60,7 +59,7 @@ FORM = Form(
 
 
 def main(arguments: list[str]) -> int:
-    """Explain, with one message for a mistake."""
+    """Explain a training, or report a mistake in one message."""
     return run_as_rank(lambda _log: _explain(arguments))
 
 

@@ -1,26 +1,35 @@
-"""What a verb takes: arguments and flags, made of a function's signature and docstring; parsing.
+"""What a verb takes: arguments and flags, made of a function's signature and docstring; its help.
 
 The function is one of the package, the one that runs the verb, or both: then the second has what
 only the shell takes. `Args:` says what each is; what stands in backticks there is a flag in help.
+
+Help has flags in groups, and of the settings only the common ones unless `--help-all` is typed.
 """
 
 import dataclasses
 import inspect
+import json
 import os
 import re
+import shutil
+import sys
 import types
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, replace
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from samestep.base import flags
 from samestep.base.errors import AlreadyTold
-from samestep.base.flags import InShell
-from samestep.base.settings import field_docs, flag_name
+from samestep.base.flags import Flag, InShell, flags_in, unmarked
+from samestep.base.flags import parse as parse_words
+from samestep.base.settings import MERGED, Settings, field_docs, flag_name
+from samestep.base.words import wrapped
 from samestep.shell.cli import HELP, OWN, example_text, module_of, show
-from samestep.shell.commands.help import flags_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Source = Callable[..., Any]
 """A function or a dataclass."""
@@ -37,7 +46,7 @@ class Form:
     with {} for the target if there is one."""
     examples: tuple[str, ...]
     settings: bool = False
-    """Of a verb that trains a target: these are flags, too."""
+    """Whether the settings of a training are flags, too."""
     no_effect: Collection[str] = ()
     """The settings that the verb itself decides."""
 
@@ -122,11 +131,8 @@ def kind_of(*sources: Source, left_out: Collection[str] = ()) -> type:
 
 def _in_shell(parameter: inspect.Parameter) -> tuple[Any, Any]:
     """Return what a parameter is in the shell: its type, with a mark, and its default."""
-    kind: Any = parameter.annotation
-    default, mark = parameter.default, InShell()
-    if get_origin(kind) is Annotated:
-        kind, *extras = get_args(kind)
-        mark = next((extra for extra in extras if isinstance(extra, InShell)), mark)
+    kind: Any
+    (kind, mark), default = unmarked(parameter.annotation), parameter.default
     parts = get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if mark.kind is not None:
         kind, default = mark.kind, default or None
@@ -160,5 +166,175 @@ def parse(
         show(f"{text}\n{example_text(*form.examples)}")
         raise AlreadyTold(0)
     below = {} if default is None else vars(default)
-    (given,) = flags.parse(words, f"samestep {title}", form.kind, below=below)
+    (given,) = parse_words(words, f"samestep {title}", form.kind, below=below)
     return form.kind(**{**below, **given})
+
+
+Switch = Annotated[bool, InShell(switch=True)]
+Numbers = Annotated[str, InShell("N,N,…")]
+MaybeNumbers = Annotated[str | None, InShell("N,N,…")]
+
+# A group begins or continues with this setting, and ends before the next one here.
+GROUPS = {
+    "epochs": "length",
+    "batch_size": "batch",
+    "optimizer": "optimizer",
+    "lr_scaling": "schedule",
+    "engine": "computation",
+    "device": "machine",
+    "compile": "computation",
+    "threads": "machine",
+    "strategy": "ranks",
+    "run_dir": "evaluating and saving",
+    "track": "tracking",
+}
+_SHORT_GROUPS = {"epochs": "training", "engine": "computation", "run_dir": "evaluating and saving"}
+_TAKES = {
+    "init_from": "RUN|FILE",
+    "warmup_steps": "NUMBER",
+    "run_dir": "DIR",
+    "mirror": "URL",
+    "monitor": "METRIC",
+    "track": "NAMES",
+    "track_tags": "TAGS",
+}
+"""What these settings take, where `TEXT` says too little."""
+_WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+_COLUMN, _LEAST, _MOST = 26, 40, 100
+_HELP = Flag("help", "Show this help.", mark=InShell(short=("-h",)))
+
+
+def show_notes(texts: Iterable[str]) -> None:
+    """Write notes to standard error, each wrapped."""
+    for text in texts:
+        sys.stderr.write("\n".join(wrapped(f"note    {text}", indent=" " * 8)) + "\n")
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines to standard output."""
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal; None for a pipe or a file, where nothing is cut."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def print_json(value: Any, indent: int | None = None) -> None:
+    """Print a value as JSON, which has neither NaN nor infinity: they become null."""
+    from samestep.base.run.directory import plain  # noqa: PLC0415 - not for help
+
+    sys.stdout.write(json.dumps(plain(value), indent=indent, default=str) + "\n")
+
+
+def rich_console(*, stderr: bool = False) -> "Console":
+    """Return what prints in colour to a terminal."""
+    from rich.console import Console  # noqa: PLC0415 - not for help
+
+    return Console(stderr=stderr, highlight=False)
+
+
+def help_text(
+    command: str,
+    about: str,
+    parts: Mapping[str, Any],
+    left_out: Collection[str] = (),
+    *,
+    whole: bool = True,
+) -> str:
+    """Return the help of a verb.
+
+    `parts`: title → an instance of a dataclass, whose fields are flags and whose values are the
+    defaults. Unless `whole`, only the common settings are shown, each with its first sentence.
+    """
+    groups: dict[str, list[Flag]] = {}
+    taken = {*left_out}
+    for title, instance in parts.items():
+        settings, heading = isinstance(instance, Settings), title
+        for flag in flags_of(type(instance), vars(instance)):
+            if settings:
+                heading = (GROUPS if whole else _SHORT_GROUPS).get(flag.name, heading)
+            if flag.name in taken:
+                continue
+            taken.add(flag.name)
+            if whole or flag.common or not settings:
+                groups.setdefault(heading, []).append(flag if whole else flag.in_short())
+    groups["help"] = [_HELP, Flag("help_all", "Show all settings, in groups.")]
+    return _text(f"{command} [flags]", about, groups)
+
+
+def flags_text(
+    command: str,
+    about: str,
+    kind: type,
+    default: object = None,
+    groups: Mapping[str, str] = types.MappingProxyType({}),
+) -> str:
+    """Return the help of a verb without settings: all its arguments and flags."""
+    shown: dict[str, list[Flag]] = {"arguments": []}
+    usage, heading = [command], "flags"
+    for flag in flags_of(kind, {} if default is None else vars(default)):
+        heading = groups.get(flag.name, heading)
+        shown.setdefault("arguments" if flag.mark.positional else heading, []).append(flag)
+        if flag.mark.positional:
+            optional = not (flag.needed or flag.takes.startswith("["))
+            usage.append(f"[{flag.takes}]" if optional else flag.takes)
+        elif flag.needed:
+            usage.append(f"--{flag_name(flag.name)} {flag.takes}")
+    if len(shown) > 1:
+        usage.append("[flags]")
+    groups_shown = {heading: flags for heading, flags in shown.items() if flags}
+    groups_shown["help"] = [_HELP]
+    return _text(" ".join(usage), about, groups_shown)
+
+
+def _text(usage: str, about: str, groups: Mapping[str, Iterable[Flag]]) -> str:
+    """Return a help text: a usage line, paragraphs, and groups of flags."""
+    width = max(_LEAST, min(_MOST, shutil.get_terminal_size().columns))
+    lines = [f"usage: samestep {usage}"]
+    for part in about.split("\n\n"):
+        lines += ["", *wrapped(part, "", width)]
+    for heading, flags in groups.items():
+        lines += [""] if heading == "help" else ["", f"{heading}:"]
+        for flag in flags:
+            name, room, text = f"  {flag.typed}", " " * _COLUMN, flag.text
+            if flag.shown_default:
+                text += f" (default: {flag.shown_default})"
+            elif flag.default is True:
+                text += f" (default: on; --no-{flag_name(flag.name)} turns it off)"
+            below = [room + line for line in wrapped(text, "", width - _COLUMN)]
+            if below and len(name) <= _COLUMN - 2:
+                below[0] = name + below[0][len(name) :]
+            else:
+                below.insert(0, name)
+            lines += below
+    return "\n".join(lines) + "\n"
+
+
+def flags_of(kind: type, values: Mapping[str, Any] = types.MappingProxyType({})) -> Iterator[Flag]:
+    """Yield each flag of a dataclass; values win over the defaults of its fields."""
+    of_settings = issubclass(kind, Settings)
+    texts = {} if any("text" in f.metadata for f in fields(kind)) else field_docs(kind)
+    for flag in flags_in(kind):
+        merged = flag.name.removesuffix("_epochs")
+        if of_settings and merged in MERGED:
+            takes, text = MERGED[merged]
+            yield Flag(merged, text, str, takes)
+        takes = flag.takes or (_TAKES.get(flag.name) if of_settings else "") or word_of(flag.kind)
+        yield replace(
+            flag,
+            text=flag.text or texts.get(flag.name, ""),
+            takes=takes,
+            default=values.get(flag.name, flag.default),
+        )
+
+
+def word_of(kind: Any) -> str:
+    """Return what a flag of this type takes, as `--help` shows it: INT, a|b; empty for a switch."""
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, get_args(kind)))
+    if get_origin(kind) in (types.UnionType, typing.Union):
+        return "|".join(word_of(part) for part in get_args(kind) if part is not type(None))
+    if get_origin(kind) in (tuple, list):
+        return f"{word_of(get_args(kind)[0])} …"
+    return "" if kind is bool else _WORDS.get(kind, "VALUE")

@@ -3,22 +3,25 @@
 It shows rows as they come, so it uses the generators that `samestep.predict` is made of.
 """
 
+import csv
+import importlib.util
+import io
+import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json import dumps
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 from samestep.base.errors import UserError
 from samestep.base.flags import InShell
+from samestep.base.run.files import check_output, write_atomically
 from samestep.base.table import escape
 from samestep.base.words import Columns, measured, word
 from samestep.shell.api.arguments import check_positive
-from samestep.shell.api.trained_models import predict
-from samestep.shell.commands.forms import verb
-from samestep.shell.commands.help import rich_console
-from samestep.shell.commands.table_file import check_table_file, write_table
+from samestep.shell.api.run_functions import predict
+from samestep.shell.commands.forms import rich_console, verb
 from samestep.show.reporting.plot import check_picture, picture
 
 if TYPE_CHECKING:
@@ -78,7 +81,7 @@ def main(
         elif out is None:
             shown.show(block)
     if out is not None:
-        write_table(out, [*map(prediction.as_table, kept)])
+        _write_table(out, [*map(prediction.as_table, kept)])
         sys.stdout.write("" if json else f"wrote    {len(kept):,} predictions to {out}\n")
     if plot is not None and not code:
         with picture(plot) as figure:
@@ -94,7 +97,7 @@ def _check(
         raise UserError("Name the files to predict: samestep predict RUN FILE…; or --split test.")
     check_positive(top=given.top)
     if out is not None:
-        check_table_file(out)
+        _check_table_file(out)
     if plot is not None:
         if len(files) != 1:
             raise UserError("--plot draws one file; predict the others in separate commands.")
@@ -161,3 +164,57 @@ class _Shown:
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
+
+
+def _check_table_file(path: Path) -> None:
+    check_output(path, "--out", (".csv", ".jsonl", ".parquet"))
+    if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise UserError(f"--out {path} needs the package pyarrow: pip install pyarrow")
+
+
+def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write predictions, as `--json` has them, into a file.
+
+    In CSV and Parquet the classes are columns: `class`, `probability`, `class_2`, …. In CSV a list
+    or dict is JSON.
+    """
+    flat = [] if path.suffix == ".jsonl" else [*map(_flat, rows)]
+
+    def write(file: BinaryIO) -> None:
+        if path.suffix == ".jsonl":
+            file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+        elif path.suffix == ".csv":
+            _write_csv(file, flat)
+        else:
+            import pyarrow as pa  # noqa: PLC0415 - an extra
+            from pyarrow import parquet  # noqa: PLC0415
+
+            names = _columns(flat)  # of rows that differ, each has all
+            table = pa.Table.from_pylist([dict.fromkeys(names) | row for row in flat])
+            parquet.write_table(table, file)
+
+    write_atomically(path, write)
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with a column for each class and probability."""
+    flat = {name: value for name, value in row.items() if name != "classes"}
+    for place, one in enumerate(row.get("classes", ()), 1):
+        end = f"_{place}" if place > 1 else ""
+        flat |= {f"class{end}": one["class"], f"probability{end}": one["probability"]}
+    return flat
+
+
+def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [*dict.fromkeys(name for row in rows for name in row)]
+
+
+def _write_csv(file: BinaryIO, rows: list[dict[str, Any]]) -> None:
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    writer = csv.DictWriter(text, _columns(rows))
+    writer.writeheader()
+    for row in rows:
+        plain = {k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in row.items()}
+        writer.writerow(plain)
+    text.flush()
+    text.detach()

@@ -27,8 +27,7 @@ from samestep.launch.ranks.process import (
 from samestep.scripts.measuring.measured import Extent
 from samestep.shell.api.arguments import check_positive, numbers
 from samestep.shell.cli import example_text, show_general_help
-from samestep.shell.commands.forms import Form, parse
-from samestep.shell.commands.help import MaybeNumbers, Switch, rich_console
+from samestep.shell.commands.forms import Form, MaybeNumbers, Switch, parse, rich_console
 from samestep.shell.commands.target import ScriptTarget, parse_target, script_target, target_first
 
 if TYPE_CHECKING:

@@ -1,14 +1,12 @@
 """`samestep runs`: the runs in a folder, a line each."""
 
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 from samestep.base.nearby import find_nearby
-from samestep.shell.api.run_lists import runs
-from samestep.shell.commands.forms import verb
-from samestep.shell.commands.help import print_json
+from samestep.shell.api.run_functions import runs
+from samestep.shell.commands.forms import print_json, print_lines, terminal_width, verb
 from samestep.show.reporting.run_table import as_json, read_runs, run_lines, sorted_runs
 
 _BEGIN = "Begin one: samestep train spiral"
@@ -29,8 +27,7 @@ def main(given: SimpleNamespace, *, json: bool = False) -> int:
     if json:
         print_json([as_json(run) for run in listed])
     elif listed:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        sys.stdout.writelines(f"{line}\n" for line in run_lines(listed, width))
+        print_lines(run_lines(listed, terminal_width()))
     elif there:
         recipes = ", ".join(sorted({run.recipe for run in there} - {""}))
         sys.stdout.write(f"No run in {folder} is of recipe {recipe}. There are: {recipes}\n")

@@ -16,8 +16,7 @@ from samestep.base.errors import AlreadyTold, UserError
 from samestep.launch.ranks.nproc import check_ranks, refuse_inside_launcher
 from samestep.launch.ranks.process import STARTED_AT, TASK, run_as_rank
 from samestep.shell.api.arguments import check_positive, numbers
-from samestep.shell.commands.forms import Form
-from samestep.shell.commands.help import Numbers, Switch
+from samestep.shell.commands.forms import Form, Numbers, Switch
 from samestep.shell.commands.target import parse_target
 
 if TYPE_CHECKING:

@@ -27,16 +27,14 @@ from samestep.cluster.sweeping.sweep_plan import (
     OptunaChoice,
     Point,
     SweepPlan,
-    default_folder,
     num_points,
     read_axes,
 )
 from samestep.core.recipes import RECIPES
 from samestep.shell.api.arguments import check_positive
-from samestep.shell.api.sweeps import check_trainings, sweep
+from samestep.shell.api.sweeps import check_trainings, make_plan, sweep
 from samestep.shell.cli import HELP
-from samestep.shell.commands.forms import Form, kind_of, parse
-from samestep.shell.commands.help import Switch, show_notes
+from samestep.shell.commands.forms import Form, Switch, kind_of, parse, show_notes
 from samestep.shell.commands.target import own_flags, parse_target
 
 if TYPE_CHECKING:
@@ -154,7 +152,8 @@ def _plan(
             raise UserError(f"--{flag} is of one run: a sweep has several, and resumes by itself.")
     if "run-dir" in axes:
         raise UserError("--run-dir is the sweep's one folder; it cannot have several values.")
-    folder, seed, words = None, 42, []
+    folder: Path | None = None
+    seed, words = 42, list[str]()
     pairs = iter(shared)
     for word in pairs:
         name = word.replace("_", "-")
@@ -170,16 +169,11 @@ def _plan(
         seed = int(given[0]) if given and given[0].isdigit() else seed
     if command.nproc > 1:
         words += ["--nproc", str(command.nproc)]
-    recipe = target if target in RECIPES else str(Path(target).absolute())
-    asked = [*words, *(f"{k}={v}" for k, v in axes.items()), f"sample={command.sample}"]
-    if command.optuna:
-        asked.append("optuna")
-    folder = folder or default_folder(recipe, asked)
-    return SweepPlan(
+    return make_plan(
+        target if target in RECIPES else str(Path(target).absolute()),
+        words,
+        axes,
         folder=folder,
-        recipe=recipe,
-        flags=tuple(words),
-        axes=axes,
         sample=command.sample,
         optuna=command.optuna,
         seed=seed,

@@ -30,8 +30,7 @@ from samestep.base.settings import (
 from samestep.core.recipes import RECIPES
 from samestep.launch.ranks.process import TASK
 from samestep.shell.cli import HELP, HELP_ALL, example_text, show
-from samestep.shell.commands.forms import Form
-from samestep.shell.commands.help import flags_of, help_text
+from samestep.shell.commands.forms import Form, flags_of, help_text
 
 if TYPE_CHECKING:
     from samestep.core.session.request import Request
@@ -56,7 +55,7 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
             "options."
         )
         _show_help(form, "TARGET", about, {"settings": Settings()}, arguments)
-    from samestep.core.session.request import draft, finish, own_recipe  # noqa: PLC0415 - it imports torch
+    from samestep.core.session.request import draft, finish, known_of_run, own_recipe  # noqa: PLC0415 - it imports torch
 
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     arguments, words = arguments[:cut], arguments[cut + 1 :]
@@ -77,14 +76,17 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
                     "--recipe-of-run has no effect without --resume.", flags=["recipe_of_run"]
                 )
             recipe = own_recipe(target, value_of("--run-dir", flags))
-        if asks_help and target not in RECIPES and is_run(Path(target)):
-            _show_help_of_run(form, target, flags)
+        of_run = asks_help and target not in RECIPES and is_run(Path(target))
+        # The run may be a stranger's, so no code of it runs.
+        if of_run and (known := known_of_run(Path(target))):
+            below, names = known
+            more = f" Its recipe's flags: {', '.join(f'--{flag_name(name)}' for name in names)}."
+            _show_help(form, target, more if names else "", {"settings": below}, flags)
         start = draft(target, Path(config) if config else None, recipe, words)
         options = start.options()
-        below = start.settings()
         if asks_help:
             own = {} if options is None else {f"options of {target}": options}
-            _show_help(form, target, "", {**own, "settings": below}, flags)
+            _show_help(form, target, "", {**own, "settings": start.settings()}, flags)
         given = names_given(flags)
         kinds = [kind, Settings, *([] if options is None else [type(options)])]
         _check_names(form, target, given, kinds)
@@ -96,23 +98,13 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
             options = start.recipe.make_options(**{**values, **others[0]})
         request = finish(
             start,
-            Settings(**{**vars(below), **settings}),
+            settings,
             options,
             given=given,
             resume=getattr(command, "resume", False),
             allow_change=getattr(command, "allow_change", None),
         )
     return command, request
-
-
-def _show_help_of_run(form: Form, target: str, flags: list[str]) -> None:
-    """Show the help of a run; it may be a stranger's, so no code of it runs."""
-    from samestep.core.session.request import known_of_run  # noqa: PLC0415 - it imports torch
-
-    if known := known_of_run(Path(target)):
-        settings, options = known
-        more = f" Its recipe's flags: {', '.join(f'--{flag_name(name)}' for name in options)}."
-        _show_help(form, target, more if options else "", {"settings": settings}, flags)
 
 
 def _show_help(

@@ -7,8 +7,7 @@ from typing import Annotated
 from samestep.base.flags import InShell
 from samestep.base.table import escape
 from samestep.launch.ranks.process import print_error
-from samestep.shell.commands.forms import verb
-from samestep.shell.commands.help import rich_console
+from samestep.shell.commands.forms import rich_console, verb
 from samestep.show.tracking.processes import send_run
 
 

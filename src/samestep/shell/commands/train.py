@@ -17,13 +17,11 @@ from samestep.launch.ranks.nproc import start_nproc
 from samestep.launch.ranks.places import ELASTIC, places_of
 from samestep.launch.ranks.process import MEMBER, TASK, RankLog, run_as_rank
 from samestep.shell.api.on_ranks import train
-from samestep.shell.commands.forms import Form, kind_of
-from samestep.shell.commands.help import Switch
+from samestep.shell.commands.forms import Form, Switch, kind_of
 from samestep.shell.commands.target import parse_target, with_value
 
 if TYPE_CHECKING:
     from samestep.core.session.request import Request
-    from samestep.launch.ranks.keeper import Elastic
 
 
 @dataclass(frozen=True)
@@ -96,14 +94,6 @@ def _check_run_is_seen() -> None:
         )
 
 
-def _elastic(command: Any, settings: Settings, num_ranks: int) -> "Elastic":
-    """Return how the ranks outlive each other."""
-    from samestep.launch.ranks.keeper import elastic_of  # noqa: PLC0415 - it imports torch
-
-    replaces, limit = command.elastic_replace, command.elastic_limit
-    return elastic_of(command.elastic or "", num_ranks, settings, replaces=replaces, limit=limit)
-
-
 def _keep_job(number: int, arguments: list[str]) -> int:
     """Start the ranks of a job, and keep them; what it asks for was checked at the submit."""
     from samestep.launch.ranks.keeper import elastic_of  # noqa: PLC0415 - it imports torch
@@ -126,18 +116,26 @@ def _train(arguments: list[str], log: RankLog) -> int:
     from samestep.shell.api.training import train_as_rank  # noqa: PLC0415 - the help needs no torch
     from samestep.show.reporting.progress import Screen  # noqa: PLC0415
 
-    settings = request.settings
-    if command.elastic is not None and request.resume_from:  # its ranks meet only later
+    settings, keeping = request.settings, None
+    if command.elastic is not None:
         from samestep.core.session.fetching import fetched  # noqa: PLC0415 - rarely needed
+        from samestep.launch.ranks.keeper import elastic_of  # noqa: PLC0415
         from samestep.launch.ranks.world import World  # noqa: PLC0415
 
-        fetched(request, World())
+        fetched(request, World())  # its ranks meet only later
+        keeping = partial(
+            elastic_of,
+            command.elastic,
+            settings=settings,
+            replaces=command.elastic_replace,
+            limit=command.elastic_limit,
+        )
     code = start_nproc(
         command.nproc,
         ["train", *arguments],
         device=settings.device,
         oversubscribe=settings.oversubscribe,
-        elastic=None if command.elastic is None else partial(_elastic, command, settings),
+        elastic=keeping,
     )
     if code is not None:
         return code

@@ -22,8 +22,7 @@ from samestep.launch.ranks.nproc import refuse_inside_launcher
 from samestep.launch.ranks.process import TASK, rank_of, run_as_rank
 from samestep.prove.verification import NO_EFFECT
 from samestep.shell.api.on_ranks import run_verify, verify
-from samestep.shell.commands.forms import Form, kind_of, parse
-from samestep.shell.commands.help import Switch, print_json, rich_console
+from samestep.shell.commands.forms import Form, Switch, kind_of, parse, print_json, rich_console
 from samestep.shell.commands.target import names_given, own_flags, parse_target
 
 _OLD_NAME = re.compile(r"^--world[-_]sizes(?==|$)")
@@ -147,8 +146,7 @@ def _rank(path: Path, arguments: list[str]) -> int:
     from samestep.prove.verification.rows.one_writer import watch_output  # noqa: PLC0415
     from samestep.prove.verification.short_trainings import StartInstructions  # noqa: PLC0415
     from samestep.prove.verification.verify_recipe import run_start  # noqa: PLC0415
-    from samestep.shell.api.call import request_of  # noqa: PLC0415 - the help needs no torch
-    from samestep.shell.api.sending import CALL_FILE, receive  # noqa: PLC0415
+    from samestep.shell.api.call import CALL_FILE, receive, request_of  # noqa: PLC0415
 
     instructions: StartInstructions | LoopTask = pickle.loads(path.read_bytes())  # noqa: S301 - our own
     folder = instructions.folder

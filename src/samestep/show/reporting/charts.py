@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.base.run.records import IN_ORDER, Record, metric_values
-from samestep.base.table import Table, number
+from samestep.base.table import Table
+from samestep.base.words import number
 from samestep.show.reporting.run_data import RunData
 
 MOST_POINTS = 2000
@@ -286,14 +287,14 @@ def charts_of(
     most = max(_FEWEST, MOST_POINTS // len(lines))
     by = "step" if len(lines) == 1 else "samples trained"
     own = list(dict.fromkeys(key for one in lines for key in one.own))
-    told = [
+    series = [
         ("loss", "Loss", ""),
         *((key, key.replace("_", " "), "") for key in own[:_MOST_OWN]),
         *((f"_{key}", title, unit) for key, title, unit in _MEASURED),
         ("_memory", "Memory", "GiB"),
     ]
     charts: list[Chart] = []
-    for key, title, unit in told:
+    for key, title, unit in series:
         found = [
             make_curve(f"{name} {label}" if name else label, role, place, at, values, most)
             for one, name, place in zip(lines, names, places, strict=True)

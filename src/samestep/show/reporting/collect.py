@@ -6,7 +6,8 @@ from pathlib import Path
 
 from samestep.base.errors import UserError
 from samestep.base.run.pictures import read_gallery
-from samestep.base.table import number, texts
+from samestep.base.table import texts
+from samestep.base.words import number
 from samestep.show.reporting import comparison_text, facts, run_sections
 from samestep.show.reporting.charts import Chart, Lines, charts_of, phases_chart
 from samestep.show.reporting.comparison import (
@@ -17,8 +18,7 @@ from samestep.show.reporting.comparison import (
     with_sweeps_opened,
 )
 from samestep.show.reporting.run_data import RunData, read_run
-from samestep.show.reporting.scaling import ScalingStudy, read_study
-from samestep.show.reporting.sweep_charts import sweep_charts
+from samestep.show.reporting.scaling import ScalingStudy, read_study, sweep_charts
 
 
 class RunPart:
@@ -101,32 +101,32 @@ class ChartGroup:
 class Beside:
     """What only several runs have: tables of what differs."""
 
-    def __init__(self, found: Comparison) -> None:
-        recipes = num_recipes(found.runs)
-        self.runs = comparison_text.overview(found)
-        self.settings = comparison_text.settings(found, shared=True)
-        self.code = comparison_text.code(found)
-        self.diffs = [*comparison_text.diffs(found)]
+    def __init__(self, comparison: Comparison) -> None:
+        recipes = num_recipes(comparison.runs)
+        self.runs = comparison_text.overview(comparison)
+        self.settings = comparison_text.settings(comparison, shared=True)
+        self.code = comparison_text.code(comparison)
+        self.diffs = [*comparison_text.diffs(comparison)]
         """A run's name and its code's difference from the first's."""
-        tables = [comparison_text.throughput(found), comparison_text.phases(found)]
+        tables = [comparison_text.throughput(comparison), comparison_text.phases(comparison)]
         if recipes == 1:
-            tables.append(comparison_text.time_to_target(found))
+            tables.append(comparison_text.time_to_target(comparison))
         self.tables = [table for table in tables if table is not None]
-        self.sweep = sweep_charts(found)
+        self.sweep = sweep_charts(comparison)
         """The metric against each setting, if the runs are of one sweep."""
-        self.notes = found.notes
-        same = [] if self.sweep else comparison_text.same_training_lines(found)
+        self.notes = comparison.notes
+        same = [] if self.sweep else comparison_text.same_training_lines(comparison)
         self.verdicts = [*same]
         """Whether each run is the same training as the first, if all have one recipe."""
         if recipes > 1:
-            told = (
+            apart = (
                 "Losses and metrics of different recipes measure different things, so each recipe "
                 "has charts of its own below. A sample is other work in each, so speeds are not "
                 "comparable either."
             )
-            if found.target is not None:
-                told += f" For the same reason there is no time to {found.target:g}."
-            self.verdicts = [told]
+            if comparison.target is not None:
+                apart += f" For the same reason there is no time to {comparison.target:g}."
+            self.verdicts = [apart]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +168,8 @@ def collect(paths: Sequence[Path], target: float | None = None) -> Report:
     if not folders:
         return Report(title=f"Scaling of {studies[0].recipe}", studies=studies)
     if len(folders) > 1:
-        found = compare_runs(folders, target=target, any_recipe=True)
-        beside, runs, names = Beside(found), found.runs, found.names
+        comparison = compare_runs(folders, target=target, any_recipe=True)
+        beside, runs, names = Beside(comparison), comparison.runs, comparison.names
         recipes = list(dict.fromkeys(run.recipe or "unknown" for run in runs))
         title = f"{len(runs)} runs of {', '.join(recipes)}"
     else:

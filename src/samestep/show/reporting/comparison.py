@@ -1,18 +1,28 @@
-"""Put some runs side by side: everything that is said of them, before it is shown."""
+"""Put some runs side by side: everything that is said of them, before it is shown.
 
+Code is compared by file and line. A job keeps a copy of all its code; any other run keeps the file
+of its recipe or script, and the modules of the user's own that a recipe imports.
+"""
+
+import difflib
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from samestep.base.errors import UserError
+from samestep.base.run import code_pieces
+from samestep.base.run.code_copy import CODE, kept_code
+from samestep.base.run.code_pieces import file_pieces, module_path
 from samestep.base.run.directory import SWEEP, is_run
 from samestep.base.run.files import read_object
 from samestep.base.run.records import Record
+from samestep.base.run.user_modules import kept_modules
 from samestep.base.settings import Settings, free_names
-from samestep.show.reporting.code_changes import code_changes
+from samestep.base.words import as_typed
 from samestep.show.reporting.curves import (
     Goal,
     Throughput,
@@ -84,7 +94,7 @@ class Comparison:
         """What the runs are called in tables: A, B, C …."""
         self.differences = differences(runs)
         """An entry a setting, or fact."""
-        self.alike = [compare_losses(runs[0], run) for run in runs[1:]]
+        self.same_training = [compare_losses(runs[0], run) for run in runs[1:]]
         """Each run but the first, held against the first."""
         self.code = [code_changes(runs[0].path, run.path) for run in runs[1:]]
         """Which files of each differ from the first run's; None where one keeps no code."""
@@ -94,9 +104,11 @@ class Comparison:
         self.pauses = [pauses(run) for run in runs]
         self.curves = curves_of(runs, metric)
         self.by_samples, self.by_seconds = by_samples(self.curves), by_seconds(self.curves)
-        told = [said for run in runs if (said := run.smaller_is_better(metric)) is not None]
-        # Runs of earlier versions do not say; of their metrics only a loss is known to fall.
-        self.smaller = told[0] if told else metric.endswith("loss")
+        known = [run.smaller_is_better(metric) for run in runs]
+        # A loop of the user's own does not say; of its metrics only a loss is known to fall.
+        self.smaller = next(
+            (is_so for is_so in known if is_so is not None), metric.endswith("loss")
+        )
         """Whether the metric is to fall."""
         self.reached: list[Goal | None] = []
         """Empty without a target."""
@@ -216,10 +228,6 @@ _SAME_TRAINING = free_names(Settings) | {
     *("engine", "world_size", "num_nodes", "host", "cores_usable"),
     *("samestep", "python", "torch", "cuda", "sync_batchnorm", "monitor", "mode", "precision"),
 }
-_FREE_OPTIONS = frozenset(
-    {"data_dir", "download", "cache", "max_corrupt", "cache_dir", "skip_bad", "trees"}
-)
-"""Of built-in recipes, for runs that do not say which of their options train nothing else."""
 _LENGTH = frozenset({"epochs", "max_steps"})
 # The plan has these as the settings do. Of the same name, but something else, are `num_samples` (an
 # option of spiral) and `device` (what was asked for).
@@ -231,7 +239,7 @@ def differences(runs: Sequence[RunData]) -> list[SettingDifference]:
     """Return what differs: settings first, then where the runs ran; each in its usual order."""
     settings = dict.fromkeys(name for run in runs for name in run.settings or {})
     facts = dict.fromkeys(name for run in runs for name in run.facts if name not in settings)
-    same = _SAME_TRAINING.union(*(run.plan.get("free_options", _FREE_OPTIONS) for run in runs))
+    same = _SAME_TRAINING.union(*(run.plan.get("free_options", ()) for run in runs))
     cosine = any((run.settings or {}).get("schedule") == "cosine" for run in runs)
     if cosine or any(run.plan.get("own_schedule") for run in runs):
         same -= _LENGTH  # the learning rate of a step depends on it
@@ -239,28 +247,20 @@ def differences(runs: Sequence[RunData]) -> list[SettingDifference]:
     for name in (*settings, *facts):
         values = tuple(_value(run, name, is_fact=name in facts) for run in runs)
         if len({value for value in values if value != UNKNOWN}) > 1:
-            # A loop of one's own has not the settings of a recipe's run, nor that those of a loop.
+            # A loop of the user's own has none of a recipe's settings, and the other way round.
             have = {run.own_loop for run, value in zip(runs, values, strict=True) if value != UNSET}
-            told = {v for run, v in zip(runs, values, strict=True) if run.own_loop in have}
-            decides = name not in same and len(told) > 1
+            comparable = {v for run, v in zip(runs, values, strict=True) if run.own_loop in have}
+            decides = name not in same and len(comparable) > 1
             found.append(SettingDifference(name=name, values=values, decides=decides))
     return found
 
 
 def _value(run: RunData, name: str, *, is_fact: bool) -> str:
     if run.settings is not None and name in run.settings:
-        return _shown(run.settings[name])
+        return as_typed(run.settings[name])
     if name in run.facts and (is_fact or (run.settings is None and name in _SIZES)):
-        return _shown(run.facts[name])
+        return as_typed(run.facts[name])
     return UNKNOWN if is_fact or run.settings is None else UNSET
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list):
-        return " ".join(map(_shown, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # What only the order of sums changes, relative to the largest loss, by precision; correct code
@@ -293,8 +293,8 @@ def compare_losses(one: RunData, other: RunData) -> SameTraining:
         (kind, step, abs(ours[kind, step]["loss"] - theirs[kind, step]["loss"]))
         for kind, step in both
     ]
-    told = _evaluated_otherwise(measured, tolerance * scale)
-    both = [key for key in both if not (told and key[0] == "evaluation")]
+    measured_otherwise = _evaluated_otherwise(measured, tolerance * scale)
+    both = [key for key in both if not (measured_otherwise and key[0] == "evaluation")]
     gaps = [(gap, step) for kind, step, gap in measured if (kind, step) in both]
     pairs = [(ours[key], theirs[key]) for key in both]
     largest, at = max(gaps, key=lambda gap: gap[0])
@@ -319,7 +319,7 @@ def compare_losses(one: RunData, other: RunData) -> SameTraining:
         first_apart=far[0] if far else None,
         last_alike=before[-1] if before else None,
         tolerance=tolerance,
-        **told,
+        **measured_otherwise,
     )
 
 
@@ -332,9 +332,9 @@ def _evaluated_otherwise(measured: list[tuple[str, int, float]], most: float) ->
     """
     trained = [(step, gap) for kind, step, gap in measured if kind != "evaluation"]
     apart = min((step for step, gap in trained if gap > most), default=math.inf)
-    alike = max((step for step, _ in trained if step < apart), default=-1)
+    last_equal = max((step for step, _ in trained if step < apart), default=-1)
     evaluated = [(step, gap) for kind, step, gap in measured if kind == "evaluation"]
-    far = [step for step, gap in evaluated if most < gap and step <= alike]
+    far = [step for step, gap in evaluated if most < gap and step <= last_equal]
     if not far:
         return {}
     return {"evaluated_otherwise": far[0], "evaluations_apart": max(gap for _, gap in evaluated)}
@@ -352,3 +352,100 @@ def _losses(run: RunData) -> dict[tuple[str, int], Record]:
         if record.get("split", "validation") == "validation"
         and isinstance(record.get("loss"), int | float)
     }
+
+
+_LONGEST = 500_000
+"""Bytes of a file that is still compared by line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeChange:
+    """A file that is not the same in two runs."""
+
+    file: str
+    change: Literal["edited", "new", "gone"]
+    added: int = 0
+    removed: int = 0
+    diff: str = ""
+    """Unified; empty where a file is not text, or too long."""
+    functions: tuple[str, ...] = ()
+    """Functions, classes and values that are not the same in both versions of a Python file."""
+
+    @property
+    def short(self) -> str:
+        """Say it in a cell of a table."""
+        lines = f"+{self.added} -{self.removed}" if self.diff else "other bytes"
+        return lines if self.change == "edited" else f"{self.change}, {lines}"
+
+
+def code_changes(one: Path, other: Path) -> list[CodeChange] | None:
+    """Return what the other run's code has changed of the first's; None where one has no copy."""
+    if kept_code(one) and kept_code(other):
+        before, after = dict(_files(one / CODE)), dict(_files(other / CODE))
+    else:
+        kept = _main_file(one), _main_file(other)
+        if kept[0] is None or kept[1] is None:
+            return None
+        name = next((path.name for path in kept if path and path.parent.name == CODE), kept[0].name)
+        before, after = {name: kept[0]}, {name: kept[1]}
+        modules = [found for run in (one, other) if (found := kept_modules(run)) is not None]
+        if len(modules) == 2:
+            for known, found in zip((before, after), modules, strict=True):
+                known |= {module_path(*item): item[1] for item in found.files.items()}
+    changes = (_change(name, before, after) for name in sorted({*before, *after}))
+    return [change for change in changes if change is not None]
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield what was copied: what is only linked is data, and is not of the run."""
+    for here, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        for name in names:
+            path = Path(here, name)
+            if path.is_file() and not path.is_symlink():
+                yield path.relative_to(folder).as_posix(), path
+
+
+def _main_file(run: Path) -> Path | None:
+    entry = kept_code(run).get("file")
+    files = [run / CODE / entry] if isinstance(entry, str) else []
+    return next((f for f in (*files, run / "recipe.py", run / "script.py") if f.is_file()), None)
+
+
+def _change(name: str, before: dict[str, Path], after: dict[str, Path]) -> CodeChange | None:
+    old, new = (files[name].read_bytes() if name in files else None for files in (before, after))
+    if old == new:
+        return None
+    change: Literal["edited", "new", "gone"] = "edited"
+    if old is None or new is None:
+        change = "new" if old is None else "gone"
+    first, second = _lines(old), _lines(new)
+    if first is None or second is None:
+        return CodeChange(file=name, change=change)
+    lines = [*difflib.unified_diff(first, second, f"a/{name}", f"b/{name}", lineterm="")]
+    body = lines[2:]
+    return CodeChange(
+        file=name,
+        change=change,
+        added=sum(line.startswith("+") for line in body),
+        removed=sum(line.startswith("-") for line in body),
+        diff="\n".join(lines),
+        functions=tuple(_functions(before[name], after[name])) if change == "edited" else (),
+    )
+
+
+def _functions(before: Path, after: Path) -> list[str]:
+    is_python = before.suffix == after.suffix == ".py"
+    return code_pieces.differences(file_pieces(before), file_pieces(after)) if is_python else []
+
+
+def _lines(content: bytes | None) -> list[str] | None:
+    """Return a file's lines; None where it is not text, or too long."""
+    if not content:
+        return []
+    if len(content) > _LONGEST or b"\0" in content:
+        return None
+    try:
+        return content.decode().removesuffix("\n").split("\n")
+    except UnicodeDecodeError:
+        return None

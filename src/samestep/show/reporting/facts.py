@@ -1,17 +1,15 @@
 """What a page shows of a run above its curves: header, settings, environment, commands."""
 
 import shlex
-from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from samestep.base.run.code_copy import kept_code
-from samestep.base.run.own_modules import kept_modules
 from samestep.base.run.records import metric_values
+from samestep.base.run.user_modules import kept_modules
 from samestep.base.settings import Settings, flag_name
-from samestep.base.table import Table, number
-from samestep.base.words import count, duration, short, size
+from samestep.base.table import Table
+from samestep.base.words import as_typed, count, duration, flatten, number, short, shortened, size
 from samestep.show.reporting.curves import Throughput, throughput
 from samestep.show.reporting.run_data import RunData
 
@@ -24,7 +22,7 @@ def header(run: RunData) -> Pairs:
     """Return the facts that a reader looks for first."""
     plan, speed, most = run.plan, throughput(run), run.result.get("peak_memory_bytes")
     versions = [n for n in ("samestep", "python", "torch", "cuda") if n in run.facts]
-    told = {
+    facts = {
         "trained": _trained(run),
         "left": _left(run),
         "best": _best(run),
@@ -38,12 +36,12 @@ def header(run: RunData) -> Pairs:
         "versions": ", ".join(f"{name} {run.facts[name]}" for name in versions),
         "code": _code(run),
     }
-    return tuple((name, value) for name, value in told.items() if value)
+    return tuple((name, value) for name, value in facts.items() if value)
 
 
 def _speed(speed: Throughput) -> str:
-    told = f"{short(speed.samples_per_s)} samples/s over {speed.basis}"
-    return f"{told}, {speed.beyond_samples}" if speed.beyond_samples else told
+    rate = f"{short(speed.samples_per_s)} samples/s over {speed.basis}"
+    return f"{rate}, {speed.beyond_samples}" if speed.beyond_samples else rate
 
 
 def last_step(run: RunData) -> int:
@@ -110,18 +108,19 @@ def _where(run: RunData) -> str:
 
 def _code(run: RunData) -> str:
     """Return which code it was: a copy of a recipe's or a script's file is in the run directory."""
-    told = []
+    places = []
     if copy := kept_code(run.path):
-        told.append(f"code/ in the run directory ({copy.get('files', '?')} files)")
+        places.append(f"code/ in the run directory ({copy.get('files', '?')} files)")
     elif kept := run.facts.get("recipe.py"):
-        told.append(f"recipe.py in the run directory, {kept}")
+        places.append(f"recipe.py in the run directory, {kept}")
         if modules := kept_modules(run.path):
-            told.append(f"{count(len(modules.files), 'module')} that it imports in code/")
+            places.append(f"{count(len(modules.files), 'module')} that it imports in code/")
     elif (run.path / "script.py").is_file():
-        told.append("script.py in the run directory")
+        places.append("script.py in the run directory")
     if commit := run.environment.get("git_commit"):
-        told.append(f"git commit {str(commit)[:10]}{' and changes' * copy.get('changed', False)}")
-    return ", ".join(told)
+        changes = " and changes" if copy.get("changed") else ""
+        places.append(f"git commit {str(commit)[:10]}{changes}")
+    return ", ".join(places)
 
 
 def settings_tables(run: RunData) -> tuple[Table, ...]:
@@ -143,33 +142,19 @@ def settings_tables(run: RunData) -> tuple[Table, ...]:
             table, why = special, "given on the command line"
         elif name in usual and value != usual[name]:
             table, why = special, "of the recipe, or derived"
-        rows[table].append((name, _shown(value), why))
+        rows[table].append((name, shortened(as_typed(value), _LONGEST), why))
     head = ("setting", "value", "")
     return tuple(Table(title=title, columns=head, rows=of) for title, of in rows.items() if of)
 
 
 def environment_table(run: RunData) -> Table | None:
     """Return what environment.json tells, None if it tells nothing."""
-    rows = tuple(_flat(run.environment))
+    rows = [
+        (name, shortened(as_typed(value), _LONGEST))
+        for name, value in flatten(run.environment, by=".").items()
+        if value not in (None, "", [])
+    ]
     return Table(title="Environment", columns=("", ""), rows=rows) if rows else None
-
-
-def _flat(table: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}.")
-        elif value not in (None, "", []):
-            yield f"{before}{name}", _shown(value)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, list):
-        text = " ".join(map(str, value[:_LONGEST])) + (" …" if len(value) > _LONGEST else "")
-    elif isinstance(value, bool):
-        text = str(value).lower()
-    else:
-        text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def _command(run: RunData) -> list[str]:
@@ -200,37 +185,36 @@ def commands(run: RunData) -> Pairs:
     """Return the commands to repeat the run, to continue it, and to look further."""
     words = _command(run)
     path = shlex.quote(str(run.path))
-    told = []
     own = _is_own(words)
+    found = []
     if words:
         program = ["python", words[0]] if own else ["samestep"]
-        told.append(("repeat it", shlex.join([*program, *_anew(words[1:], run.path)])))
+        found.append(("repeat it", shlex.join([*program, *_anew(words[1:], run.path)])))
     if not own:
-        told += [
+        found += [
             ("train anew with its settings", f"samestep train {path}"),
             ("continue it", f"samestep train {path} --resume"),
             ("evaluate it", f"samestep evaluate {path} --checkpoint best"),
         ]
-    told.append(("compare it", f"samestep compare {path} runs/OTHER"))
-    return tuple(told)
+    return (*found, ("compare it", f"samestep compare {path} runs/OTHER"))
 
 
 def baselines_table(run: RunData) -> Table | None:
     """Return what the model had to beat, and what it did on the test set."""
     rows, test = run.result.get("baselines"), run.result.get("test")
     if not isinstance(rows, dict):
-        found = run.of("baselines")
-        rows = found[-1].get("values") if found else None
+        rows = (run.of("baselines") or [{}])[-1].get("values")
     if not isinstance(rows, dict) or not rows:
         return None
-    told = {name: row for name, row in rows.items() if isinstance(row, dict)}
-    names = list(dict.fromkeys(metric for row in told.values() for metric in row))
+    baselines = {name: row for name, row in rows.items() if isinstance(row, dict)}
+    names = list(dict.fromkeys(metric for row in baselines.values() for metric in row))
     model = [("the model", test)] if isinstance(test, dict) else []
     return Table(
         title="The model and the baselines on the test set",
         columns=("", *names),
         rows=[
-            (name, *(number(row.get(m)) for m in names)) for name, row in (*model, *told.items())
+            (name, *(number(row.get(m)) for m in names))
+            for name, row in (*model, *baselines.items())
         ],
         marked=frozenset({0} if model else ()),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.base.errors import UserError
-from samestep.base.run.files import write_atomically
+from samestep.base.run.files import check_output, write_atomically
 
 
 def check_picture(path: Path) -> None:
@@ -19,10 +19,7 @@ def check_picture(path: Path) -> None:
             "--plot draws with matplotlib, which is not installed: pip install 'samestep[plot]'."
         ) from error
     mpl.use("agg")  # no window is opened
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--plot {path}: the name must end in .png, .svg or .pdf.")
-    if not path.parent.is_dir():
-        raise UserError(f"--plot {path}: there is no directory {path.parent}.")
+    check_output(path, "--plot", (".png", ".svg", ".pdf"))
 
 
 @contextmanager
@@ -45,14 +42,19 @@ _MOST_NUMBERS = 20
 """With more classes, the counts do not fit into the cells."""
 
 
-def has_confusion(record: Mapping[str, Any]) -> bool:
-    """Whether a record has counts that can be drawn: a square of them, with a name for each row."""
+def confusion_of(record: Mapping[str, Any]) -> list[list[int]] | None:
+    """Return the confusion matrix of a record if it is a square of counts, a row for each class."""
     names, rows = record.get("per_class"), record.get("confusion")
-    if not isinstance(names, Mapping) or not isinstance(rows, list):
-        return False
+    if not isinstance(names, Mapping) or not isinstance(rows, list) or len(rows) != len(names):
+        return None
     square = all(isinstance(row, list) and len(row) == len(rows) for row in rows)
-    numbers = square and all(type(count) is int for row in rows for count in row)
-    return numbers and 1 < len(rows) == len(names) <= _MOST_CLASSES
+    counts = square and all(type(count) is int and count >= 0 for row in rows for count in row)
+    return rows if counts else None
+
+
+def has_confusion(record: Mapping[str, Any]) -> bool:
+    """Whether a record has a confusion matrix that can be drawn."""
+    return 1 < len(confusion_of(record) or ()) <= _MOST_CLASSES
 
 
 def confusion_png(names: Sequence[str], rows: Sequence[Sequence[int]]) -> bytes | None:

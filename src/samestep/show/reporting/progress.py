@@ -7,7 +7,7 @@ import html
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -212,6 +212,20 @@ class Screen:
         self._state: BarState | None = None
         self._epoch: Record | None = None
         self._lost, self._told = "", False
+        self._handlers: dict[str, Callable[[Record], None]] = {
+            "start": self._show_start,
+            "going_on": lambda record: self._begin_bar(record["plan"]),  # begun by another rank
+            "resume": self._show_resume,
+            "regroup": self._show_regroup,
+            "tracker": self._show_tracker,
+            "compile": self._show_compile,
+            "progress": self._show_progress,
+            "step": self._show_progress,
+            "epoch": self._show_epoch,
+            "evaluation": self._show_evaluation,
+            "picture": self._show_picture,
+            "baselines": self._show_baselines,
+        }
         self._bar: NotebookBar | TerminalBar | None = None  # it would only fill a file
         if in_notebook():
             self._bar = NotebookBar()
@@ -239,8 +253,8 @@ class Screen:
     def show(self, record: Record) -> str:
         """Show one record; return, once, why nothing can be shown any more."""
         self.tell(record)
-        told, self._told = self._told, bool(self._lost)
-        return "" if told else self._lost
+        was_told, self._told = self._told, bool(self._lost)
+        return "" if was_told else self._lost
 
     def tell(self, record: Record) -> None:
         """Show a message that is not one of the run's records."""
@@ -252,7 +266,8 @@ class Screen:
         is_late = event == "checkpoint" and epoch is not None and record["step"] < epoch["step"]
         if event not in ("evaluation", "progress", "tracker") and not is_late:
             self._flush_epoch()
-        getattr(self, f"_show_{event}", lambda _: None)(record)
+        if show := self._handlers.get(event):
+            show(record)
 
     def _print(self, text: str = "") -> None:
         self._console.print(text, soft_wrap=True)
@@ -313,20 +328,16 @@ class Screen:
         for change in record.get("changes", []):
             self._print(f"[yellow]changed[/] {escape(change)}")
 
-    def _show_going_on(self, record: Record) -> None:
-        """Take over the screen of a run that another rank has shown so far."""
-        self._begin_bar(record["plan"])
-
     def _begin_bar(self, plan: Record) -> None:
         self._plan = plan
         self._draw(BarState(plan=plan, step_samples=samples_per_step(plan)), refresh=True)
 
     def _show_regroup(self, record: Record) -> None:
-        what, ranks = [*record["gone"]], record["world_size"]
-        if joined := ranks - record["ranks_before"] + len(what):
-            what.append(f"{count(joined, 'rank')} joined")
+        changes, ranks = [*record["gone"]], record["world_size"]
+        if num_joined := ranks - record["ranks_before"] + len(changes):
+            changes.append(f"{count(num_joined, 'rank')} joined")
         going = f"{count(ranks, 'rank')} from step {record['step'] + 1:,} on"
-        text = f"{', '.join(what) or 'the ranks met again'}: {going}, {record['seconds']:.2f} s"
+        text = f"{', '.join(changes) or 'the ranks met again'}: {going}, {record['seconds']:.2f} s"
         self._print(f"[yellow]regroup[/] {escape(text)}")
 
     def _show_tracker(self, record: Record) -> None:
@@ -340,8 +351,6 @@ class Screen:
     def _show_progress(self, record: Record) -> None:
         if self._state is not None:
             self._draw(self._state.after(record), refresh=record["event"] == "progress")
-
-    _show_step = _show_progress
 
     def _draw(self, state: BarState, *, refresh: bool) -> None:
         self._state = state
@@ -377,9 +386,9 @@ class Screen:
     def _show_baselines(self, record: Record) -> None:
         for problem in record["problems"]:
             self._row("warning", f"The baselines were not measured. {problem}", 8, "yellow")
-        for name, told in record["values"].items():
-            if isinstance(told, str):
-                self._row("note", f"Baseline {name}: {told}", 8, "yellow")
+        for name, result in record["values"].items():
+            if isinstance(result, str):  # why it was left out
+                self._row("note", f"Baseline {name}: {result}", 8, "yellow")
 
     def _flush_epoch(self, more: str = "", at_step: int = 0) -> None:
         record, self._epoch = self._epoch, None
@@ -405,9 +414,9 @@ class Screen:
         """Return a number of steps, and of epochs, of which the last may be a part."""
         per_epoch = self._plan["steps_per_epoch"]
         if per_epoch is None:  # of a stream
-            told = [count(epochs, "epoch")] if epochs else []
-            told += [count(steps, "step")] if steps else []
-            return ", ".join(told)
+            limits = [count(epochs, "epoch")] if epochs else []
+            limits += [count(steps, "step")] if steps else []
+            return ", ".join(limits)
         assert steps is not None
         assert epochs is not None
         shown = f"{steps / per_epoch:.2f} epochs" if steps % per_epoch else count(epochs, "epoch")
@@ -432,8 +441,8 @@ class Screen:
             rows.append(("best", f"{value} on validation, epoch {best['epoch']}"))
         if test:
             shown = "  ".join(f"{name} {value}" for name, value in metrics_of(test).items())
-            told = f"{shown}  ({test['samples']:,} samples, {test['checkpoint']})"
-            rows.append(("test", told))
+            about = f"({count(test['samples'], 'sample')}, {test['checkpoint']})"
+            rows.append(("test", f"{shown}  {about}"))
         rows += _baseline_rows(result.get("baselines", {}))
         rows.append(("run", shown_path))
         if test and "confusion" in test:

@@ -51,7 +51,7 @@ class RunData:
     environment: Mapping[str, Any] = field(default_factory=dict)
     """What is in environment.json."""
     problems: tuple[str, ...] = ()
-    """What is not there, or cannot be read; a sentence each."""
+    """What is missing or cannot be read, a sentence each."""
 
     def of(self, event: str, split: str | None = None) -> Sequence[Record]:
         """Return the records of one kind, of evaluations those of one split."""
@@ -110,10 +110,10 @@ class RunData:
 
     def smaller_is_better(self, metric: str) -> bool | None:
         """Whether a metric is to fall, by --mode or by the recipe; None if the run does not say."""
-        settings, told = self.settings or {}, self.plan.get("lower_is_better")
+        settings, lower = self.settings or {}, self.plan.get("lower_is_better")
         if settings.get("monitor") == metric and settings.get("mode") in ("min", "max"):
             return settings["mode"] == "min"
-        return metric in (*told, TRAIN_LOSS) if told is not None else None
+        return metric in (*lower, TRAIN_LOSS) if lower is not None else None
 
 
 def read_run(path: Path) -> RunData:
@@ -168,9 +168,9 @@ def _records(file: Path, problems: list[str]) -> tuple[list[Record], StepRows]:
     if lines.torn:
         problems.append("the last line of events.jsonl is half-written, and left out")
     if damaged := lines.damaged:
+        lines_named = "line" if len(damaged) == 1 else "lines"
         shown = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
-        plural = "s" if len(damaged) > 1 else ""
-        problems.append(f"events.jsonl is damaged in line{plural} {shown}, left out")
+        problems.append(f"events.jsonl is damaged in {lines_named} {shown}, left out")
     if not (records := found.in_short()):
         problems.append("events.jsonl holds no record yet")
     return records, found.steps()
@@ -180,18 +180,20 @@ def _settings(file: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        how = "missing" if isinstance(error, OSError) else "damaged"
-        problems.append(f"settings.toml is {how}: its settings are not known")
+        problem = "missing" if isinstance(error, OSError) else "damaged"
+        problems.append(f"settings.toml is {problem}: its settings are not known")
     return None
 
 
 def _weights(records: list[Record], result: dict[str, Any]) -> dict[int, str]:
     """Return the digests of weights that checkpoints and the result tell."""
-    told = [r for r in records if r["event"] == "checkpoint"]
+    digests = [r for r in records if r["event"] == "checkpoint"]
     ends = [r["step"] for r in records if r["event"] == "stop" and isinstance(r.get("step"), int)]
     if ends and result.get("steps") == ends[-1]:  # the result is of the latest attempt
-        told.append({"step": ends[-1], "weights_sha256": result.get("weights_sha256")})
-    return {r["step"]: digest for r in told if isinstance(digest := r.get("weights_sha256"), str)}
+        digests.append({"step": ends[-1], "weights_sha256": result.get("weights_sha256")})
+    return {
+        r["step"]: digest for r in digests if isinstance(digest := r.get("weights_sha256"), str)
+    }
 
 
 def _facts(
@@ -220,8 +222,8 @@ def _status(path: Path) -> str:
     """Say how the latest attempt ended."""
     known, _ = read_summary(path)
     if known.state != "killed":
-        how = f"{known.state} ({known.reason or 'no reason given'})"
-        return known.state if known.state == "running" else how
+        ended = f"{known.state} ({known.reason or 'no reason given'})"
+        return known.state if known.state == "running" else ended
     if (age := seconds_since_sign(path)) is None:
         return "not begun"
     return (

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from samestep.base.run.records import COMPUTE, WAITS, Record
-from samestep.base.table import Table, number, percent, texts
-from samestep.base.words import count
+from samestep.base.table import Table, texts
+from samestep.base.words import count, number, percent
 from samestep.show.reporting.curves import measured_epochs, pauses, phases
 from samestep.show.reporting.facts import last_step
+from samestep.show.reporting.plot import confusion_of
 from samestep.show.reporting.run_data import RunData
 
 _GROUPS = {
@@ -44,18 +45,18 @@ class StepTime:
 
 def step_time(run: RunData) -> StepTime | None:
     """Return the mean phases of a step over all epochs but the first, None if not recorded."""
-    found = phases(run) or {}
-    whole = sum(found.values())
+    phase_ms = phases(run) or {}
+    whole = sum(phase_ms.values())
     if whole <= 0:
         return None
-    rows = [(name, number(ms), percent(ms / whole)) for name, ms in found.items()]
+    rows = [(name, number(ms), percent(ms / whole)) for name, ms in phase_ms.items()]
     stops = [(k, number(v["count"]), number(v["seconds"])) for k, v in pauses(run).items()]
     spent = {
-        group: sum(found.get(name, 0.0) for name in names)
+        group: sum(phase_ms.get(name, 0.0) for name in names)
         for group, (names, _, _) in _GROUPS.items()
     }
     order = sorted(spent, key=lambda group: -spent[group])
-    parts = ", ".join(f"{n} {percent(found[n] / whole)}" for n in COMPUTE if found.get(n))
+    parts = ", ".join(f"{n} {percent(phase_ms[n] / whole)}" for n in COMPUTE if phase_ms.get(n))
     said = "; ".join(
         f"{_GROUPS[group][2]} takes {percent(spent[group] / whole)}"
         + (f" of a step ({parts})" if group == "compute" else "")
@@ -252,11 +253,11 @@ def time_line(run: RunData) -> TimeLine | None:
     else:
         groups = itertools.groupby(one.ranks for one in attempts)
         ranks = [(on, len([*same])) for on, same in groups]
-        told = ", then ".join(f"{on} ({count(n, 'start')})" for on, n in ranks[:8])
+        starts = ", then ".join(f"{on} ({count(n, 'start')})" for on, n in ranks[:8])
         more = " …" if len(ranks) > 8 else ""
         restarts = count(len(attempts) - 1, "restart")
-        all_alike = f"{restarts}, all on {ranks[0][0]}."
-        summary += all_alike if len(ranks) == 1 else f"{restarts}: on {told}{more}."
+        on_same = f"{restarts}, all on {ranks[0][0]}."
+        summary += on_same if len(ranks) == 1 else f"{restarts}: on {starts}{more}."
     head = ("attempt", "began", "ranks", "device", "launcher", "from", "steps kept", "end")
     rows = [(str(place), *one.row()) for place, one in enumerate(attempts, start=1)]
     best = run.best_evaluation.get("step")
@@ -288,26 +289,26 @@ def _last_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def _attempts(run: RunData) -> list[_Attempt]:
-    found: list[_Attempt] = []
+    attempts: list[_Attempt] = []
     before: Record = {}
     for record in run.records:
         event = record["event"]
         if event == "start":
-            if found:
-                found[-1].close(before, "killed, or lost")
-            last = found[-1].last if found else 0
-            found.append(_Attempt(start=record, first=last, last=last))
-        elif found and event == "resume":
-            found[-1].first = found[-1].last = record["step"]
-            found[-1].resumed_from = str(record["checkpoint"])
-            found[-1].changes = ", ".join(texts(record.get("changes")))
-        elif found and event == "stop":
-            found[-1].ended = str(record.get("reason", "stopped"))
+            if attempts:
+                attempts[-1].close(before, "killed, or lost")
+            last = attempts[-1].last if attempts else 0
+            attempts.append(_Attempt(start=record, first=last, last=last))
+        elif attempts and event == "resume":
+            attempts[-1].first = attempts[-1].last = record["step"]
+            attempts[-1].resumed_from = str(record["checkpoint"])
+            attempts[-1].changes = ", ".join(texts(record.get("changes")))
+        elif attempts and event == "stop":
+            attempts[-1].ended = str(record.get("reason", "stopped"))
         if isinstance(record.get("step"), int):
             before = record
-    if found:
-        found[-1].close(before, run.status)
-    return found
+    if attempts:
+        attempts[-1].close(before, run.status)
+    return attempts
 
 
 _MOST_CLASSES = 50
@@ -337,27 +338,18 @@ class ByClass:
 def by_class(run: RunData) -> ByClass | None:
     """Return what the latest evaluation tells of each class, the test's before the validation's."""
     test = run.result.get("test")
-    found = [("test", test)] if isinstance(test, dict) else []
+    evaluations = [("test", test)] if isinstance(test, dict) else []
     for split in ("test", "validation"):
-        found += [(split, record) for record in run.of("evaluation", split)[::-1]]
-    for split, record in found:
-        told = record.get("per_class")
-        if isinstance(told, dict) and told:
+        evaluations += [(split, record) for record in run.of("evaluation", split)[::-1]]
+    for split, record in evaluations:
+        per_class = record.get("per_class")
+        if isinstance(per_class, dict) and per_class:
             accuracies = {
                 name: value if isinstance(value, int | float) and 0 <= value <= 1 else None
-                for name, value in told.items()
+                for name, value in per_class.items()
             }
-            return _by_class(split, accuracies, _square(record.get("confusion"), len(told)))
+            return _by_class(split, accuracies, confusion_of(record))
     return None
-
-
-def _square(found: Any, size: int) -> list[list[int]] | None:
-    """Return a confusion matrix if it is one of this size, with only counts."""
-    is_square = isinstance(found, list) and len(found) == size
-    for row in found if is_square else ():
-        is_square = is_square and isinstance(row, list) and len(row) == size
-        is_square = is_square and all(isinstance(cell, int) and cell >= 0 for cell in row)
-    return found if is_square else None
 
 
 def _by_class(

@@ -1,8 +1,9 @@
-"""The runs of a folder: found, sorted, and shown as a table or JSON."""
+"""The runs of a folder and the checkpoints of a run: found, and shown as a table or JSON."""
 
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,11 +12,12 @@ import msgspec
 
 from samestep.base.errors import UserError, printable
 from samestep.base.nearby import nearby
-from samestep.base.run.directory import is_run, read_summary
+from samestep.base.run.directory import is_run, no_run, read_summary
 from samestep.base.run.files import open_regular
+from samestep.base.run.index import Entry, Index, read_index, verify
 from samestep.base.run.summary import State, Summary
 from samestep.base.table import Table, text_lines
-from samestep.base.words import count, duration, measured, sparkline, wrapped
+from samestep.base.words import count, duration, local_time, measured, size, sparkline, wrapped
 
 Sort = Literal["name", "recipe", "state", "metric", "duration", "date"]
 
@@ -192,3 +194,81 @@ def as_json(run: ListedRun) -> dict[str, Any]:
     """Return a run as JSON has it."""
     shown = {name: getattr(run, name) for name in _SHOWN}
     return shown | {"run_dir": str(run.run_dir), "started": began(run), "losses": [*run.losses]}
+
+
+_COLUMNS = ("checkpoint", "step", "epoch", "metric", "size", "written", "")
+_FIRST_DROPPED = ("epoch", "written", "size", "metric")
+"""Where the terminal is too narrow, columns go in this order."""
+
+
+def listed_checkpoints(path: Path) -> list[dict[str, Any]]:
+    """Return the checkpoints of a run, oldest first, as `samestep checkpoint list --json` does.
+
+    Each has the fields of the index, `bytes` (null if a file is missing), `best` and `last`.
+
+    Raises:
+        UserError: the directory holds no run, or its index is damaged.
+    """
+    folder, index = _opened(path)
+    best, last = index.best or index.last, index.last
+    return [
+        {
+            **asdict(entry),
+            "metric_name": index.monitor if entry.metric is not None else None,
+            "bytes": _bytes(folder, entry),
+            "best": entry == best,
+            "last": entry == last,
+        }
+        for entry in sorted(index.checkpoints, key=lambda entry: entry.step)
+    ]
+
+
+def checked_checkpoints(path: Path) -> Iterator[dict[str, Any]]:
+    """Hash the files of each checkpoint; yield its path, step, and `problem`, empty if whole.
+
+    Raises:
+        UserError: the directory holds no run, or its index is damaged.
+    """
+    folder, index = _opened(path)
+    for entry in sorted(index.checkpoints, key=lambda entry: entry.step):
+        problem = ""
+        try:
+            verify(folder, entry)
+        except UserError as error:
+            problem = str(error)
+        yield {"path": entry.path, "step": entry.step, "problem": problem}
+
+
+def checkpoint_lines(rows: Sequence[dict[str, Any]], width: int | None = None) -> Iterator[str]:
+    """Yield the table of `listed_checkpoints`; without a width nothing is left out."""
+    cells = [
+        (
+            row["path"],
+            str(row["step"]),
+            str(row["epoch"]),
+            "" if row["metric"] is None else f"{row['metric_name']} {measured(row['metric'])}",
+            "missing" if row["bytes"] is None else size(row["bytes"]),
+            "" if row["time"] is None else local_time(row["time"]),
+            ", ".join(name for name in ("best", "last") if row[name]),
+        )
+        for row in rows
+    ]
+    yield from text_lines(
+        Table(columns=_COLUMNS, rows=cells, left=frozenset({"", "written"}), drop=_FIRST_DROPPED),
+        width,
+    )
+
+
+def _opened(path: Path) -> tuple[Path, Index]:
+    if not is_run(path):
+        raise no_run(path)
+    folder = path / "checkpoints"
+    return folder, read_index(folder)
+
+
+def _bytes(folder: Path, entry: Entry) -> int | None:
+    """Return the size of all files of a checkpoint; None if one is missing."""
+    try:
+        return sum((folder / place).stat().st_size for place in (entry.path, *entry.files))
+    except OSError:
+        return None

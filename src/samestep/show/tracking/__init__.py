@@ -10,6 +10,7 @@ tracker is a module with three functions; this file has what they are given:
 Each may raise or take its time.
 """
 
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,15 @@ class Picture:
     title: str
     png: Callable[[], bytes | None] = field(compare=False)
     """Reads or draws the PNG file; None where it is gone, or matplotlib is not installed."""
+
+    def image(self) -> Any:
+        """Return it as Pillow's image; None where there is none, or Pillow is not installed."""
+        try:
+            from PIL import Image  # noqa: PLC0415 - not all trackers need it
+        except ImportError:
+            return None
+        content = self.png()
+        return None if content is None else Image.open(io.BytesIO(content))
 
 
 @dataclass(frozen=True, kw_only=True)

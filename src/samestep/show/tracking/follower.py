@@ -1,6 +1,7 @@
 """A tracker's process: follow a run directory and hand over each new record once.
 
-It also samples what the machine of rank 0 does, for trackers that do not.
+`tracking.processes` starts it and listens to it. It also samples what the machine of rank 0 does,
+for trackers that do not.
 """
 
 import contextlib
@@ -8,24 +9,33 @@ import importlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 import tomllib
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
+import msgspec
 import psutil
 
 from samestep.base.errors import UserError
 from samestep.base.run.files import Held, hold, read_object
 from samestep.base.run.records import SYSTEM
 from samestep.base.run.summary import first_start
-from samestep.base.tracker_choice import PACKAGES, TRACKERS, why_unreachable, without_credentials
+from samestep.base.tracker_choice import (
+    PACKAGES,
+    TRACKERS,
+    secrets_of,
+    why_unreachable,
+    without_credentials,
+)
 from samestep.show.tracking import Server, Started, TrackedResult, TrackedRun
 from samestep.show.tracking.processes import (
     FOLDER,
@@ -123,10 +133,10 @@ def parse_gpus(printed: str, wanted: Sequence[str] | None) -> dict[str, dict[str
     for number, line in enumerate(printed.splitlines()):
         uuid, *texts = line.split(",")
         if wanted is None or uuid.strip().removeprefix("GPU-") in wanted:
-            told = found[f"gpu{number}"] = {}
+            values = found[f"gpu{number}"] = {}
             for name, text in zip(_GPU, texts, strict=False):
                 with contextlib.suppress(ValueError):
-                    told[name] = float(text)
+                    values[name] = float(text)
     return found
 
 
@@ -261,14 +271,14 @@ def follow_run(order: TrackerOrder, reports: Reports) -> None:
     Standard input has the run directory, and in the end how many seconds are left.
     """
     machine = None if order.pid is None else MachineSampler(order.pid)
-    told = MessageReader(0)
+    messages = MessageReader(0)
     with reports.within(order.timeout_s, "importing it"):
         module = load_tracker(order.tracker)
     why = None
     if order.tracker in PACKAGES and hasattr(module, "find_server"):
         with reports.within(order.timeout_s, "looking for its server"):
             why = why_offline(module, order, reports)
-    named = told.read(None)
+    named = messages.read(None)
     if not isinstance(named, str):
         return  # there will be no run
     path = Path(named)
@@ -281,7 +291,7 @@ def follow_run(order: TrackerOrder, reports: Reports) -> None:
         run = _FollowedRun(order, path, module, reports)
         run.start()
         reports.tell(link=run.delivery.link, offline=order.offline, why=why)
-        run.follow(told, machine)
+        run.follow(messages, machine)
         reports.tell(done=True, offline=order.offline)
 
 
@@ -353,14 +363,14 @@ class _FollowedRun:
             delivery.lines = started.lines
         self._write()
 
-    def follow(self, told: MessageReader, machine: MachineSampler | None) -> None:
+    def follow(self, messages: MessageReader, machine: MachineSampler | None) -> None:
         """Hand over all records until the end, then close the run."""
-        left_s = told.read(0.0)
-        while left_s is None and not told.closed:
+        left_s = messages.read(0.0)
+        while left_s is None and not messages.closed:
             self._hand_over()
             if machine is not None:
                 machine.sample(self._path, self._records.step)
-            left_s = told.read(_LOOK_EVERY_S)
+            left_s = messages.read(_LOOK_EVERY_S)
         left_s = _ORPHANS_S if left_s is None else left_s  # a killed training has said nothing
         self._reports.all_within(left_s, "sending what was left")
         self._hand_over()
@@ -433,3 +443,53 @@ class _FollowedRun:
         if isinstance(table.get("test"), dict):
             table["test"].pop("confusion", None)
         return TrackedResult(status=status, values=scalars(table))
+
+
+# None of it is the user's choice to make: noise, and reports to the trackers' makers, who cannot
+# be reached from a compute node.
+_QUIET = {
+    "WANDB_ERROR_REPORTING": "false",
+    "WANDB_SILENT": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "COMET_DISABLE_ANNOUNCEMENT": "1",
+}
+
+
+def main() -> int:
+    """Follow the run of the order; return 0 if all was sent."""
+    _stand_back()
+    reports = Reports(secrets_of(os.environ))
+    code = 1
+    try:
+        order = msgspec.convert(json.loads(sys.argv.pop()), TrackerOrder)  # not for the tracker
+        follow_run(order, reports)
+        code = 0
+    except UserError as error:
+        reports.tell(failed=str(error))
+    except BaseException as error:  # whatever a tracker does, here it ends
+        traceback.print_exc()
+        first_line = str(error).strip().splitlines()[:1]
+        reports.tell(failed=": ".join([type(error).__name__, *first_line]))
+    reports.close()
+    return code
+
+
+def _stand_back() -> None:
+    """Lower the priority, and ignore signals: the training says when to end."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGPIPE"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(10)
+        # Linux may weigh whole sessions against each other, and this is one of its own.
+        Path("/proc/self/autogroup").write_text("10")
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    # Trackers leave threads and hooks that would hold up an ordinary exit, or send once more.
+    end_descendants(os.getpid())
+    sys.stdout.flush()
+    os._exit(exit_code)

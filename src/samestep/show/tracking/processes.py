@@ -60,7 +60,7 @@ _REAP_S = 0.5
 _PROGRAM = """\
 import runpy, sys
 sys.path.append(sys.argv.pop(1))
-runpy.run_module("samestep.show.tracking", run_name="__main__")
+runpy.run_module("samestep.show.tracking.follower", run_name="__main__")
 """
 _COMMAND = (sys.executable, "-P", "-c", _PROGRAM, str(Path(samestep.__file__).parent.parent))
 
@@ -267,19 +267,16 @@ class TrackerProcess:
 
 
 class TrackerProcesses:
-    """The trackers of one training, on rank 0; on other ranks there are none."""
+    """The trackers of one training. Rank 0 has them."""
 
     def __init__(
         self,
         settings: Settings,
         recipe: str,
         tell: Callable[[Record], None],
-        *,
-        is_main: bool,
         stopped: Callable[[], bool],
     ) -> None:
         self._settings, self._recipe, self._tell, self._stopped = settings, recipe, tell, stopped
-        self._names = chosen(settings.track) if is_main else []
         self._trackers: list[TrackerProcess] = []
         self._run: str | None = None
         self._here = Path.cwd()  # a recipe may change it before the run is named
@@ -292,7 +289,7 @@ class TrackerProcesses:
 
     def start(self) -> Self:
         """Start the processes, which import their trackers while the training starts."""
-        for tracker in self._names:
+        for tracker in chosen(self._settings.track):
             access, name = find_access(tracker), short_name(tracker)
             if access.why and not self._settings.track_offline:
                 self._say(name, "note", f"{access.why}, so {name} is offline.")
@@ -379,9 +376,9 @@ class TrackerProcesses:
                 both = read_deliveries(run, tracker.name)
                 has = (both.offline if tracker.offline else both.online).lines
                 lacks = f"It has {has:,} of {sum(1 for _ in file):,} records. "
-        how = f"The records are whole; send them with: {self._command([tracker])}"
-        what = f"{tracker.name} failed: {tracker.failed}. {lacks}{how}"
-        self._say(tracker.name, "warning", what)
+        remedy = f"The records are whole; send them with: {self._command([tracker])}"
+        text = f"{tracker.name} failed: {tracker.failed}. {lacks}{remedy}"
+        self._say(tracker.name, "warning", text)
 
     def _command(self, trackers: list[TrackerProcess]) -> str:
         return f"samestep track {self._run or 'RUN'} --to {','.join(t.source for t in trackers)}"
@@ -453,8 +450,8 @@ def _say_what_is_amiss(run: Path, records: RecordStream, say: Callable[[str], No
         try:
             msgspec.json.decode(path.read_bytes(), type=dict)
         except (OSError, msgspec.DecodeError) as error:
-            how = "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
-            say(f"{path} {how}: {what} is not sent.")
+            problem = "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
+            say(f"{path} {problem}: {what} is not sent.")
 
 
 def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int) -> TrackerOrder:

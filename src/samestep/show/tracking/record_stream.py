@@ -17,23 +17,13 @@ from typing import Any
 
 from samestep.base.run.pictures import read_png
 from samestep.base.run.records import SYSTEM, Record, RecordFile, check_format
+from samestep.base.words import flatten
 from samestep.show.reporting.plot import confusion_png, has_confusion
 from samestep.show.tracking import Picture, Scalar, TrackedRecord
 
 _EVENTS = ("step", "epoch", "validation", "test", "train", "checkpoint", "metrics", "picture")
 _NAME = re.compile(r"[\w-]{1,60}")
 _NO_VALUES = {"event", "split", "step", "epoch", "time"}
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "", by: str = "/") -> dict[str, Any]:
-    """Return a table without nesting: {"a": {"b": 1}} becomes {"a/b": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}{by}", by)
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def scalars(table: Mapping[str, Any]) -> dict[str, Scalar]:

@@ -1,6 +1,5 @@
 """Trackio: `--track trackio`. Its files are in the run, or in the folder that TRACKIO_DIR names."""
 
-import io
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -34,19 +33,13 @@ def record(client: Any, entries: Sequence[TrackedRecord]) -> None:
         if entry.epoch is not None:
             place["epoch"] = entry.epoch
         if entry.picture is not None:
-            if (image := _image(entry.picture.png(), entry.picture.title)) is not None:
-                client.log({f"pictures/{entry.picture.name}": image, **place}, step=entry.step)
+            if (image := entry.picture.image()) is not None:
+                import trackio  # noqa: PLC0415 - as above
+
+                shown = trackio.Image(image, caption=entry.picture.title)
+                client.log({f"pictures/{entry.picture.name}": shown, **place}, step=entry.step)
         elif entry.values:
             client.log({**entry.values, **place}, step=entry.step)
-
-
-def _image(content: bytes | None, title: str) -> Any:
-    if content is None:
-        return None
-    import trackio  # noqa: PLC0415 - as above
-    from PIL import Image  # noqa: PLC0415 - Trackio brings it
-
-    return trackio.Image(Image.open(io.BytesIO(content)), caption=title)
 
 
 def finish(client: Any, result: TrackedResult) -> None:

@@ -1,6 +1,5 @@
 """Weights & Biases: `--track wandb`."""
 
-import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,14 +10,7 @@ from typing import Any
 import wandb
 
 from samestep.base.errors import UserError
-from samestep.show.tracking import (
-    Picture,
-    Server,
-    Started,
-    TrackedRecord,
-    TrackedResult,
-    TrackedRun,
-)
+from samestep.show.tracking import Server, Started, TrackedRecord, TrackedResult, TrackedRun
 
 COUNTS_AT_END = True
 """Offline, what was written counts once its file is closed."""
@@ -91,9 +83,10 @@ def record(client: _Client, entries: Sequence[TrackedRecord]) -> None:
         elif entry.file is not None and entry.file.is_file():
             run.log_artifact(str(entry.file), name=f"checkpoint-{run.id}", type="model")
         elif entry.picture is not None:
-            if (image := _image(entry.picture)) is not None:
+            if (image := entry.picture.image()) is not None:
+                shown = wandb.Image(image, caption=entry.picture.title)
                 name = f"pictures/{entry.picture.name}"
-                run.log({name: image, **_place(entry)}, step=entry.line)
+                run.log({name: shown, **_place(entry)}, step=entry.line)
         elif entry.values:
             if entry.event == "metrics":
                 _draw_over_steps(client, entry)
@@ -102,18 +95,6 @@ def record(client: _Client, entries: Sequence[TrackedRecord]) -> None:
 
 def _place(entry: TrackedRecord) -> dict[str, Any]:
     return {"step": entry.step, "epoch": entry.epoch, "_timestamp": entry.time}
-
-
-def _image(picture: Picture) -> Any:
-    """Return a picture as W&B takes it; None where it is gone, or Pillow is not installed."""
-    try:
-        from PIL import Image  # noqa: PLC0415 - W&B needs it only for images
-    except ImportError:
-        return None
-    content = picture.png()
-    if content is None:
-        return None
-    return wandb.Image(Image.open(io.BytesIO(content)), caption=picture.title)
 
 
 def _draw_over_steps(client: _Client, entry: TrackedRecord) -> None:

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samestep.base.autograd import leaves_of
 from samestep.base.errors import is_users, listed
-from samestep.base.trees import map_leaves, tree_leaves
+from samestep.base.trees import leaves_of, map_leaves, tree_leaves
 from samestep.core.data.blocks import Block
 from samestep.core.training import side_effects
 from samestep.prove.verification import causes

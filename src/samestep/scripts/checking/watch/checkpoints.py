@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from samestep.base.autograd import own_part
 from samestep.base.patches import Patch, patched, patched_when_imported
+from samestep.base.trees import own_part
 from samestep.scripts.checking.ranks_of_script import STOPPED
 from samestep.scripts.checking.recorder import Recorder
 from samestep.scripts.checking.samples import digests

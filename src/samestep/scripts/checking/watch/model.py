@@ -30,9 +30,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from samestep.base.autograd import leaves_of
 from samestep.base.patches import Patch, patched
-from samestep.base.trees import tree_leaves
+from samestep.base.trees import leaves_of, tree_leaves
 from samestep.scripts.checking.recorder import Recorder, checksum, is_tracing, row_hashes
 from samestep.scripts.checking.watch.weights import Weights
 

@@ -30,8 +30,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from samestep.base.autograd import leaves_of
 from samestep.base.patches import Patch, patched
+from samestep.base.trees import leaves_of
 from samestep.scripts.checking.recorder import Recorder, checksum
 from samestep.scripts.checking.watch.weights import print_of
 from samestep.scripts.hooks import step_closure, tensors_of

@@ -31,8 +31,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from samestep.base.autograd import own_part
 from samestep.base.patches import patched
+from samestep.base.trees import own_part
 from samestep.scripts.checking.recorder import Recorder, checksum
 from samestep.scripts.hooks import step_closure, tensors_of
 

@@ -1,7 +1,6 @@
 """`samestep slurm logs`: rank 0's screen, or any rank's log, also while it grows."""
 
 import io
-import shutil
 import sys
 import textwrap
 import time
@@ -12,7 +11,7 @@ from samestep.base.errors import UserError
 from samestep.base.flags import InShell
 from samestep.cluster.slurm.queue import JobAndRun, QueuedJob, find_job, find_job_or_run
 from samestep.cluster.slurm.rank_ends import lines_of
-from samestep.shell.commands.forms import verb
+from samestep.shell.commands.forms import terminal_width, verb
 
 _LOOK_EVERY_S = 0.5
 _ASK_EVERY_S = 5.0  # spares Slurm's controller
@@ -88,7 +87,7 @@ def _show(logs: dict[Path, int | None], job: QueuedJob | None) -> None:
     """Print files, of some only the lines of one rank; with a job, until that has ended."""
     asked = time.monotonic()
     positions = dict.fromkeys(logs, 0)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    width = terminal_width()
     while True:
         for path, label in logs.items():
             if not path.is_file():

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import shutil
 import sys
 import time
 from dataclasses import asdict, replace
@@ -27,8 +26,13 @@ from samestep.cluster.slurm.queue import (
 from samestep.cluster.slurm.rank_ends import LastSign, last_signs
 from samestep.cluster.slurm.restarts import BEGUN, go_on_command, last_start, read_restarts
 from samestep.cluster.slurm.submission import is_script
-from samestep.shell.commands.forms import verb
-from samestep.shell.commands.help import print_json, rich_console
+from samestep.shell.commands.forms import (
+    print_json,
+    print_lines,
+    rich_console,
+    terminal_width,
+    verb,
+)
 
 _REDRAW_S = 5.0
 _SILENT_S = 5.0
@@ -97,9 +101,7 @@ def _show(job: str | None, *, as_json: bool = False, clear: str | None = None) -
     elif not rows:
         sys.stdout.write("Slurm knows no job of yours that samestep submitted.\n")
     else:
-        # In a pipe nothing is cut: a script may look for a word.
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        sys.stdout.writelines(f"{line}\n" for line in text_lines(jobs_table(rows), width))
+        print_lines(text_lines(jobs_table(rows), terminal_width()))
     sys.stdout.flush()
     return any(f.queue_error or (f.job is not None and not f.job.ended) for f in entries)
 

@@ -32,8 +32,7 @@ from samestep.cluster.slurm.submission import (
 )
 from samestep.core.recipes import RECIPES
 from samestep.shell.cli import example_text, show_general_help
-from samestep.shell.commands.forms import Form, parse
-from samestep.shell.commands.help import Switch, show_notes
+from samestep.shell.commands.forms import Form, Switch, parse, show_notes
 from samestep.shell.commands.target import with_value
 
 _GROUPS = {

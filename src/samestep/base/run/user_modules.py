@@ -7,7 +7,6 @@ run's copy of the recipe is used.
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -23,7 +22,7 @@ from types import ModuleType
 from samestep.base.run.code_copy import CODE, FACTS, MB
 from samestep.base.run.code_pieces import Find, module_path
 from samestep.base.run.code_source import imported_by
-from samestep.base.run.files import cannot_write, read_object, write_text
+from samestep.base.run.files import cannot_write, read_object, write_object
 
 MOST_FILES, MOST = 500, 10 * MB
 """Of a recipe that imports more, the rest is neither kept nor compared."""
@@ -35,7 +34,7 @@ _BY_PATH = re.compile(r"\b(spec_from_file_location|SourceFileLoader|run_path)\("
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnModules:
+class UserModules:
     """Modules of the user's own: dotted name → file."""
 
     files: Mapping[str, Path] = field(default_factory=dict)
@@ -47,7 +46,7 @@ class OwnModules:
     """Of a run's copies, where they are from."""
 
 
-def modules_of(file: Path, like: OwnModules | None = None) -> OwnModules:
+def modules_of(file: Path, like: UserModules | None = None) -> UserModules:
     """Return the modules of the user's own that a file imports, and that these import.
 
     With `like`, those that are to be compared with a run's copy.
@@ -64,7 +63,7 @@ def modules_of(file: Path, like: OwnModules | None = None) -> OwnModules:
         found, complete = _closure(file, find, whole)
     if like is not None and not like.complete:
         found = {name: path for name, path in found.items() if name in like.files}
-    return OwnModules(files=found, whole=whole, complete=complete)
+    return UserModules(files=found, whole=whole, complete=complete)
 
 
 def _loaded_by(file: Path, found: Collection[str]) -> set[str]:
@@ -109,20 +108,20 @@ def finder(file: Path | None, also: Collection[str] = ()) -> Find:
     known: dict[str, tuple[Path | None, Sequence[str] | None]] = {}
     beside = [] if file is None else [str(file.parent)]
 
-    def look(name: str) -> tuple[Path | None, Sequence[str] | None]:
+    def located(name: str) -> tuple[Path | None, Sequence[str] | None]:
         """Return a module's file, and the folders where its modules are."""
         if name not in known:
             above, _, last = name.rpartition(".")
             known[name] = (None, None)
             if not last.isidentifier() or name.partition(".")[0] in _NEVER:
                 return known[name]
-            places = look(above)[1] if above else None
+            places = located(above)[1] if above else None
             path, inner = _inner(last, places or ()) if above else _top(name, beside)
             is_own = path and (name in also or not _LIBRARIES & {*path.parts})
             known[name] = (path if is_own else None, inner)
         return known[name]
 
-    return lambda name: look(name)[0]
+    return lambda name: located(name)[0]
 
 
 def _top(name: str, beside: list[str]) -> tuple[Path | None, Sequence[str] | None]:
@@ -160,7 +159,7 @@ def _inner(name: str, places: Sequence[str]) -> tuple[Path | None, Sequence[str]
 
 
 def _origin(name: str) -> str:
-    """Return the file that a module was read from, if it is imported."""
+    """Return the file that a module was read from; "" if it is not imported."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return getattr(spec, "origin", None) or ""
 
@@ -175,14 +174,14 @@ def _is_own(name: str) -> bool:
 # --- what a run keeps
 
 
-def kept_modules(run: Path, suffix: str = "") -> OwnModules | None:
-    """Return a run's copies of modules; None if it has none, as of an earlier version."""
+def kept_modules(run: Path, suffix: str = "") -> UserModules | None:
+    """Return a run's copies of modules; None if it has none."""
     code = Path(CODE + suffix)
     facts = read_object(run / Path(FACTS).with_stem(code.name))
     table = facts.get("modules")
     if not isinstance(table, dict):
         return None
-    return OwnModules(
+    return UserModules(
         files={name: run / code / one["file"] for name, one in table.items()},
         originals={name: Path(one["from"]) for name, one in table.items()},
         whole=tuple(facts["whole"]),
@@ -192,7 +191,7 @@ def kept_modules(run: Path, suffix: str = "") -> OwnModules | None:
 
 def modules_note(run: Path) -> list[str]:
     """Return notes if a run has not kept all code of the user's own."""
-    kept = kept_modules(run) or OwnModules()
+    kept = kept_modules(run) or UserModules()
     files = [path for name in ("recipe.py", "script.py") if (path := run / name).is_file()]
     notes = [
         f"{path.name} runs code by {found[1]}(), and not by an import: the run neither keeps nor "
@@ -210,7 +209,7 @@ def modules_note(run: Path) -> list[str]:
     return [*notes, note]
 
 
-def copied_modules(file: Path) -> OwnModules | None:
+def copied_modules(file: Path) -> UserModules | None:
     """Return the modules that a recipe's file in a run's directory was copied with."""
     stem = file.stem.removeprefix("recipe")
     if file.stem.startswith("recipe") and (found := kept_modules(file.parent, stem)):
@@ -219,7 +218,7 @@ def copied_modules(file: Path) -> OwnModules | None:
     return next((found for run in inside if (found := kept_modules(run))), None)
 
 
-def keep_modules(run: Path, modules: OwnModules, number: int | None = None) -> None:
+def keep_modules(run: Path, modules: UserModules, number: int | None = None) -> None:
     """Copy modules into a run's directory; with a number, what it has gets that in its name.
 
     They lie in `code/` as they are imported. Where a job has a copy of all code, those of it stay
@@ -252,7 +251,7 @@ def keep_modules(run: Path, modules: OwnModules, number: int | None = None) -> N
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
     facts |= {"modules": table, "whole": modules.whole, "complete": modules.complete}
-    write_text(run / FACTS, json.dumps(facts, indent=2) + "\n")
+    write_object(run / FACTS, facts)
 
 
 # --- where a recipe's file imports from
@@ -281,11 +280,15 @@ def imports_of(file: Path, original: Path) -> Iterator[None]:
     """
     copy = copied_modules(file)
     wanted = copy if copy or not _imported else modules_of(file)
-    before, _copies.modules = _copies.modules, copy or OwnModules()
+    before, _copies.modules = _copies.modules, copy or UserModules()
     of_before = before.files if before.files != _copies.modules.files else ()
     _forget({} if wanted is None else wanted.files, of_before)
     # For its neighbours; the copies, too, for processes that loaders spawn.
-    folders = [*_roots(copy or OwnModules()), file.parent.resolve(), original.parent.resolve()]
+    roots = (
+        path.absolute().parents[name.count(".") + (path.name == "__init__.py")]
+        for name, path in _copies.modules.files.items()
+    )
+    folders = [*dict.fromkeys(roots), file.parent.resolve(), original.parent.resolve()]
     sys.path[:0] = map(str, folders)
     seen = _imported.setdefault(os.path.realpath(file), _Imported())
     seen.before = frozenset(sys.modules)
@@ -296,15 +299,6 @@ def imports_of(file: Path, original: Path) -> Iterator[None]:
         seen.names |= new
         for name in new:
             _as_read[name] = _stamp(_origin(name))
-
-
-def _roots(modules: OwnModules) -> list[Path]:
-    """Return the folders that modules are imported from."""
-    found = (
-        path.absolute().parents[name.count(".") + (path.name == "__init__.py")]
-        for name, path in modules.files.items()
-    )
-    return list(dict.fromkeys(found))
 
 
 def _stamp(path: str | Path) -> tuple[int, int]:
@@ -352,7 +346,7 @@ class _CopyLoader(importlib.machinery.SourceFileLoader):
 class _Copies(importlib.abc.MetaPathFinder):
     """Finds the modules of a run whose own copy of the recipe was read."""
 
-    modules = OwnModules()
+    modules = UserModules()
 
     def find_spec(
         self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""What the ranks of a node that hang leave in files, and the one verdict that is made of all."""
+"""Where ranks that hang stand: a report of each in files, and the one verdict that all make."""
 
 import linecache
 import re
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from samestep.base.errors import listed
+from samestep.base.run.files import write_text
 from samestep.launch.stall.judge import StallVerdict, judge
 from samestep.launch.stall.pulse import STACKS, RankPulse, Visit
 from samestep.launch.stall.stacks import RankStand, Stand, host_name
@@ -20,7 +21,7 @@ TEXT, STAND = "rank-{rank}.stall", ".stall-rank-{rank}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class StandReport:
     """Where a rank stands, as another node reads it; its times are by `time.time()`."""
 
     stand: RankStand
@@ -33,31 +34,29 @@ class Told:
         return self.at - self.stand.pulse.moved
 
 
-def tell(stand: RankStand, folder: Path, run: Path) -> None:
+def write_report(stand: RankStand, folder: Path, run: Path) -> None:
     """Write where a rank stands into the run directory; `folder` has its pulse."""
-    told = Told(stand=replace(stand, pulse=_by_wall_clock(stand.pulse)))
+    report = StandReport(stand=replace(stand, pulse=_by_wall_clock(stand.pulse)))
     try:
         stacks = (folder / STACKS.format(rank=stand.rank)).read_text(errors="replace")
     except OSError:
         stacks = ""
-    (run / TEXT.format(rank=stand.rank)).write_text("\n".join([*_lines(told), stacks]))
-    file = run / STAND.format(rank=stand.rank)
-    temporary = file.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.json.encode(told))
-    temporary.replace(file)
+    (run / TEXT.format(rank=stand.rank)).write_text("\n".join([*_lines(report), stacks]))
+    text = msgspec.json.encode(report).decode()
+    write_text(run / STAND.format(rank=stand.rank), text, sync=False)
 
 
-def read_told(run: Path, since: float) -> list[Told]:
-    """Return what ranks have told since a time, in rank order."""
+def read_reports(run: Path, since: float) -> list[StandReport]:
+    """Return the reports of ranks since a time, in rank order."""
     found = []
     for file in run.glob(STAND.format(rank="*")):
         try:
-            told = msgspec.json.decode(file.read_bytes(), type=Told)
+            report = msgspec.json.decode(file.read_bytes(), type=StandReport)
         except (OSError, msgspec.MsgspecError):
             continue
-        if told.at >= since:
-            found.append(told)
-    return sorted(found, key=lambda told: told.stand.rank)
+        if report.at >= since:
+            found.append(report)
+    return sorted(found, key=lambda report: report.stand.rank)
 
 
 def _by_wall_clock(pulse: RankPulse) -> RankPulse:
@@ -71,12 +70,12 @@ def _by_wall_clock(pulse: RankPulse) -> RankPulse:
     return replace(pulse, moved=pulse.moved + shift, calls=calls, now=now)
 
 
-def _lines(told: Told) -> list[str]:
-    stand, pulse = told.stand, told.stand.pulse
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told.at))
+def _lines(report: StandReport) -> list[str]:
+    stand, pulse = report.stand, report.stand.pulse
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.at))
     lines = [
-        f"rank {stand.rank} on {told.host}, process {stand.pid}, {when}",
-        f"{pulse.phase}, {pulse.steps} steps; no sign of life for {told.still_s:.0f} s",
+        f"rank {stand.rank} on {report.host}, process {stand.pid}, {when}",
+        f"{pulse.phase}, {pulse.steps} steps; no sign of life for {report.still_s:.0f} s",
         f"the process: {stand.doing}",
         *_stack("main thread", stand),
     ]
@@ -101,10 +100,6 @@ def _stack(name: str, stand: Stand) -> list[str]:
 _COMPILER = re.compile(r"[/\\]torch[/\\](_inductor|_dynamo[/\\](convert_frame|symbolic_convert))")
 
 
-def _files(stands: Sequence[RankStand]) -> list[str]:
-    return [frame.file for stand in stands for frame in stand.frames]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Stalled:
     """The verdict as the user reads it, and as result.json has it."""
@@ -117,17 +112,20 @@ class Stalled:
     stall: dict[str, Any]
 
 
-def verdict_on(all_told: Sequence[Told], world_size: int, *, may_be_slow: bool) -> Stalled | None:
+def verdict_on(
+    reports: Sequence[StandReport], world_size: int, *, may_be_slow: bool
+) -> Stalled | None:
     """Return the verdict on a job's ranks; None if they may be slow.
 
-    They may if all compute, or one compiles. `world_size` ranks should have told where they stand.
+    They may if all compute, or one compiles. `world_size` ranks should have reported.
     """
-    stands = [told.stand for told in all_told]
+    stands = [report.stand for report in reports]
     computes = all(stand.doing == "computes" for stand in stands)
-    if may_be_slow and (computes or any(_COMPILER.search(file) for file in _files(stands))):
+    frames = (frame for stand in stands for frame in stand.frames)
+    if may_be_slow and (computes or any(_COMPILER.search(frame.file) for frame in frames)):
         return None
     verdict = judge(stands)
-    by_rank = {told.stand.rank: told for told in all_told}
+    by_rank = {report.stand.rank: report for report in reports}
     missing = [rank for rank in range(world_size) if rank not in by_rank]
     # A rank that has said nothing at all is on a node that is gone, or was never started.
     silent = missing[0] if missing and not verdict.culprits else None
@@ -135,7 +133,7 @@ def verdict_on(all_told: Sequence[Told], world_size: int, *, may_be_slow: bool) 
     host = by_rank[rank].host if rank in by_rank else ""
     file, _, line = verdict.places.get(rank, "").rpartition(":")
     return Stalled(
-        message=_message(verdict, all_told, missing, rank),
+        message=_message(verdict, reports, missing, rank),
         rank=rank,
         sure=bool(verdict.culprits),
         stall={
@@ -149,22 +147,23 @@ def verdict_on(all_told: Sequence[Told], world_size: int, *, may_be_slow: bool) 
 
 
 def _message(
-    verdict: StallVerdict, all_told: Sequence[Told], missing: Sequence[int], rank: int
+    verdict: StallVerdict, reports: Sequence[StandReport], missing: Sequence[int], rank: int
 ) -> str:
-    by_rank = {told.stand.rank: told for told in all_told}
-    told = by_rank.get(rank)
+    by_rank = {report.stand.rank: report for report in reports}
+    report = by_rank.get(rank)
     sentence = verdict.sentence[:1].lower() + verdict.sentence[1:].rstrip(".")
-    seen = [told] if told and len(verdict.culprits) == 1 else all_told
-    still = f"for {max(told.still_s for told in seen):.0f} s"
-    if told is None:
-        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    seen = [report] if report and len(verdict.culprits) == 1 else reports
+    still = f"for {max(report.still_s for report in seen):.0f} s"
+    if report is None:
+        who = "rank" if len(missing) == 1 else "ranks"
+        who += f" {', '.join(map(str, missing))}"
         return f"{who} did not say where it stands; {listed(verdict.lines, between='; ')}"
-    who = f"rank {rank} on {told.host}"
+    who = f"rank {rank} on {report.host}"
     if len(verdict.culprits) != 1 or verdict.cause in ("different", "shapes", "left", "unknown"):
         return f"no rank moved {still}: {sentence}"
     does = verdict.does[rank]
     it = f"it {does}" if verdict.cause not in ("ended", "gone") else does
-    pulse = told.stand.pulse
+    pulse = report.stand.pulse
     if "#" in verdict.waiting_in:
         return f"{who} has not entered {verdict.waiting_in} that the others wait in; {it}"
     step = f"step {pulse.steps + 1}"
