@@ -42,8 +42,8 @@ DISTRIBUTED = {
     "launch.ranks.keeper": {"torch.distributed"},  # the store, which outlives the ranks
     "launch.ranks.regroup": {"torch.distributed"},  # leaves a broken group and joins the next
     "launch.stall.collectives": {"torch.distributed", "torch.nn.parallel"},  # notes who calls what
+    "scripts.probes": {"torch.distributed", "torch.nn.parallel"},  # what scripts call is watched
     "scripts.checking.watch.evaluation": {"torch.distributed"},  # notes what is reduced
-    "scripts.checking.watch.model": {"torch.nn.parallel"},
     "base.run.shards": {"torch.distributed"},  # DCP's files
     "core.training.prepare": {"torch.nn.parallel"},
     "scripts.checking.watch.data": {"torch.distributed"},  # whether ranks have batches left over

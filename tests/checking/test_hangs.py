@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from samestep.scripts.checking import ranks_of_script
-from samestep.scripts.checking.events import Stall
 from samestep.scripts.checking.findings import RULES, Found, NotSeen
+from samestep.scripts.checking.seen import Stall
 from tests.checking.planted import check, found_in, line_of, planted
 
 STEP = "            optimizer.step()\n"
@@ -58,7 +58,7 @@ def test_a_rank_that_a_script_ended_itself_before_the_first_step_is_no_hang(step
     """As `mp.spawn` ends the others where one fails, which has a message of its own."""
     stall = Stall(where="train.py:3", sentence="Rank 1 was ended or killed.", gone=True)
     ranks = [SimpleNamespace(exit_code=None, steps=steps)] * 2
-    (found,) = RULES["SS606"].judge(SimpleNamespace(stall=stall, ranks=ranks, world_size=2))
+    (found,) = RULES["SS606"].apply(SimpleNamespace(stall=stall, ranks=ranks, world_size=2))
     assert isinstance(found, told)
 
 

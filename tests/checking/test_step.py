@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from samestep.scripts.checking.watch.step import _average
+from samestep.scripts.checking.watch.step import average_of
 from tests.checking.planted import check, codes, found_in, line_of, planted
 
 STEP = """\
@@ -345,12 +345,11 @@ def test_the_weight_of_a_summand_is_read_from_the_graph(name, n, factors, diviso
     summand = SUMMANDS.get(name, lambda x: x)(x).sum()
     (whole,) = torch.autograd.grad(loss, x, retain_graph=True)
     (own,) = torch.autograd.grad(summand, x)
-    assert _average(loss)["weight"] == pytest.approx(float(whole[0] / own[0]))
+    assert average_of(loss).weight == pytest.approx(float(whole[0] / own[0]))
 
 
 def test_a_loss_of_several_parts_has_no_weight():
     x = torch.ones(3, requires_grad=True)
-    assert _average(x.mean() + x.sum()) is None
-    assert (
-        _average(functional.cross_entropy(x[None], torch.tensor([0]), weight=torch.rand(3))) is None
-    )
+    assert average_of(x.mean() + x.sum()) is None
+    weighted = functional.cross_entropy(x[None], torch.tensor([0]), weight=torch.rand(3))
+    assert average_of(weighted) is None

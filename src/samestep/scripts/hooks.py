@@ -5,7 +5,6 @@ loader's `__iter__` and `__next__`, the call of a model, `backward`, `Optimizer.
 `step`, `torch.save`, `train` and `eval` of a model) also note the time.
 """
 
-import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,21 +12,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.profiler import record_function
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils.data import DataLoader, dataloader
+from torch import Tensor
+from torch.autograd.profiler import profile, record_function
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader
 
-from samestep.base.patches import patched
 from samestep.base.phases import Phases, make_phases, tell_end_of_autograd
 from samestep.base.trees import leaves_of, own_part
+from samestep.scripts import probes
 from samestep.scripts.measuring.trace_digest import COLLATE
+from samestep.scripts.probes import Around, Probe, ProbedCall, listening
 
-"""A range in which a script's loader collates samples in the training process."""
+# To prepare one already spoils a trace that runs, in PyTorch 2.11.
+_PROFILER = Probe((profile, "_prepare_trace"), (profile, "_start_trace"))
 _SURE = 3  # after this many updates without an optimizer, a script counts as making its own
 _NEXT_TRAINING = 8  # steps of another optimizer without one of the first
 _FEW, _VALUES = 8, 64
@@ -63,7 +60,6 @@ class Hooks:
         self._latest: DataLoader[Any] | None = None
         self._evaluating = False
         self._eval_mode = False
-        self._depth = 0
         self._between = False  # whether an optimizer has stepped and the next step has not begun
         self._has_gradients = False  # whether a backward has run since the last optimizer step
 
@@ -80,40 +76,30 @@ class Hooks:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Note the time in PyTorch's functions while inside."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(self._steps).remove)
-            stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
-            iterator = dataloader._BaseDataLoaderIter  # noqa: SLF001 - there is no public place
-            stack.enter_context(
-                patched(
-                    (DataLoader, "__iter__", self._around_iter),
-                    (iterator, "__next__", self._around_next),
-                    (torch.autograd, "backward", self._around_backward),
-                    (torch, "save", self._around_save),
-                    (nn.Module, "train", self._around_train),
-                    (nn.Module, "__call__", self._around_call),
-                    (Optimizer, "zero_grad", self._around_zero_grad),
-                    # To prepare one already spoils a trace that runs, in PyTorch 2.11.
-                    (torch.autograd.profiler.profile, "_prepare_trace", self._around_profiler),
-                    (torch.autograd.profiler.profile, "_start_trace", self._around_profiler),
-                )
-            )
+        with listening(
+            (probes.BEFORE_STEP, self._before_step),
+            (probes.AFTER_STEP, self._after_step),
+            (probes.LOADER_ITER, self._on_iter),
+            (probes.NEXT_BATCH, self._on_batch),
+            (probes.BACKWARD, self._on_backward),
+            (probes.SAVE, self._on_save),
+            (probes.TRAIN_OR_EVAL, self._on_train_or_eval),
+            (probes.MODULE_CALL, self._on_module_call),
+            (probes.ZERO_GRAD, self._on_zero_grad),
+            (_PROFILER, self._on_profiler_call),
+        ):
             yield
 
-    def _around_call(
-        self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """End the time between two steps; this must not become part of a compiled graph."""
-        begins = not torch.compiler.is_compiling() and self._between
-        if begins and torch.is_grad_enabled() and not self._eval_mode:
+    def _on_module_call(self, _call: ProbedCall) -> None:
+        """End the time between two steps."""
+        if self._between and torch.is_grad_enabled() and not self._eval_mode:
             self._lap_or_evaluation()
             self._between = self._evaluating = False
-        return original(module, *args, **kwargs)
 
     def _lap_or_evaluation(self, phase: str = "other") -> None:
         self.phases.lap("evaluation" if self._evaluating else phase)
 
-    def _steps(
+    def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Let the time around the closure, if there is one, count as the optimizer's own.
@@ -143,7 +129,7 @@ class Hooks:
             return (args[0], closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure}
 
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.phases.lap("optimizer")
         self._between, self._has_gradients = True, False
         if self._optimizer is None:
@@ -179,36 +165,37 @@ class Hooks:
         self.steps += 1
         self.on_step(self.steps)
 
-    def _around_iter(self, original: Callable[..., Any], loader: Any) -> Any:
+    def _on_iter(self, call: ProbedCall) -> Around:
+        (loader,) = call.args
         self._begin_reading()
         trains = self.loader is not None and torch.is_grad_enabled()
         # From the same loader, or from one that a new epoch has made anew.
         if trains and (
-            loader is self.loader or (not self._evaluating and _alike(loader, self.loader))
+            loader is self.loader or (not self._evaluating and _same_data(loader, self.loader))
         ):
             self.loader = loader
             if self.steps > self._epoch_step:  # else it reads from two at once
                 self._begin_epoch()
         starts = loader.num_workers > 0 and loader._iterator is None  # noqa: SLF001 - as it asks
-        iterator = original(loader)
+        iterator = yield
         self._lap_or_evaluation("workers" if starts else "data")
         iterator._samestep = (loader, starts)  # noqa: SLF001 - our own mark
         fetcher = getattr(iterator, "_dataset_fetcher", None)  # where this process reads itself
         if fetcher is not None:
             fetcher.collate_fn = record_function(COLLATE)(fetcher.collate_fn)
-        return iterator
 
     def _begin_epoch(self) -> None:
         self.epochs += 1
         self._epoch_step = self.steps
         self.on_epoch(self.epochs)
 
-    def _around_next(self, original: Callable[..., Any], iterator: Any) -> Any:
+    def _on_batch(self, call: ProbedCall) -> Around:
+        (iterator,) = call.args
         self._begin_reading()
         loader, starts = getattr(iterator, "_samestep", (None, False))
         iterator._samestep = (loader, False)  # noqa: SLF001 - our own mark
         try:
-            batch = original(iterator)
+            yield
         finally:
             # The first batch of new workers includes their start.
             self._lap_or_evaluation("workers" if starts else "data")
@@ -216,17 +203,12 @@ class Hooks:
             self._between = False
             self._latest = loader
             self.batches += loader is self.loader
-        return batch
 
     def _begin_reading(self) -> None:
         self._lap_or_evaluation()
         self._evaluating = self._eval_mode or not torch.is_grad_enabled()
 
-    def _around_backward(
-        self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if self._depth:  # a checkpointed block recomputes its part
-            return original(tensors, *args, **kwargs)
+    def _on_backward(self, call: ProbedCall) -> Around:
         self.phases.lap("forward")
         self._evaluating = self._eval_mode = False  # also where a frozen part stays in eval()
         self._between, self._has_gradients = False, True
@@ -234,49 +216,48 @@ class Hooks:
             self.loader = self._latest
             self.batches = 1
             self._begin_epoch()
-        loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
+        loss = loss_of(call)
         ends = "backward"
         if self._several and loss.requires_grad:
             tell_end_of_autograd(loss, lambda: self.phases.lap("backward"))
             ends = "all_reduce"
         if self._own_updates is not None:
             self._count_own_update(self._own_updates, loss)
-        self._depth += 1
         try:
-            return original(tensors, *args, **kwargs)
+            yield
         finally:
-            self._depth -= 1
             self.phases.lap(ends)
             # Without an optimizer the update follows, and ends with the next call.
             self._between = self._own_updates is not None and bool(self.trained)
 
-    def _around_zero_grad(
-        self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if torch.compiler.is_compiling() or not self._between:
-            return original(optimizer, *args, **kwargs)
+    def _on_zero_grad(self, _call: ProbedCall) -> Around:
+        if self._between:
+            yield from self._timed("optimizer")
+
+    def _on_save(self, _call: ProbedCall) -> Around:
+        yield from self._timed("checkpoint")
+
+    def _timed(self, phase: str) -> Around:
         self._lap_or_evaluation()
         try:
-            return original(optimizer, *args, **kwargs)
+            yield
         finally:
-            self.phases.lap("optimizer")
+            self.phases.lap(phase)
 
-    def _around_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._lap_or_evaluation()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self.phases.lap("checkpoint")
-
-    def _around_profiler(self, original: Callable[..., Any], profiler: Any) -> Any:
+    def _on_profiler_call(self, _call: ProbedCall) -> None:
         self.on_profiler()
-        return original(profiler)
 
-    def _around_train(self, original: Callable[..., Any], model: Any, mode: bool = True) -> Any:
+    def _on_train_or_eval(self, call: ProbedCall) -> None:
+        mode = call.argument(1, "mode", default=True)
         if mode == self._eval_mode:
             self._lap_or_evaluation()
             self._evaluating = self._eval_mode = not mode
-        return original(model, mode)
+
+
+def loss_of(backward: ProbedCall) -> Tensor:
+    """Return the tensor that a backward pass begins with, the first of several."""
+    tensors: Any = backward.argument(0, "tensors")
+    return tensors if isinstance(tensors, Tensor) else next(iter(tensors))
 
 
 def tensors_of(optimizer: Optimizer) -> list[Tensor]:
@@ -290,12 +271,12 @@ def step_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], 
     return given if callable(given) else None
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _same_data(loader: Any, other: Any) -> bool:
     """Whether two loaders seem to read the same data."""
 
-    def seen(loader: Any) -> tuple[Any, ...]:
+    def shape(loader: Any) -> tuple[Any, ...]:
         data = loader.dataset
         return type(data), loader.batch_size, len(data) if hasattr(data, "__len__") else None
 
     # A data set that is the same need not be asked for its length, which it may refuse to tell.
-    return one.dataset is other.dataset or seen(one) == seen(other)
+    return loader.dataset is other.dataset or shape(loader) == shape(other)

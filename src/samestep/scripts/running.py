@@ -29,17 +29,17 @@ class ScriptFailed(Exception):  # noqa: N818 - what failed is the script
         self.code = code
         self.text = text  # its traceback, as Python would print it; empty for an exit code
         self.steps = 0  # optimizer steps that it took
-        self.found: Any = None  # what was measured until then, if that was enough
+        self.profile: Any = None  # what was measured until then, if that was enough
 
     def summary(self, script: Path) -> str:
         """Return the line to show below the script's own error."""
-        how = f"ended with exit code {self.code}"
+        ending = f"ended with exit code {self.code}"
         if isinstance(self.__cause__, Done | Exception):
             was_ended = isinstance(self.__cause__, Done)
-            how = "was ended by SIGTERM" if was_ended else "ended with an error"
+            ending = "was ended by SIGTERM" if was_ended else "ended with an error"
         until = "the profile is of what was measured until then"
-        found = until if self.found is not None else "nothing was measured"
-        return f"{script.name} {how} after {count(self.steps, 'step')}: {found}."
+        measured = until if self.profile is not None else "nothing was measured"
+        return f"{script.name} {ending} after {count(self.steps, 'step')}: {measured}."
 
 
 class Done(BaseException):
@@ -86,23 +86,23 @@ class ScriptRanks:
             answer = function()
             self._put(key, str(int(answer)))
             return answer
-        said = self._get(key, "for rank 0 to take as many optimizer steps as this rank")
-        if said.startswith(_ENDED):
-            raise RankZeroEnded(int(said.removeprefix(_ENDED)))
-        return int(said)
+        answered = self._get(key, "for rank 0 to take as many optimizer steps as this rank")
+        if answered.startswith(_ENDED):
+            raise RankZeroEnded(int(answered.removeprefix(_ENDED)))
+        return int(answered)
 
     def end(self, steps: int) -> None:
         """Tell the other ranks, as the next answer, that rank 0 has ended after this many steps."""
         if self.world_size > 1 and self.rank == 0:
             self._put(f"answer-{self._answers + 1}", f"{_ENDED}{steps}")
 
-    def gather(self, found: str) -> list[str]:
-        """Return what each rank found, in rank order, on rank 0; on other ranks an empty list."""
+    def gather(self, text: str) -> list[str]:
+        """Return each rank's text, in rank order, on rank 0; on other ranks an empty list."""
         if self.rank != 0:
-            self._put(f"found-{self.rank}", found)
+            self._put(f"gathered-{self.rank}", text)
             return []
         others = range(1, self.world_size)
-        return [found, *(self._get(f"found-{r}", f"for the profile of rank {r}") for r in others)]
+        return [text, *(self._get(f"gathered-{r}", f"for the profile of rank {r}") for r in others)]
 
     def share(self, text: str) -> str:
         """Return rank 0's text on every rank."""
@@ -171,13 +171,13 @@ def _as_python_prints(error: Exception, script: Path) -> str:
             break
         trace = trace.tb_next
     trace = None if isinstance(error, SyntaxError) else trace or error.__traceback__
-    told = traceback.TracebackException.from_exception(error.with_traceback(trace))
-    chain: traceback.TracebackException | None = told
+    report = traceback.TracebackException.from_exception(error.with_traceback(trace))
+    chain: traceback.TracebackException | None = report
     while chain is not None:
         frames = [frame for frame in chain.stack if not frame.filename.startswith(_OWN)]
         chain.stack = traceback.StackSummary.from_list(frames)
         chain = chain.__cause__ or chain.__context__
-    return "".join(told.format())
+    return "".join(report.format())
 
 
 @contextmanager

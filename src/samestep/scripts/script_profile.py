@@ -32,7 +32,7 @@ from samestep.scripts.running import (
     to_stderr,
 )
 
-_Found = tuple[MeasuredRank, float, str | None, bool]
+_Sent = tuple[MeasuredRank, float, str | None, bool]
 """What a rank sends to rank 0: with the seconds that its workers took to start, its trace, and
 whether the script profiled itself."""
 
@@ -104,7 +104,7 @@ def profile_script(
     if stages.span is not None and (failure is None or ranks.world_size == 1):
         profile = _gather_profile(script, stages, hooks, ranks, out, stopped=bool(received))
     if failure is not None:
-        failure.steps, failure.found = hooks.steps, profile
+        failure.steps, failure.profile = hooks.steps, profile
         raise failure
     return profile
 
@@ -176,16 +176,16 @@ def _gather_profile(
     phases = {name: seconds for name, seconds in mine.phases.items() if name != "workers"}
     mine = replace(mine, phases=phases | {"data": phases.get("data", 0.0) + worker_start})
     sent = msgspec.json.encode((mine, worker_start, trace, stages.profiled_itself)).decode()
-    found = [msgspec.json.decode(one, type=_Found) for one in ranks.gather(sent)]
+    gathered = [msgspec.json.decode(text, type=_Sent) for text in ranks.gather(sent)]
     if ranks.rank != 0:
         return None
-    measured_ranks, worker_starts, traces, profiled_themselves = zip(*found, strict=True)
+    measured_ranks, worker_starts, traces, profiled_themselves = zip(*gathered, strict=True)
     batch = getattr(loader, "batch_size", None) or 0
     measured = MeasuredSteps(
         ranks=measured_ranks,
         steps=span.steps,
         wall=span.seconds / span.steps,
-        samples=batch * round(hooks.batches / max(1, hooks.steps)) * len(found),
+        samples=batch * round(hooks.batches / max(1, hooks.steps)) * len(gathered),
         worker_start=max(worker_starts),
         device=hooks.trained[0].device.type,
         cores=len(usable_cores()),

@@ -3,18 +3,15 @@
 The script's own order of imports stays: PyTorch is watched from when the script imports it.
 """
 
-import importlib.util
+import itertools
 import os
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
 
 from samestep.base.errors import UserError
+from samestep.base.patches import Patch, patched_when_imported
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.launch import detect_launch
 from samestep.launch.ranks.watcher import tell_mismatch
@@ -40,8 +37,8 @@ def main() -> None:
     try:
         exec(compile(Path(script).read_bytes(), file, "exec"), module.__dict__)  # noqa: S102
     except Exception as error:
-        if pulse is not None and (told := tell_mismatch(pulse.folder)):
-            error.add_note(f"samestep: {told}")
+        if pulse is not None and (mismatch := tell_mismatch(pulse.folder)):
+            error.add_note(f"samestep: {mismatch}")
         trace = None if isinstance(error, SyntaxError) else _without_ours(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
@@ -51,36 +48,14 @@ def _be_watched() -> Pulse | None:
     with suppress(UserError):  # of the launcher's variables, which the script may not need
         pulse = watched.watch_script(detect_launch(os.environ))
         if pulse is not None:
-            sys.meta_path.insert(0, _AfterTorch(lambda: _watch(pulse)))
+            after = {"torch": lambda _torch: _watch(pulse)}
+            _for_good.enter_context(patched_when_imported(after))
         return pulse
     return None
 
 
-class _AfterTorch(MetaPathFinder):
-    """Calls a function once PyTorch has been imported."""
-
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
-
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        """Find PyTorch as usual, to be loaded with what follows."""
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        loader: Any = spec.loader if spec else None
-        if loader is not None:
-            load = loader.exec_module
-
-            def load_and_go_on(module: ModuleType) -> None:
-                load(module)
-                self._then()
-
-            loader.exec_module = load_and_go_on
-        return spec
-
-
-def _watch(pulse: Pulse) -> None:
+def _watch(pulse: Pulse) -> list[Patch]:
+    """Note collectives, backward passes and steps from now on; there is nothing more to patch."""
     from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415
 
     from samestep.launch.stall.collectives import watch_collectives  # noqa: PLC0415 - it imports torch
@@ -90,14 +65,9 @@ def _watch(pulse: Pulse) -> None:
             pulse.turn_to("")
 
     _for_good.enter_context(watch_collectives(pulse, has_begun))
-    steps = 0
-
-    def count(*_: object) -> None:
-        nonlocal steps
-        steps += 1
-        pulse.step(steps)
-
-    register_optimizer_step_post_hook(count)
+    steps = itertools.count(1)
+    register_optimizer_step_post_hook(lambda *_: pulse.step(next(steps)))
+    return []
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:

@@ -9,8 +9,8 @@ from typing import Any
 from samestep.base.errors import UserError, did_you_mean
 from samestep.base.table import Styled, Table, coloured, text_lines
 from samestep.base.words import count, duration, wrapped
-from samestep.scripts.checking.events import source_line
 from samestep.scripts.checking.findings import RULES, Mistake, Origin
+from samestep.scripts.checking.seen import source_line
 
 _STYLES = {"error": "red", "warning": "yellow", "advice": "bold"}
 _LABEL = 9
@@ -46,14 +46,14 @@ class CheckReport:
 
 def as_table(report: CheckReport) -> dict[str, Any]:
     """Return what `--json` prints."""
-    found = [
-        asdict(one)
-        | {"file": shown_file(report, one)}
-        | {"related": [asdict(at) | {"file": shown_file(report, at)} for at in one.related]}
-        for one in report.findings
+    findings = [
+        asdict(finding)
+        | {"file": shown_file(report, finding)}
+        | {"related": [asdict(at) | {"file": shown_file(report, at)} for at in finding.related]}
+        for finding in report.findings
     ]
     return {
-        "findings": found,
+        "findings": findings,
         "not_seen": report.not_seen,
         "notes": report.notes,
         "silenced": report.silenced,
@@ -86,19 +86,21 @@ def report_lines(report: CheckReport, width: int, *, colour: bool) -> Iterator[s
     yield f"{paint(report.script, 'bold')}  {ranks}, {duration(report.seconds)}"
     for note in report.notes:
         yield from labelled("note", note)
-    for one in report.findings:
+    for finding in report.findings:
         yield ""
-        severity = paint(f"{one.severity:<{_LABEL}}", _STYLES[one.severity])
-        first, *more = wrapped(f"{one.code}  {one.title}", " " * (_LABEL + 7), width - _LABEL)
+        severity = paint(f"{finding.severity:<{_LABEL}}", _STYLES[finding.severity])
+        first, *more = wrapped(
+            f"{finding.code}  {finding.title}", " " * (_LABEL + 7), width - _LABEL
+        )
         yield severity + paint(first, "bold")
         yield from more
-        if one.file:
-            yield from _lines_of(report, one, "", width)
-        yield from labelled("seen", one.evidence)
-        for at in one.related:
+        if finding.file:
+            yield from _lines_of(report, finding, "", width)
+        yield from labelled("seen", finding.evidence)
+        for at in finding.related:
             yield from _lines_of(report, at, f"  ({at.what})", width)
-        yield from labelled("why", one.why)
-        yield from _remedy(one.remedy, labelled, paint)
+        yield from labelled("why", finding.why)
+        yield from _remedy(finding.remedy, labelled, paint)
     yield from _not_seen(report, width)
     yield ""
     style = "red" if report.exit_code else "green"
@@ -106,7 +108,6 @@ def report_lines(report: CheckReport, width: int, *, colour: bool) -> Iterator[s
 
 
 def _lines_of(report: CheckReport, at: Mistake | Origin, what: str, width: int) -> Iterator[str]:
-    """Yield a line of the source by its place and its text."""
     yield f"{'from' if what else '':<{_LABEL}}{shown_file(report, at)}:{at.line}{what}"
     if code := source_line(report.folder, at.file, at.line):
         most = width - _LABEL - 2
@@ -140,16 +141,16 @@ def _not_seen(report: CheckReport, width: int) -> Iterator[str]:
 
 
 def _sentence(report: CheckReport) -> str:
-    kinds = [one.severity for one in report.findings]
-    told = [
+    kinds = [finding.severity for finding in report.findings]
+    counts = [
         count(kinds.count(kind), "piece") + " of advice"
         if kind == "advice"
         else count(kinds.count(kind), kind)
         for kind in dict.fromkeys(kinds)
     ]
     seen = f"{count(report.steps, 'step')} on {count(report.ranks, 'rank')}"
-    text = f"{', '.join(told)} in {seen}." if told else f"Nothing wrong was seen in {seen}."
-    if told:
+    text = f"{', '.join(counts)} in {seen}." if counts else f"Nothing wrong was seen in {seen}."
+    if counts:
         text += f" `samestep check --list {report.findings[0].code}` says more about a code."
     if report.silenced:
         text += f" {count(report.silenced, 'finding')} silenced by comments in the source."
@@ -159,8 +160,8 @@ def _sentence(report: CheckReport) -> str:
 def code_lines(width: int | None, *, colour: bool) -> Iterator[str]:
     """Yield a line for each code: how grave it is, and what it is."""
     rows = [
-        (code, Styled(one.severity, _STYLES[one.severity]), one.title)
-        for code, one in sorted(RULES.items())
+        (code, Styled(rule.severity, _STYLES[rule.severity]), rule.title)
+        for code, rule in sorted(RULES.items())
     ]
     columns = ("code", "severity", "what is wrong")
     table = Table(columns=columns, rows=rows, left=frozenset(columns), fold=True)

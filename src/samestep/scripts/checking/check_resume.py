@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,10 @@ from samestep.scripts.checking.check_script import (
     run_as_it_starts,
     run_job,
 )
-from samestep.scripts.checking.events import Job
-from samestep.scripts.checking.ranks_of_script import Run, Starter, run_ranks, start_processes
+from samestep.scripts.checking.ranks_of_script import Job, Run, Starter, run_ranks, start_processes
 from samestep.scripts.checking.rules.resume import mistakes
 from samestep.scripts.checking.scratch import Scratch
-from samestep.scripts.checking.starts import Attempt, Resumed
+from samestep.scripts.checking.starts import Attempt, Resumed, SeenResumed, StepFact
 
 _AUTO, _CHECKPOINT = "auto", "{checkpoint}"
 """The script finds its checkpoint by itself; what stands for the newest one in the words."""
@@ -101,7 +100,8 @@ def check_resume(
         except OSError as error:
             raise UserError(f"The scratch copy of {script} cannot be kept: {error}") from error
     notes = [*whole.seen.notes, *_notes(resumed)]
-    return report_on(replace(whole.seen, resumed=resumed, notes=notes), whole.output, script, began)
+    seen = SeenResumed(**vars(whole.seen) | {"resumed": resumed, "notes": notes})
+    return report_on(seen, whole.output, script, began)
 
 
 def _whole(script: Path, job: Job, place: Path, run: Run) -> Attempt:
@@ -137,7 +137,6 @@ class _Chain:
     job: Job
 
     def start(self, name: str, **limits: Any) -> Attempt:
-        """Start the script, and return what it did."""
         folder = Path(self.scratch.place) / name
         folder.mkdir()
         job = structs.replace(self.job, folder=str(folder), **limits)
@@ -165,8 +164,8 @@ class _Chain:
         for number in resume_nproc:
             other = self.resume(killed, f"on-{number}", tear="", nproc=number, stop_at=part)
             resumed.others.append(other)
-        alone = {save["path"] for save in killed.saves if not save.get("renamed")}
-        read = [file["path"] for file in resumed.chain[1].loaded() if file["path"] in alone]
+        alone = {save.path for save in killed.saves if not save.renamed}
+        read = [file.path for file in resumed.chain[1].loaded() if file.path in alone]
         if read and resumed.chain[1].offset:
             resumed.torn = self.resume(killed, "torn", tear=read[-1], stop_at=_TORN)
         return resumed
@@ -194,7 +193,7 @@ def _resumed_with(words: list[str], before: Attempt, scratch: Scratch) -> str:
     paths = [word.partition("=")[2] or word for word in words if "/" in word or "." in word]
     home = Path(scratch.twin(scratch.home))
     missing = [path for path in paths if not (home / path).exists()]
-    saved = ", ".join(sorted({save["path"] for save in before.saves} - {""}))
+    saved = ", ".join(sorted({save.path for save in before.saves} - {""}))
     hint = f" (there is no {missing[0]}: it had saved {saved})" if missing else ""
     return f"resumed with {shlex.join(words) or 'no more arguments'}{hint}"
 
@@ -209,7 +208,7 @@ def _notes(resumed: Resumed) -> Iterator[str]:
     stops = " and ".join(str(start.end) for start in resumed.chain[:-1])
     begins = " and ".join(str(start.offset) for start in resumed.chain[1:])
     yield f"killed after step {stops} of {resumed.whole.end}, resumed from step {begins}"
-    shown = {"samples": "rows", "losses": "loss"}
+    shown: dict[str, StepFact] = {"samples": "rows", "losses": "loss"}
     if unsteady := [name for name, what in shown.items() if resumed.unsteady(what)]:
         yield f"two starts of the script differ by themselves in {', '.join(unsteady)}"
     for start in resumed.others:

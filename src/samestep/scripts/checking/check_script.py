@@ -12,12 +12,13 @@ from msgspec import structs
 import samestep.scripts.checking.rules  # noqa: F401 - registers them
 from samestep.base.errors import LOST_PEER, UserError
 from samestep.launch.stall.judge import StallVerdict
+from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.check_report import CheckReport
-from samestep.scripts.checking.events import Job, RankSeen, Seen, Stall
-from samestep.scripts.checking.findings import judge, without_silenced
+from samestep.scripts.checking.findings import apply_rules, without_silenced
 from samestep.scripts.checking.ranks_of_script import (
     FIRST_STEP_WITHIN_S,
     SPAWNS,
+    Job,
     Run,
     Starter,
     ranks_seen,
@@ -25,6 +26,7 @@ from samestep.scripts.checking.ranks_of_script import (
     start_processes,
 )
 from samestep.scripts.checking.scratch import Scratch
+from samestep.scripts.checking.seen import RankSeen, Seen, Stall, asks_for_gpu
 
 _OF_ONE_PROCESS = (
     "The script never asks for its rank, so each rank was judged as a training of its own, which "
@@ -63,12 +65,12 @@ def check_script(
         run_ranks, seconds=seconds, stall_s=stall_s, start=start or start_processes
     )
     job, seen, output = run_as_it_starts(script, job, run, asked=asked)
-    uses_gpu = job.substitute or seen.any("cuda", "device")
+    uses_gpu = job.substitute or asks_for_gpu(seen)
     if uses_gpu and nproc > 1 and len(output) > 1:  # else the script starts its ranks on one node
         apart_job = structs.replace(job, substitute=True, one_per_node=True)
         _, apart, _ = _run(script, apart_job, run, asked=asked)
         for rank, there in zip(seen.ranks, apart.ranks, strict=False):
-            rank.events.extend(there.of("device"))
+            rank.events.extend(there.of(ev.DeviceAsked))
     return report_on(seen, output, script, began)
 
 
@@ -86,10 +88,10 @@ def report_on(seen: Seen, output: list[str], script: Path, began: float) -> Chec
 
     Raises UserError if it could not be checked.
     """
-    found, not_seen = judge(seen) if seen.ranks else ([], [])
-    if not any(finding.severity == "error" for finding in found):
+    mistakes, not_seen = apply_rules(seen) if seen.ranks else ([], [])
+    if not any(mistake.severity == "error" for mistake in mistakes):
         refuse_failures(seen, output, script)
-    findings = without_silenced(found, seen.folder)
+    findings = without_silenced(mistakes, seen.folder)
     return CheckReport(
         findings=findings,
         not_seen=not_seen,
@@ -100,7 +102,7 @@ def report_on(seen: Seen, output: list[str], script: Path, began: float) -> Chec
         ranks=seen.world_size,
         script=str(script),
         folder=seen.folder,
-        silenced=len(found) - len(findings),
+        silenced=len(mistakes) - len(findings),
     )
 
 
@@ -116,7 +118,7 @@ def run_as_it_starts(
     job, seen, output = _run(script, structs.replace(job, alone=starts_ranks), run, asked=asked)
     # A training that is to be resumed has no events that tell whether it asks for a GPU.
     says = "".join([*output, text if job.resumes else ""])
-    needs_gpu = bool(seen.any("cuda", "device")) or _NEEDS_GPU.search(says)
+    needs_gpu = asks_for_gpu(seen) or _NEEDS_GPU.search(says)
     if needs_gpu and not any(rank.steps for rank in seen.ranks):
         return _run(script, structs.replace(job, substitute=True), run, asked=asked)
     return job, seen, output
@@ -137,20 +139,20 @@ def _run(
     """
     with tempfile.TemporaryDirectory(prefix="samestep-check-", ignore_cleanup_errors=True) as place:
         scratch, job = prepare(asked_for, script, Path(place))
-        found = asked_for, *run_job(scratch, job, run, asked=asked)
+        seen, output = run_job(scratch, job, run, asked=asked)
         folder = Path(job.folder)
         joined, spawns = any(folder.glob("events-[0-9]*")), (folder / SPAWNS).exists()
         # Ranks that it starts itself are not ranks of `check`: without a GPU they need a stand-in.
-        error = "".join(found[2]).rstrip().rpartition("\n")[2]
+        error = "".join(output).rstrip().rpartition("\n")[2]
         in_vain = not joined and (job.substitute or not _NEEDS_GPU.search(error))
         otherwise = before is None and (in_vain if job.alone else spawns)
-    idle = spawns or not any(rank.steps or rank.exit_code for rank in found[1].ranks)
+    idle = spawns or not any(rank.steps or rank.exit_code for rank in seen.ranks)
     if before is not None and idle and not asked_for.alone:
         return before  # it does start its ranks itself, and they failed before they joined a group
     if not otherwise:
-        return found
+        return asked_for, seen, output
     other = structs.replace(asked_for, alone=not asked_for.alone)
-    return _run(script, other, run, asked=asked, before=found)
+    return _run(script, other, run, asked=asked, before=(asked_for, seen, output))
 
 
 def prepare(asked: Job, script: Path, place: Path) -> tuple[Scratch, Job]:
@@ -165,7 +167,7 @@ def prepare(asked: Job, script: Path, place: Path) -> tuple[Scratch, Job]:
     job = structs.replace(
         asked,
         script=asked.script if asked.module else scratch.twin(script.resolve()),
-        arguments=[_in_scratch(one, cwd, scratch) for one in asked.arguments],
+        arguments=[_in_scratch(argument, cwd, scratch) for argument in asked.arguments],
         scratch=scratch.twin(home),
         place=scratch.place,
         folder=str(folder),
@@ -180,9 +182,9 @@ def run_job(scratch: Scratch, job: Job, run: Run, *, asked: bool = True) -> tupl
     outputs = sorted(folder.glob("output-*.txt"), key=lambda path: int(path.stem[7:]))
     output = [scratch.shown(path.read_text(errors="replace")) for path in outputs]
     ranks = ranks_seen(folder, codes)
-    for event in (event for rank in ranks for event in rank.of("end")):
-        event.facts["text"] = scratch.shown(event["text"])
-    notes = [scratch.shown(event["text"]) for rank in ranks for event in rank.of("note")]
+    for event in (event for rank in ranks for event in rank.of(ev.RankEnded)):
+        event.text = scratch.shown(event.text)
+    notes = [scratch.shown(event.text) for rank in ranks for event in rank.of(ev.Remark)]
     seen = Seen(
         ranks=ranks,
         folder=Path(scratch.home),
@@ -213,24 +215,24 @@ def _in_scratch(argument: str, cwd: Path, scratch: Scratch) -> str:
 
 def last_words(rank: RankSeen, output: Sequence[str]) -> str:
     """Return the traceback that a rank has ended with, or else all that it printed."""
-    end = rank.first("end")
-    return (end["text"] if end is not None else "") or output[min(rank.rank, len(output) - 1)]
+    end = rank.first(ev.RankEnded)
+    return (end.text if end is not None else "") or output[min(rank.rank, len(output) - 1)]
 
 
 def refuse_failures(seen: Seen, output: Sequence[str], script: Path | str) -> None:
     """Raise UserError for a script that starts no rank, fails by itself, or takes no step."""
     if not seen.ranks:
-        told = "\n".join(output).rstrip()
-        raise UserError(f"{script} started no rank, so it could not be checked:\n{told}")
+        text = "\n".join(output).rstrip()
+        raise UserError(f"{script} started no rank, so it could not be checked:\n{text}")
     failed = [(rank, last_words(rank, output)) for rank in seen.ranks if rank.exit_code]
     if failed:  # the first that has not merely lost another
-        rank, told = min(failed, key=lambda one: bool(LOST_PEER.search(one[1][-_LAST_LINES:])))
-        if rank.of("ran_out") and rank.steps:
+        rank, text = min(failed, key=lambda pair: bool(LOST_PEER.search(pair[1][-_LAST_LINES:])))
+        if rank.of(ev.EpochRanOut) and rank.steps:
             return
-        how = "with its epochs cut short by `check`" if rank.of("ran_out") else "by itself"
+        why = "with its epochs cut short by `check`" if rank.of(ev.EpochRanOut) else "by itself"
         raise UserError(
-            f"{script} fails {how}: exit code {rank.exit_code} on rank {rank.rank} after "
-            f"{rank.steps} steps, so it could not be checked:\n{told.rstrip()}"
+            f"{script} fails {why}: exit code {rank.exit_code} on rank {rank.rank} after "
+            f"{rank.steps} steps, so it could not be checked:\n{text.rstrip()}"
         )
     if not any(rank.steps for rank in seen.ranks):
         within = f" within {FIRST_STEP_WITHIN_S:.0f} s" if not seen.complete else ""

@@ -1,69 +1,30 @@
-"""What `check` and the ranks tell each other: the job that they run, and the events that they note.
+"""What the ranks of a script tell `check`: an event for each thing that they do.
 
 A watched rank appends events to a file of its own (`recorder.py`); once all have ended, the rules
 read them (`rules/`). There is nothing between the two but these files, so a rank may die any time.
+
+Paths are real ones, relative to the project where they lie in it. A digest or a checksum is a
+number that tells bits from others.
 """
 
 import json
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+from msgspec import field
+
+Checksums = dict[str, int | None]
+"""By name; None for a tensor without plain memory, or a gradient that is not there."""
+FileMode = Literal["w", "a", "rename"]
+ObjectKind = Literal["optimizer", "schedule", "loader", "scaler", "copy"]
+StateKind = Literal["file", "model", "optimizer"]
+StatePart = Literal["weights", "buffers", "optimizer", "scale", "copies"]
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a script under watch."""
+class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind", tag=True):
+    """One thing that a rank did, and when."""
 
-    script: str
-    """A file in the scratch copy, or with `module` the name of a module."""
-    arguments: list[str] = []
-    module: bool = False
-    scratch: str = ""
-    """The copy of the user's folder in which the script runs."""
-    place: str = ""
-    """Where the scratch copy of all that it may reach begins; empty if nothing is guarded."""
-    began: float = 0.0
-    """When the ranks were started, in seconds since 1970: newer files are the script's own."""
-    folder: str = ""
-    """Where the ranks write what was seen."""
-    steps: int = 10
-    """Batches of each of the first two epochs; then comes the last one of the epoch."""
-    nproc: int = 1
-    """How many devices there seem to be, with `substitute` or `alone`."""
-    substitute: bool = False
-    """Whether calls for CUDA are answered by the CPU."""
-    one_per_node: bool = False
-    """Whether each rank seems to have a node, and a GPU, of its own."""
-    alone: bool = False
-    """Whether the script starts its ranks itself."""
-    resumes: bool = False
-    """Whether the training is compared with itself after a kill: its epochs have their length."""
-    kill_from: int | None = None
-    """Then each rank stops before the first step after a checkpoint of this step or a later one."""
-    stop_at: int | None = None
-    """Then each rank stops after this many steps at the latest."""
-
-
-def write_job(job: Job) -> Path:
-    """Write a job into its folder."""
-    path = Path(job.folder) / "job.json"
-    path.write_bytes(msgspec.json.encode(job))
-    return path
-
-
-def read_job(path: Path) -> Job:
-    """Return a job that was written."""
-    return msgspec.json.decode(path.read_bytes(), type=Job)
-
-
-class Event(msgspec.Struct, omit_defaults=True):
-    """One thing that a rank did."""
-
-    kind: str
-    """What it was; the module of `watch/` that notes a kind says what its facts are."""
     where: str = ""
     """The innermost line of the user's code, `file.py:41`; empty if there was none."""
     step: int = 0
@@ -73,116 +34,427 @@ class Event(msgspec.Struct, omit_defaults=True):
     evaluating: bool = False
     time: float = 0.0
     """Seconds since the rank was started."""
-    facts: dict[str, Any] = {}
-
-    def __getitem__(self, fact: str) -> Any:
-        return self.facts[fact]
-
-    def get(self, fact: str, otherwise: Any = None) -> Any:
-        """Return a fact, or something else if it was not noted."""
-        return self.facts.get(fact, otherwise)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankSeen:
-    """All that one rank did, in order, and how it ended."""
+class VariableRead(Event):  # a launcher's variable was read, by the user's own code or by a library
+    name: str
+    value: str | None
+    own: bool
 
+
+class GroupMade(Event):  # the rank joins a process group; as which of how many, where that is known
+    rank: int | None
+    world_size: int | None
+    own: bool
+
+
+class GroupDestroyed(Event):
+    """The process group of all ranks is about to be destroyed."""
+
+
+class CollectiveCalled(Event):  # a collective is about to be called
+    name: str
+    op: str | None
+    root: str | None
+    shapes: list[list[int]]
+    dtype: str | None
+    group: str
+    strides: list[int] | None  # those of the first tensor with memory between its elements
+
+
+class CudaAsked(Event):
+    """The user's code asks whether there is a GPU."""
+
+
+class DeviceAsked(Event):  # the user's code asked for a CUDA device
+    index: int
     rank: int
-    events: list[Event]
-    exit_code: int | None = None
-    """As its process ended; negative for a signal, None if `check` itself ended it."""
-
-    def of(self, *kinds: str) -> list[Event]:
-        """Return the events of these kinds, in order."""
-        return [event for event in self.events if event.kind in kinds]
-
-    def first(self, *kinds: str) -> Event | None:
-        """Return the first event of these kinds."""
-        return next((event for event in self.events if event.kind in kinds), None)
-
-    @property
-    def steps(self) -> int:
-        """How many optimizer steps it took."""
-        return max((event.step for event in self.events), default=0)
-
-    @property
-    def epochs(self) -> int:
-        """In how many epochs it trained."""
-        return max((event.epoch for event in self.events), default=0)
+    local_rank: int
+    alone: bool  # whether it says nothing about a job of several nodes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stall:
-    """Why the ranks hung, or failed in calls that did not meet; and the line that is to blame."""
-
-    where: str
-    sentence: str
-    gone: bool = False
-    """Whether the rank to blame has ended, and nothing says how."""
+class ErrorCaught(Event):  # an exception that the script may be about to swallow
+    error: str
+    text: str
+    raised: str
+    training: bool
 
 
-_STEPPED = re.compile(r"\bstep\(([\w.]+)\)|([\w.]+)\.step\(\)")
+class EpochRanOut(Event):
+    """The script failed after an epoch that was cut short."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What all ranks did: all that a rule may look at."""
-
-    ranks: list[RankSeen]
-    folder: Path
-    """The user's own folder, for lines of source code in remedies; rules never judge by them."""
-    asked: bool = True
-    """Whether the user asked for this number of ranks, rather than took the default."""
-    notes: list[str] = field(default_factory=list)
-    stall: Stall | None = None
-    resumed: Any = None
-    """What `check --resume` ran instead, a `Resumed` of `starts.py`."""
-
-    @property
-    def world_size(self) -> int:
-        """Return how many ranks there were."""
-        return len(self.ranks)
-
-    @property
-    def is_of_one_process(self) -> bool:
-        """Whether the script knows nothing of ranks, and no setting says that it should."""
-        knows = self.any("init", "collective") or any(e["own"] for e in self.any("environment"))
-        return self.world_size > 1 and not (self.asked or knows)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every rank came to its own good end, so that what did not come never would."""
-        return all(rank.exit_code == 0 for rank in self.ranks) and not self.any("ran_out")
-
-    def each(self, *kinds: str) -> list[list[Event]]:
-        """Return the events of these kinds of each rank, in rank order."""
-        return [rank.of(*kinds) for rank in self.ranks]
-
-    def any(self, *kinds: str) -> list[Event]:
-        """Return the events of these kinds of all ranks, rank by rank."""
-        return [event for rank in self.ranks for event in rank.of(*kinds)]
-
-    def together(self, *kinds: str) -> Iterator[tuple[Event, ...]]:
-        """Yield the n-th event of these kinds of every rank, as far as all ranks have one."""
-        yield from zip(*self.each(*kinds), strict=False)
-
-    def line(self, where: str) -> str:
-        """Return the user's line of code at `file.py:41`, without its indent; empty if unread."""
-        name, _, number = where.rpartition(":")
-        return source_line(self.folder, name, int(number)) if name else ""
-
-    def optimizer_at(self, step: str) -> str:
-        """Return what the user's code calls the optimizer that it steps at `file.py:41`."""
-        found = _STEPPED.search(self.line(step))
-        return found[1] or found[2] if found else "optimizer"
+class Remark(Event):  # what the user has to know about the run
+    text: str
 
 
-def source_line(folder: Path, name: str, number: int) -> str:
-    """Return a line of a file, without its indent; empty if it cannot be read."""
-    try:
-        return (folder / name).read_text().splitlines()[number - 1].strip()
-    except (OSError, ValueError, IndexError):
-        return ""
+class RankEnded(Event):  # the last event of a rank that is not killed
+    code: int
+    text: str
+
+
+class OfLoader(Event):  # what happens to a loader, or to several that look alike
+    loader_id: int
+
+
+class OfSampler(OfLoader):
+    """What a loader's sampler says of itself, also one inside a batch sampler."""
+
+    sampler: str
+    sampler_made: str
+    direct: bool  # whether the user's own code made it
+    distributed: bool
+    set_epoch: int | None  # its epoch, if it knows epochs
+    seed: int | None
+    shuffle: bool | None
+
+
+class LoaderRead(OfSampler):  # a loader is read for the first time
+    data: int | None  # what tells its data set from others; None if nothing does
+    length: int | None
+    base_length: int | None  # of the data set that subsets are made of
+    batch_size: int | None
+    workers: int
+    iterable: bool
+    reads: str  # where the `__iter__` of its data set is
+    made: str
+    asked: str | None  # where a loader of the same data set was asked to shuffle
+
+
+class OrderDrawn(OfSampler):  # one pass over a loader, as its sampler gives it
+    turn: int
+    indices: list[int]
+    batches: int
+    count: int
+    ended: bool
+    truncated: bool
+    left_out: int  # samples of a last batch that is not full
+
+
+class BatchRead(OfLoader):  # a batch: how many samples it has, and a number for each of the first
+    turn: int
+    n: int
+    rows: list[int]
+
+
+class PassEnded(OfLoader):  # a pass came to its end, or to where it was cut
+    turn: int
+    cut: bool
+
+
+class RandomDrawn(OfLoader):
+    """What a data set drew for its first samples, in this process (-1) or in a worker."""
+
+    worker: int
+    drew: dict[str, list[int]]
+
+
+class SamplesLost(OfLoader):  # a batch has no row for some of its samples
+    given: int
+    lost: int
+
+
+class JoinEntered(Event):
+    """A context that lets ranks have batches left over."""
+
+
+class LengthCut(Event):  # the length of a loader was asked for, and told as that of the short epoch
+    whole: int
+
+
+class OfModel(Event):  # what happens to a model; its number is that inside all wrappers
+    model: str
+    model_id: int
+
+
+class ModelWrapped(OfModel):  # DDP or FSDP wraps a model
+    wrapper: Literal["ddp", "fsdp"]
+    parameters: int
+    own: bool
+    find_unused_parameters: bool | None
+    broadcast_buffers: bool | None
+    static_graph: bool | None
+
+
+class ModelTrained(OfModel):  # the first forward pass of a model with gradients
+    batch_norms: list[str]
+    frozen_norms: list[str]
+    shapes: dict[str, list[int]]
+    frozen_in_vain: list[str]  # names that have an attribute which was meant to freeze them
+
+
+class ForwardPass(OfModel):  # the outermost call of a module
+    wrapped: bool
+    inner: bool  # whether it is a part of a wrapped model, called without the wrapper
+    training: bool
+    modal: tuple[int, int]
+    """Of the layers that differ in training, such as dropout: those in training mode, and all."""
+    grad: bool
+    n: int | None
+    rows: list[int]
+    drawn: bool  # whether its input is random numbers
+
+
+class InferencePass(OfModel):  # a model's first call without gradients after a step
+    weights: int
+    shapes: int  # these two tell its parameters from others
+    training: bool
+    dropped: bool
+    learnt: bool  # whether it dropped values as in training, and learnt statistics of the batch
+
+
+class DropoutCalled(Event):
+    """A function drops values of a model in evaluation mode, without gradients."""
+
+    function: str
+    p: float
+
+
+class BackwardPass(Event):  # a backward pass is about to begin
+    sync: bool  # whether it meets the other ranks'
+    unused: dict[str, list[str]]  # what the loss leaves out, by the model's number
+
+
+class ModelSums(OfModel):  # all weights of a model
+    parameters: Checksums
+    buffers: Checksums
+    sharded: bool
+
+
+class WeightSums(ModelSums):
+    """Weights before the first step and after some."""
+
+
+class WeightSumsBefore(ModelSums):
+    """Weights before some steps: what the script itself did to them is in it."""
+
+
+class WeightsSaved(OfModel):
+    """torch.save gets weights: as they were trained, or as they were before."""
+
+    live: bool  # whether they are a module's own
+    fresh: bool
+    stale: bool
+
+
+class LoadedItself(Event):  # a model loads its own tensors of an earlier step
+    taken: str
+    at: int
+
+
+class OptimizerMade(Event):  # an optimizer was made
+    optimizer_id: int
+
+
+class OptimizerStep(Event):
+    """A step was taken; what the gradients were is known of the first steps, then rarely."""
+
+    optimizer: str
+    optimizer_id: int
+    lr: float = 0.0
+    models: list[int] = field(default_factory=list)
+    thawed: list[str] = field(default_factory=list)
+    """What changed though it needs no gradient and had none."""
+    grads: Checksums = field(default_factory=dict)
+    """Those before the step; 0 for one that is all zero."""
+    still: list[str] = field(default_factory=list)  # what has a learning rate of 0
+    strangers: list[tuple[list[int], bool]] = field(default_factory=list)
+    """Shapes of what is held and of no model, and whether it has a gradient."""
+    unheld: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """Shapes of what no optimizer holds and has a gradient, by the model's number."""
+    tensors_replaced: list[str] = field(default_factory=list)
+
+
+class GradientsUsed(Event):  # the gradients of an optimizer's step
+    optimizer: str
+    optimizer_id: int
+    left: bool  # whether those of the step before were still there when the backward pass began
+    cleared: str  # the line of a `zero_grad` after the last backward pass
+    tensors: int
+    missing: int
+    grown: float
+    """What the script multiplied them by since the backward pass; 0 if it is not one number."""
+
+
+class LossReach(Event):  # what the graph of one of the first losses ends in
+    leaves: int
+    parameters: int
+
+
+class LossAverage(Event):  # what each summand of a loss counts for
+    weight: float
+    by: float  # the count that it is divided by
+    other: float  # the product of its factors that are not counts
+    count: float
+
+
+class GradientsClipped(Event):  # gradients were clipped
+    name: str
+    limit: float
+    norm: float | None
+    scaled: float  # what the loss was multiplied by, if they still are
+    sizes: list[int]
+    sums: list[int | None]  # checksums before it
+
+
+class ScalerStep(Event):  # a scaler's step
+    scale: float
+    skipped: bool
+
+
+class ScaledStep(Event):  # a step with gradients that are still multiplied
+    scale: float
+
+
+class AutocastKept(Event):
+    """A second step within one autocast."""
+
+
+class SchedulerMade(Event):  # a scheduler was made, perhaps of others
+    scheduler: str
+    scheduler_id: int
+    total: int | None  # for how many steps
+    inner: list[int]
+
+
+class SchedulerStep(Event):  # a scheduler was stepped
+    scheduler_id: int
+    lr: float
+
+
+class GradientCompared(Event):
+    """The gradient of the first step, compared with that of the joined batch in one process."""
+
+    residual: float = 0.0
+    direction: float = 0.0
+    scale: float = 1.0
+    first: str = ""
+    sizes: list[int] = field(default_factory=list)
+    rough: bool = False
+    not_seen: str = ""  # why it could not be compared
+
+
+class NumberRead(Event):  # a tensor of one element became a Python number
+    value: float | None  # None for NaN
+
+
+class NumbersShown(Event):  # numbers were printed or logged
+    numbers: list[str]
+    labelled: bool  # whether the text names this rank with its number
+
+
+class NumbersReduced(Event):  # a small tensor before its all-reduce
+    op: str
+    values: list[float]
+    metric: bool  # whether it is more than what a library counts for itself
+
+
+class NumberAveraged(Event):
+    """The first number of such a sum, once it is divided by the number of ranks in place."""
+
+    value: float
+
+
+class FileWritten(Event):  # a file is emptied (`w`), appended to (`a`) or replaced
+    path: str
+    mode: FileMode
+
+
+class FileSaved(Event):  # torch.save, or one like it
+    path: str | None
+    tensors: int
+    wrapped: list[str]  # names that begin with a wrapper's, if all do
+
+
+class FileLoaded(Event):  # torch.load
+    path: str
+    map_location: str | None
+    weights_only: bool | None
+    names: list[str]
+    own: bool
+
+
+class FileFetched(Event):  # something is downloaded, or a data set is asked to do so
+    what: str
+    fetched: bool
+
+
+class TrackerStarted(Event):  # a tracker was started
+    name: str
+    asked: dict[str, str]
+
+
+class BarShown(Event):  # a progress bar was made
+    name: str
+    disabled: bool
+    position: int | None
+
+
+class TrainingState(Event):  # the state in which a step begins, as digests
+    weights: list[int | None]
+    buffers: list[int | None]
+    optimizer: list[int | None]
+    copies: list[int]  # other models with weights, averages of the trained ones among them
+    scale: list[float]
+    random: dict[str, int]
+    averages: set[int] = field(default_factory=set)
+    """Of the copies, those that change in most steps."""
+
+    def part(self, name: StatePart) -> list[Any]:
+        """Return a part of the state by its name."""
+        values: list[Any] = getattr(self, name)
+        return values
+
+
+class StepBegun(TrainingState, kw_only=True):
+    """A step that the optimizer is about to take, and what it depends on."""
+
+    groups: list[dict[str, list[float]]]
+    rows: list[int]
+    indices: list[int]
+    loss: float
+    gradients: list[int | None]
+    iterable: bool
+
+
+class FinalState(TrainingState):
+    """The state after the last step."""
+
+
+class WeightNames(Event):  # the names of the weights, in the order of the optimizers
+    names: list[str]
+
+
+class ObjectMade(Event):  # where something is made that a checkpoint holds the state of
+    what: ObjectKind
+
+
+class CheckpointSaved(Event):  # a checkpoint, or a part of one
+    path: str
+    leaves: dict[str, Any]
+    """What is in it by its path in the tree; of a tensor, a list of its digest."""
+    apart: bool  # whether another thread wrote it
+    changed: bool  # whether the training changed it meanwhile
+    renamed: bool = False
+
+
+class FileRenamed(Event):  # a file or folder got another name, perhaps as it was whole
+    old: str
+    path: str
+
+
+class StateLoaded(Event):  # a file, or a part of the state, was loaded before the first step
+    what: StateKind
+    path: str
+    names: list[str]
+
+
+class CheckpointGone(Event):  # a file that was loaded is not as it was at the first step
+    path: str
+
+
+class WaitsForKill(Event):
+    """This rank stopped before a step, and waits to be killed."""
 
 
 def events_path(folder: Path, rank: int) -> Path:
@@ -190,17 +462,10 @@ def events_path(folder: Path, rank: int) -> Path:
     return folder / f"events-{rank}.jsonl"
 
 
-def read_events(folder: Path, rank: int) -> list[Event]:
-    """Return what a rank noted; its last line may be torn where it was killed."""
-    path = events_path(folder, rank)
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    decoder = msgspec.json.Decoder(Event)
-    return [decoder.decode(line) for line in lines]
-
-
 def encode(event: Event) -> bytes:
-    """Return an event as a line; a fact that JSON does not know becomes its text."""
+    """Return an event as a line; what JSON does not know becomes its text."""
     try:
         return msgspec.json.encode(event) + b"\n"
     except (TypeError, ValueError, OverflowError):
-        return json.dumps(msgspec.structs.asdict(event), default=str).encode() + b"\n"
+        fields = {"kind": type(event).__name__} | msgspec.structs.asdict(event)
+        return json.dumps(fields, default=str).encode() + b"\n"

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from samestep.scripts.checking.events import Seen
+from samestep.scripts.checking.seen import Seen
+from samestep.scripts.checking.starts import SeenResumed
 
 Severity = Literal["error", "warning", "advice"]
 
@@ -43,7 +44,7 @@ class NotSeen:
     why: str
 
 
-Judge = Callable[[Seen], Iterator[Found | NotSeen]]
+RuleFunction = Callable[[Seen], Iterator[Found | NotSeen]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Rule:
     why: str
     """Why it matters, in one sentence."""
     page: str
-    judge: Judge
+    apply: RuleFunction
     least_ranks: int
     """On fewer ranks it cannot show, nor in a script that knows nothing of ranks."""
     residual: bool
@@ -70,7 +71,9 @@ RULES: dict[str, Rule] = {}
 _PAGES = Path(__file__).parent / "pages"
 
 
-def rule(code: str, *, least_ranks: int = 2, residual: bool = False) -> Callable[[Judge], Judge]:
+def rule(
+    code: str, *, least_ranks: int = 2, residual: bool = False
+) -> Callable[[RuleFunction], RuleFunction]:
     """Register a rule that has a page."""
     page = (_PAGES / f"{code}.md").read_text(encoding="utf-8")
     head = re.match(rf"# {code}: (.+)\n\n\*\*(error|warning|advice)\*\* · ((?:.+\n)+)", page)
@@ -78,9 +81,9 @@ def rule(code: str, *, least_ranks: int = 2, residual: bool = False) -> Callable
     severity: Any = head[2]
     why = " ".join(head[3].split())
 
-    def register(judge: Judge) -> Judge:
-        RULES[code] = Rule(code, severity, head[1], why, page, judge, least_ranks, residual)
-        return judge
+    def register(function: RuleFunction) -> RuleFunction:
+        RULES[code] = Rule(code, severity, head[1], why, page, function, least_ranks, residual)
+        return function
 
     return register
 
@@ -110,32 +113,38 @@ class Mistake:
     related: tuple[Origin, ...] = ()
 
 
-def judge(seen: Seen) -> tuple[list[Mistake], list[str]]:
+def apply_rules(seen: Seen) -> tuple[list[Mistake], list[str]]:
     """Return what all rules find, the gravest first, and what could not be seen."""
     findings: dict[tuple[str, str], Mistake] = {}
     not_seen: dict[str, None] = {}
-    for code, one in sorted(RULES.items()):
-        if code.startswith(RESUME) != (seen.resumed is not None):
+    for code, kind in sorted(RULES.items()):
+        if code.startswith(RESUME) != isinstance(seen, SeenResumed):
             continue
-        if (1 if seen.is_of_one_process else seen.world_size) < one.least_ranks:
+        if (1 if seen.is_of_one_process else seen.world_size) < kind.least_ranks:
             continue
-        for said in one.judge(seen):
-            if isinstance(said, NotSeen):
-                not_seen[f"{code} {one.title}: {said.why}"] = None
+        for result in kind.apply(seen):
+            if isinstance(result, NotSeen):
+                not_seen[f"{code} {kind.title}: {result.why}"] = None
                 continue
-            origins = ((what, at) for what, at in said.comes_from.items() if at != said.where)
+            file, line = _place(result.where)
+            origins = [(*_place(at), what) for what, at in result.comes_from.items() if at]
             finding = Mistake(
                 code=code,
-                severity=said.severity or one.severity,
-                **_place(said.where),
-                title=one.title,
-                evidence=said.evidence,
-                why=one.why,
-                remedy=said.remedy,
-                related=tuple(Origin(**_place(at), what=what) for what, at in origins if at),
+                severity=result.severity or kind.severity,
+                file=file,
+                line=line,
+                title=kind.title,
+                evidence=result.evidence,
+                why=kind.why,
+                remedy=result.remedy,
+                related=tuple(
+                    Origin(file=other_file, line=other_line, what=what)
+                    for other_file, other_line, what in origins
+                    if (other_file, other_line) != (file, line)
+                ),
             )
             # One line may do the same for several loaders, models or files: the first tells it.
-            findings.setdefault((code, said.where or said.evidence), finding)
+            findings.setdefault((code, result.where or result.evidence), finding)
     grave = ("error", "warning", "advice")
     explained = any(
         f.code < "SS4" and f.severity != "advice"
@@ -146,10 +155,10 @@ def judge(seen: Seen) -> tuple[list[Mistake], list[str]]:
     return sorted(kept, key=lambda f: (grave.index(f.severity), f.code)), list(not_seen)
 
 
-def _place(where: str) -> dict[str, Any]:
+def _place(where: str) -> tuple[str, int]:
     """Return the file and line of `file.py:41`."""
     file, _, line = where.rpartition(":")
-    return {"file": file, "line": int(line) if line.isdecimal() else 0}
+    return file, int(line) if line.isdecimal() else 0
 
 
 _SILENCED = re.compile(r"#\s*samestep:\s*ignore\[([^\]]*)\]")

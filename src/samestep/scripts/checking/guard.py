@@ -22,15 +22,8 @@ from samestep.base.patches import Patch, patched
 from samestep.scripts.checking.scratch import Scratch
 
 _READS = (
-    "stat",
-    "statvfs",
-    "listdir",
-    "scandir",
-    "access",
-    "chdir",
-    "readlink",
-    "listxattr",
-    "getxattr",
+    *("stat", "statvfs", "listdir", "scandir", "access", "chdir"),
+    *("readlink", "listxattr", "getxattr"),
 )
 _REMOVES = ("remove", "unlink")
 _CHANGES = ("truncate", "utime", "chmod", "chown", "mkdir", "setxattr")
@@ -62,15 +55,11 @@ class Guard:
 
     def patches(self) -> list[Patch]:
         """Return what has to be replaced."""
-        alone = {
-            self._one(self.read): _READS,
-            self._one(self.write): _CHANGES,
-            self._one(self.remove): _REMOVES,
-        }
+        replaced = ((self.read, _READS), (self.write, _CHANGES), (self.remove, _REMOVES))
         return [
             *(
-                (os, name, around)
-                for around, names in alone.items()
+                (os, name, self._one(replace))
+                for replace, names in replaced
                 for name in names
                 if hasattr(os, name)
             ),

@@ -21,15 +21,17 @@ from samestep.launch.stall.judge import StallVerdict
 from samestep.scripts.checking.check_report import CheckReport
 from samestep.scripts.checking.check_resume import check_resume
 from samestep.scripts.checking.check_script import job_of, prepare, report_on, run_job
-from samestep.scripts.checking.events import Job, read_job, write_job
 from samestep.scripts.checking.ranks_of_script import (
     SPAWNS,
+    Job,
     end,
     free_port,
     is_given_up,
+    read_job,
     script_variables,
     start_rank,
     wait,
+    write_job,
 )
 from samestep.scripts.checking.scratch import Scratch
 from samestep.scripts.running import ScriptRanks
@@ -146,7 +148,6 @@ class _Crew:
         return stall
 
     def _code_of(self, job: Job, rank: int) -> int | None:
-        """Wait for the exit code that a rank leaves."""
         path = Path(job.folder) / f"code-{rank}.json"
         until = time.monotonic() + _OTHERS_WITHIN_S
         while not path.exists() and time.monotonic() < until:

@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.utils.data._utils.worker import _worker_loop
 
 from samestep.base.errors import LOST_PEER, said
 from samestep.base.patches import Patch, patched
 from samestep.base.phases import Phases
-from samestep.scripts.checking.events import Job, read_job
+from samestep.scripts import probes
+from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.guard import guarding
-from samestep.scripts.checking.ranks_of_script import SPAWNS
+from samestep.scripts.checking.ranks_of_script import SPAWNS, Job, read_job
 from samestep.scripts.checking.recorder import Recorder
 from samestep.scripts.checking.scratch import Scratch
 from samestep.scripts.checking.substitute import frameworks_adapted, substituting
@@ -43,13 +43,17 @@ from samestep.scripts.checking.watch import (
     step,
 )
 from samestep.scripts.hooks import Hooks
+from samestep.scripts.probes import Around, Probe, ProbedCall, listening
 from samestep.scripts.running import Done
 
 _WATCHERS = (data, model, step, evaluation, files, life, parity)
 _RAN_OUT = (
-    "The script ended at {where} with {told}. `check` had cut its epochs short, which may be why. "
+    "The script ended at {where} with {error}. `check` had cut its epochs short, which may be why. "
     "What came before was judged."
 )
+_spawn = sys.modules["torch.multiprocessing.spawn"]  # its own name is that of a function
+_START_PROCESSES = Probe((_spawn, "start_processes"), (torch.multiprocessing, "start_processes"))
+_START_PROCESS = Probe((BaseProcess, "start"))
 _watching = contextlib.ExitStack()
 """Never left: what the script does as Python exits is watched too."""
 
@@ -71,33 +75,36 @@ def watch(job: Job, rank: int) -> Recorder:
     for watcher in (resume,) if job.resumes else _WATCHERS:
         _watching.enter_context(watcher.watching(recorder))
     own = _OwnRanks(recorder)
-    started = sys.modules["torch.multiprocessing.spawn"]  # its own name is that of a function
     patches: list[Patch] = [
-        *((place, "init_process_group", own.around_init) for place in (dist, distributed_c10d)),
-        *((p, "start_processes", own.around_processes) for p in (started, torch.multiprocessing)),
         # torch's own SIGINT is ignored by whatever a shell has put into the background.
-        (started, "_prctl_pr_set_pdeathsig", lambda original, _signum: original(signal.SIGKILL)),
-        (BaseProcess, "start", own.around_start),
+        (_spawn, "_prctl_pr_set_pdeathsig", lambda original, _signum: original(signal.SIGKILL)),
         (BaseProcess, "run", own.around_run),
         (multiprocessing.spawn, "get_preparation_data", own.around_preparation),
     ]
     if job.alone and not job.substitute:  # how many ranks it starts
         patches.append((torch.cuda, "device_count", lambda _original: job.nproc))
     _watching.enter_context(patched(*patches))
+    _watching.enter_context(
+        listening(
+            (probes.INIT_GROUP, own.on_init),
+            (_START_PROCESSES, own.on_start_processes),
+            (_START_PROCESS, own.on_start_process),
+        )
+    )
     return recorder
 
 
 def note_end(recorder: Recorder, code: int, text: str, error: BaseException | None = None) -> None:
     """Note how a rank has ended; an error after an epoch was cut short may be of the cut."""
-    judged = not code
+    ended_well = not code
     if recorder.is_cut and isinstance(error, Exception) and not LOST_PEER.search(said(error)):
-        judged = True
-        where, told = recorder.raised_at(error), said(error).partition("\n")[0]
-        recorder.note("ran_out", where=where)
-        recorder.note("note", where="", text=_RAN_OUT.format(where=where, told=told))
-    for at_end in recorder.at_end if judged else []:
+        ended_well = True
+        where, first_line = recorder.raised_at(error), said(error).partition("\n")[0]
+        recorder.note(ev.EpochRanOut(), where=where)
+        recorder.note(ev.Remark(_RAN_OUT.format(where=where, error=first_line)), where="")
+    for at_end in recorder.at_end if ended_well else []:
         at_end(recorder.world_size)
-    recorder.note("end", where="", code=code, text=text)
+    recorder.note(ev.RankEnded(code, text=text), where="")
     recorder.pulse.ended(code)
 
 
@@ -113,33 +120,30 @@ class _OwnRanks:
         self._process = os.getpid()
         self._starts_worker = False
 
-    def around_processes(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def on_start_processes(self, _call: ProbedCall) -> None:
         if not self._job.alone:
             self._end_with_ranks()
-        return original(*args, **kwargs)
 
-    def around_init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def on_init(self, _call: ProbedCall) -> Around:
         """Learn which rank this is; a child of a rank is none."""
         if not self._job.alone and (self.recorder.rank < 0 or os.getpid() != self._process):
             self._end_with_ranks()
-        joined = original(*args, **kwargs)
+        yield
         if self.recorder.rank < 0:
             self.recorder.become(dist.get_rank(), dist.get_world_size())
-        return joined
 
-    def around_start(self, original: Callable[..., Any], process: Any) -> Any:
+    def on_start_process(self, call: ProbedCall) -> None:
         """Tell a loader's worker from what may be a rank."""
-        self._starts_worker = process._target is _worker_loop  # noqa: SLF001 - it has no other mark
-        return original(process)
+        self._starts_worker = _is_worker(call.args[0])
 
     def around_preparation(self, original: Callable[..., Any], name: str) -> dict[str, Any]:
         """Let a new Python be watched before it imports the script."""
-        watched = {} if self._starts_worker else {"samestep": _Watched(self._job.folder)}
+        watching = {} if self._starts_worker else {"samestep": _Watched(self._job.folder)}
         prepared: dict[str, Any] = original(name)
-        return watched | prepared
+        return watching | prepared
 
     def around_run(self, original: Callable[..., Any], process: Any) -> None:
-        if process._target is _worker_loop:  # noqa: SLF001 - it has no other mark
+        if _is_worker(process):
             original(process)
             return
         if os.getpid() != self._process:  # a fork: it has all that the parent is watched by
@@ -164,6 +168,10 @@ class _OwnRanks:
     def _end_with_ranks(self) -> None:
         (Path(self._job.folder) / SPAWNS).touch()
         raise Done
+
+
+def _is_worker(process: Any) -> bool:
+    return process._target is _worker_loop  # noqa: SLF001 - it has no other mark
 
 
 class _Watched:

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from samestep.launch.ranks.launch import detect_launch
-from samestep.scripts.checking.events import read_job
 from samestep.scripts.checking.processes import note_end, watch
+from samestep.scripts.checking.ranks_of_script import read_job
 from samestep.scripts.running import ScriptFailed, run_script
 
 

@@ -14,11 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from samestep.launch.stall.judge import StallVerdict, find_stall, judge, patience
 from samestep.launch.stall.pulse import RAISED, RankPulse, read_pulses
 from samestep.launch.stall.stacks import computed_s, inspect_ranks, working
-from samestep.scripts.checking.events import Job, RankSeen, read_events, write_job
+from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.scratch import Scratch
+from samestep.scripts.checking.seen import RankSeen, read_events
 
 _LOOK_EVERY_S = 0.05
 _POLITE_S = 3.0
@@ -35,6 +38,51 @@ SPAWNS = "spawns"
 """A file that a rank makes when its script turns out to start ranks itself."""
 STOPPED = "stopped"
 """A file that a rank makes where its job lets it stop, waiting to be killed."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a script under watch."""
+
+    script: str
+    """A file in the scratch copy, or with `module` the name of a module."""
+    arguments: list[str] = []
+    module: bool = False
+    scratch: str = ""
+    """The copy of the user's folder in which the script runs."""
+    place: str = ""
+    """Where the scratch copy of all that it may reach begins; empty if nothing is guarded."""
+    began: float = 0.0
+    """When the ranks were started, in seconds since 1970: newer files are the script's own."""
+    folder: str = ""
+    """Where the ranks write what was seen."""
+    steps: int = 10
+    """Batches of each of the first two epochs; then comes the last one of the epoch."""
+    nproc: int = 1
+    """How many devices there seem to be, with `substitute` or `alone`."""
+    substitute: bool = False
+    """Whether calls for CUDA are answered by the CPU."""
+    one_per_node: bool = False
+    """Whether each rank seems to have a node, and a GPU, of its own."""
+    alone: bool = False
+    """Whether the script starts its ranks itself."""
+    resumes: bool = False
+    """Whether the training is compared with itself after a kill: its epochs have their length."""
+    kill_from: int | None = None
+    """Then each rank stops before the first step after a checkpoint of this step or a later one."""
+    stop_at: int | None = None
+    """Then each rank stops after this many steps at the latest."""
+
+
+def write_job(job: Job) -> Path:
+    """Write a job into its folder."""
+    path = Path(job.folder) / "job.json"
+    path.write_bytes(msgspec.json.encode(job))
+    return path
+
+
+def read_job(path: Path) -> Job:
+    """Return a job that was written."""
+    return msgspec.json.decode(path.read_bytes(), type=Job)
 
 
 class RankProcess(Protocol):
@@ -140,7 +188,7 @@ def run_ranks(
     """Start a job in a scratch copy, and wait until its ranks have ended, or long enough."""
     folder = Path(job.folder)
     each = [{}] if job.alone else rank_variables(job.nproc, one_per_node=job.one_per_node)
-    own = [script_variables(scratch) | one for one in each]
+    own = [script_variables(scratch) | variables for variables in each]
     processes = start(write_job(job), own, Path(job.scratch))
     try:  # where each rank has a node of its own, what is asked for before the first step will do
         return wait(processes, folder, 0.0 if job.one_per_node else seconds, stall_s)
@@ -247,13 +295,14 @@ def ranks_seen(folder: Path, codes: Sequence[int | None]) -> list[RankSeen]:
     if len(codes) == 1:
         numbers = [int(path.stem.removeprefix("events-")) for path in folder.glob("events-*")]
         own = sorted(number for number in numbers if number >= 0) or numbers or [0]
-    found = []
+    seen = []
     for place, rank in enumerate(own):
         events = read_events(folder, rank)
-        last = next((event for event in events if event.kind == "end"), None)
-        code = codes[place] if len(codes) == len(own) else None if last is None else last["code"]
-        found.append(RankSeen(rank=max(rank, 0), events=events, exit_code=code))
-    return found
+        ended = next((event for event in events if isinstance(event, ev.RankEnded)), None)
+        code = ended.code if ended is not None else None
+        code = codes[place] if len(codes) == len(own) else code
+        seen.append(RankSeen(rank=max(rank, 0), events=events, exit_code=code))
+    return seen
 
 
 def _tail(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Note what this rank does: the kind of event, the user's line, the step, and a few facts."""
+"""Note what this rank does: events, each with the user's line and the step."""
 
 import functools
 import os
@@ -19,7 +19,9 @@ import samestep
 from samestep.base.errors import is_users, raised_at, users_frame
 from samestep.base.trees import own_part
 from samestep.launch.stall.pulse import Pulse
-from samestep.scripts.checking.events import Event, Job, encode, events_path
+from samestep.scripts.checking import events as ev
+from samestep.scripts.checking.events import encode, events_path
+from samestep.scripts.checking.ranks_of_script import Job
 from samestep.scripts.checking.scratch import Scratch
 from samestep.scripts.hooks import Hooks
 
@@ -38,36 +40,31 @@ class Recorder:
         path = events_path(self._folder, rank)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.pulse = Pulse(self._folder, rank)
-        self._noted: set[tuple[str, ...]] = set()
+        self._noted: set[tuple[str, bytes]] = set()
         self._began = time.perf_counter()
         self.quiet = 0  # above 0 while a watcher itself calls PyTorch
         self.is_cut = False  # whether an epoch ended earlier than its data
         self.at_end: list[Callable[[int], None]] = []
         """Called with the world size when the script has ended."""
 
-    def note(self, kind: str, /, *, where: str | None = None, **facts: Any) -> None:
+    def note(self, event: ev.Event, *, where: str | None = None) -> None:
         """Append an event; without `where`, at the innermost line of the user's code."""
         if self.quiet:
             return
         self.pulse.alive()
-        event = Event(
-            kind=kind,
-            where=self.where() if where is None else where,
-            step=self.hooks.steps,
-            epoch=self.hooks.epochs,
-            evaluating=self.hooks.evaluating,
-            time=time.perf_counter() - self._began,
-            facts=facts,
-        )
+        event.where = self.where() if where is None else where
+        event.step, event.epoch = self.hooks.steps, self.hooks.epochs
+        event.evaluating = self.hooks.evaluating
+        event.time = time.perf_counter() - self._began
         os.write(self._file, encode(event))
 
-    def once(self, kind: str, /, **facts: Any) -> None:
+    def once(self, event: ev.Event) -> None:
         """Append an event of a line of the user's, if it is new."""
         where = self.where()
-        key = (kind, where, *map(str, facts.values()))
+        key = (where, encode(event))
         if where and key not in self._noted:
             self._noted.add(key)
-            self.note(kind, where=where, **facts)
+            self.note(event, where=where)
 
     def become(self, rank: int, world_size: int) -> None:
         """Note from here on as a rank, with what was noted before."""
@@ -97,12 +94,10 @@ class Recorder:
 
     def is_direct(self, *packages: str) -> bool:
         """Whether the user's code itself makes this call, perhaps through these packages."""
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - a stack inspected at each call
-        while frame is not None:
+        for frame in frames():
             package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
             if not frame.f_code.co_filename.startswith(_OWN) and package not in packages:
                 return is_users(frame.f_code.co_filename)
-            frame = frame.f_back
         return False
 
     def raised_at(self, error: BaseException) -> str:
@@ -115,6 +110,14 @@ class Recorder:
         # A relative path is another file in another folder.
         real = _real_path(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100 - bytes, too
         return self._scratch.real(real).removeprefix(self._scratch.home + os.sep)
+
+
+def frames() -> Iterator[FrameType]:
+    """Yield the frames of the stack, from the caller's outwards."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - a stack inspected at each call
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def is_tracing() -> bool:

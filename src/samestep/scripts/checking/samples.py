@@ -49,7 +49,7 @@ def lost_rows(samples: list[Any], batch: Any) -> int:
     ]
     shapes = {tensor.shape for tensor in tensors}
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    if len(samples) > _MOST_ROWS or max((one.numel() for one in shapes), default=0) < 2:
+    if len(samples) > _MOST_ROWS or max((shape.numel() for shape in shapes), default=0) < 2:
         return 0
     if len(shapes) > 1:
         return _lost_sequences(tensors, leaves)
@@ -70,7 +70,7 @@ def _lost_sequences(tensors: list[Tensor], leaves: list[Tensor]) -> int:
     known = [tensor.tolist() for tensor in tensors]
     kept: set[int] = set()
     for row in rows.tolist():
-        of = [n for n, one in enumerate(known) if one[: len(row)] == row[: len(one)]]
+        of = [n for n, own in enumerate(known) if own[: len(row)] == row[: len(own)]]
         # What lies behind a sample is one number, or it is another sample.
         of = [n for n in of if all(part == row[-1] for part in row[len(known[n]) :])]
         if not of:
@@ -100,10 +100,10 @@ def fingerprint(dataset: Any) -> int | None:
 
     What loads its parts as they are asked for is not looked into.
     """
-    found, told, parts = 0, 0, 0
+    digest, known, parts = 0, 0, 0
 
     def add(value: Any, depth: int) -> None:
-        nonlocal found, told, parts
+        nonlocal digest, known, parts
         parts += 1
         text = b""
         if (
@@ -118,20 +118,20 @@ def fingerprint(dataset: Any) -> int | None:
                 text = memoryview(value).cast("B")[:_MOST_BYTES].tobytes()
             except (TypeError, ValueError):  # of objects, or not in one piece
                 text = repr(value).encode()
-            told += len(text)
+            known += len(text)
         elif isinstance(value, str | bytes | int | float | range):
             text = repr(value).encode()
-            told += isinstance(value, str | bytes)
+            known += isinstance(value, str | bytes)
         elif depth and parts < _MOST_PARTS:
             inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
             some = value if isinstance(value, list | tuple) else list(inside.values())
             for part in (*some[:_MOST_ITEMS], *some[_MOST_ITEMS:][-2:]):
                 add(part, depth - 1)
             text = f"{type(value).__qualname__} {len(some)}".encode()
-        found = zlib.crc32(text, found)
+        digest = zlib.crc32(text, digest)
 
     add(dataset, _DEPTH)
-    return found if told else None
+    return digest if known else None
 
 
 def random_states(dataset: Any) -> dict[str, tuple[int, int]]:
@@ -141,28 +141,28 @@ def random_states(dataset: Any) -> dict[str, tuple[int, int]]:
     """
     twister = random.getstate()[1]
     bits = torch.get_rng_state().numpy().tobytes()
-    found = {
+    states = {
         "random": (hash(twister), hash(twister[:-1])),
         "torch": (zlib.crc32(bits), zlib.crc32(bits[24 : 24 + 624 * 8])),
     }
     np: Any = sys.modules.get("numpy")
     if np is None:
-        return found
+        return states
     _, keys, place, *_ = np.random.get_state()
-    found["numpy"] = (zlib.crc32(keys, place), zlib.crc32(keys))
+    states["numpy"] = (zlib.crc32(keys, place), zlib.crc32(keys))
     own = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
     for name, value in getattr(dataset, "__dict__", {}).items():
         if isinstance(value, own):
             state = value.get_state().numpy() if isinstance(value, torch.Generator) else value
-            found[f"self.{name}"] = (zlib.crc32(pickle.dumps(state)),) * 2
-    return found
+            states[f"self.{name}"] = (zlib.crc32(pickle.dumps(state)),) * 2
+    return states
 
 
 def digests(values: Iterable[Any]) -> list[int | None]:
     """Return a number for each value that tells its bits from others."""
     return [
-        checksum(some_of(one)) if isinstance(one, Tensor) else zlib.crc32(repr(one).encode())
-        for one in values
+        checksum(some_of(value)) if isinstance(value, Tensor) else zlib.crc32(repr(value).encode())
+        for value in values
     ]
 
 

@@ -20,7 +20,7 @@ def write_sarif(report: CheckReport, path: Path) -> None:
 
 def as_sarif(report: CheckReport) -> dict[str, Any]:
     """Return a report as the object of SARIF; the page of each code travels with it."""
-    codes = sorted({one.code for one in report.findings})
+    codes = sorted({finding.code for finding in report.findings})
     driver = {
         "name": "samestep check",
         "semanticVersion": __version__,
@@ -28,7 +28,7 @@ def as_sarif(report: CheckReport) -> dict[str, Any]:
     }
     run = {
         "tool": {"driver": driver},
-        "results": [_result(report, one, codes) for one in report.findings],
+        "results": [_result(report, finding, codes) for finding in report.findings],
         "columnKind": "unicodeCodePoints",
     }
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}

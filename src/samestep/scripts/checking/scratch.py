@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,8 @@ class Scratch:
 
     def _link_above(self) -> None:
         """Link what is next to the project and the folders that it is in."""
-        above = [*Path(self.home).parents]
-        for outer, inside in zip(above[::-1], [*above[::-1][1:], Path(self.home)], strict=True):
+        above = [*Path(self.home).parents][::-1]
+        for outer, inside in pairwise([*above, Path(self.home)]):
             self._fill(str(outer), self.twin(outer).rstrip(os.sep), leave_out=inside.name)
             os.mkdir(self.twin(inside))
 
@@ -120,7 +121,9 @@ class Scratch:
             made = f"{self._made}{folder}{_LINKS}"
             os.makedirs(made, exist_ok=True)
             self._fill(folder, made)
-            self._put_link(made, self.twin(folder))
+            link = f"{self.place}/link-{os.getpid()}-{time.monotonic_ns()}"
+            os.symlink(made, link)
+            os.replace(link, self.twin(folder))
             os.write(lock, b".")
 
     def own(self, real: str) -> str:
@@ -153,11 +156,6 @@ class Scratch:
             yield lock
         finally:
             os.close(lock)
-
-    def _put_link(self, to: str, at: str) -> None:
-        link = f"{self.place}/link-{os.getpid()}-{time.monotonic_ns()}"
-        os.symlink(to, link)
-        os.replace(link, at)
 
     @staticmethod
     def _fill(folder: str, target: str, leave_out: str = "") -> None:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import structs
 
-from samestep.scripts.checking.events import Event, Seen
+from samestep.scripts.checking import events as ev
+from samestep.scripts.checking.seen import Seen
 
+StepFact = Literal["rows", "loss", "groups"]
 _ALMOST = 0.9  # of the tensors that a step changes
 
 
@@ -29,9 +31,9 @@ class Attempt:
     offset: int = 0
 
     @cached_property
-    def steps(self) -> list[tuple[Event, ...]]:
+    def steps(self) -> list[tuple[ev.StepBegun, ...]]:
         """Each step that all ranks took, an event of each; the last may not have been taken."""
-        return [*self.seen.together("trained")]
+        return [*self.seen.together(ev.StepBegun)]
 
     @property
     def span(self) -> range:
@@ -41,53 +43,53 @@ class Attempt:
     @property
     def end(self) -> int:
         """Steps of the training when it was stopped or ended."""
-        ends = [event.step for event in self.seen.any("stopped", "final")]
+        waits = self.seen.any(ev.WaitsForKill)
+        ends = [event.step for event in (*waits, *self.seen.any(ev.FinalState))]
         return self.offset + min(ends, default=max(0, len(self.steps) - 1))
 
     @cached_property
-    def saves(self) -> list[Event]:
+    def saves(self) -> list[ev.CheckpointSaved]:
         """The checkpoints that it wrote, or parts of them, by the step of the training."""
-        saves: list[Event] = []
-        for event in self.seen.any("saved", "renamed"):
-            if event.kind == "saved":
-                step = self.offset + event.step
-                saves.append(structs.replace(event, step=step, facts={**event.facts}))
-                continue
-            for save in saves:
-                if Path(save["path"]).is_relative_to(event["old"]):  # it is whole by now
-                    inside = Path(save["path"]).relative_to(event["old"])
-                    save.facts |= {"path": str(Path(event["path"]) / inside), "renamed": True}
+        saves: list[ev.CheckpointSaved] = []
+        for event in self.seen.any(ev.CheckpointSaved, ev.FileRenamed):
+            if isinstance(event, ev.CheckpointSaved):
+                saves.append(structs.replace(event, step=self.offset + event.step))
+            elif isinstance(event, ev.FileRenamed):
+                for save in saves:
+                    if Path(save.path).is_relative_to(event.old):  # it is whole by now
+                        inside = Path(save.path).relative_to(event.old)
+                        save.path, save.renamed = str(Path(event.path) / inside), True
         return sorted(saves, key=lambda save: save.step)
 
     @property
     def newest(self) -> str:
         """The path of its newest checkpoint; of several files their folder, or the largest one."""
-        named = [save for save in self.saves if save["path"]]
+        named = [save for save in self.saves if save.path]
         last = [save for save in named if save.step == named[-1].step]
-        folders = {Path(save["path"]).parent for save in last}
-        others = {Path(save["path"]).parent for save in named if save.step != last[0].step}
+        folders = {Path(save.path).parent for save in last}
+        others = {Path(save.path).parent for save in named if save.step != last[0].step}
         if len(last) > 1 and len(folders) == 1 and not folders & others:
             return str(folders.pop())
-        return str(max(last, key=lambda save: len(save["leaves"]))["path"]) if last else ""
+        return str(max(last, key=lambda save: len(save.leaves)).path) if last else ""
 
-    def loaded(self, what: str = "file") -> list[Event]:
+    def loaded(self, what: str = "file") -> list[ev.StateLoaded]:
         """Return what it loaded before its first step."""
-        return [event for event in self.seen.any("loaded") if event["what"] == what]
+        return [event for event in self.seen.any(ev.StateLoaded) if event.what == what]
 
     @cached_property
-    def states(self) -> list[list[Event]]:
+    def states(self) -> list[list[ev.TrainingState]]:
         """Of each rank the states in which its steps began, and which the last one made."""
-        each = self.seen.each("trained", "final")
+        each = [rank.of(ev.TrainingState) for rank in self.seen.ranks]
         for states in each:  # averages of the weights are the copies that change in most steps
-            pairs = [(a["copies"], b["copies"]) for a, b in pairwise(states)]
+            pairs = [(a.copies, b.copies) for a, b in pairwise(states)]
             pairs = [(a, b) for a, b in pairs if len(a) == len(b)]
             changes = Counter(n for a, b in pairs for n in range(len(a)) if a[n] != b[n])
             most = {n for n, times in changes.items() if 2 * times > len(pairs)}
             for state in states:
-                state.facts["averages"] = {c for n, c in enumerate(state["copies"]) if n in most}
+                state.averages = {c for n, c in enumerate(state.copies) if n in most}
         return each
 
-    def state(self, step: int, rank: int = 0) -> Event | None:
+    def state(self, step: int, rank: int = 0) -> ev.TrainingState | None:
         """Return the state in which a step of the training begins."""
         events = self.states[rank] if rank < len(self.states) else []
         n = step - self.offset
@@ -100,9 +102,9 @@ class Attempt:
             state, other = self.state(step), self.state(step - 1) or self.state(step + 1)
             if state is None or other is None:
                 continue
-            weights = state["weights"]
-            moving = [a for a, b in zip(weights, other["weights"], strict=False) if a != b]
-            known = [one in digests for one in moving or weights]
+            weights = state.weights
+            moving = [a for a, b in zip(weights, other.weights, strict=False) if a != b]
+            known = [digest in digests for digest in moving or weights]
             if known and sum(known) >= (_ALMOST if moving else 1.0) * len(known):
                 return step
         return None
@@ -110,48 +112,55 @@ class Attempt:
     def resumes(self, before: "Attempt", whole: "Attempt") -> None:
         """Find out which step it continues from: by its weights, else where it was killed."""
         known = [start for start in (before, before.before, whole) if start is not None]
-        weights = self.steps[0][0]["weights"] if self.steps else []
+        weights = self.steps[0][0].weights if self.steps else []
         steps = (start.step_of(weights, before.end) for start in known if weights)
         self.offset = next((step for step in steps if step is not None), before.end)
         self.before = before
 
-    def begins(self, rank: int = 0) -> tuple[Event | None, Event | None]:
+    def begins(self, rank: int = 0) -> tuple[ev.TrainingState | None, ev.TrainingState | None]:
         """Return the state that it begins with, and the one that was there before the kill."""
         start, before = self.before, None
         while start is not None and (before := start.state(self.offset, rank)) is None:
             start = start.before
         return self.state(self.offset, rank), before
 
-    def changed(self, kind: str, rank: int = 0) -> tuple[Any, Any] | None:
-        """Return a part of both states if it is not alike, or its averages are not all there."""
+    def changed(self, part: ev.StatePart, rank: int = 0) -> tuple[list[Any], list[Any]] | None:
+        """Return a part of both states if it is not the same, or its averages are not all there."""
         own, before = self.begins(rank)
-        if own is None or before is None or own[kind] == before[kind]:
+        if own is None or before is None:
             return None
-        alike = kind == "copies" and before["averages"] <= {*own[kind]}
-        return None if alike else (own[kind], before[kind])
+        now, then = own.part(part), before.part(part)
+        if now == then or (part == "copies" and before.averages <= {*now}):
+            return None
+        return now, then
 
     def samples(self, first: int, end: int | None = None, *, rows: bool = False) -> Counter[int]:
         """Return the samples of steps on all ranks, by index; if not all are known, by content."""
-        what = "indices" if self.numbered and not rows else "rows"
+        by_index = self.numbered and not rows
         last = first + 1 if end is None else end
         steps = self.steps[max(0, first - self.offset) : max(0, last - self.offset)]
-        return Counter(sample for step in steps for event in step for sample in event[what])
+        ranks = (rank for step in steps for rank in step)
+        return Counter(n for rank in ranks for n in (rank.indices if by_index else rank.rows))
 
     @cached_property
     def numbered(self) -> bool:
         """Whether the indices of all samples are known."""
-        return bool(self.steps) and all(e["indices"] for step in self.steps for e in step)
+        return bool(self.steps) and all(e.indices for step in self.steps for e in step)
 
-    def fact(self, step: int, what: str) -> Any:
-        """Return a fact of a step on rank 0; of its rows all ranks' together."""
-        if what == "rows":
-            return self.samples(step, rows=True)
-        return self.steps[step - self.offset][0][what]
+    def at(self, step: int) -> ev.StepBegun:
+        """Return a step of the training on rank 0."""
+        return self.steps[step - self.offset][0]
 
-    def differs_from(self, other: "Attempt", what: str) -> int | None:
-        """Return the first step of both in which they differ in a fact; None if there is none."""
+    def differs_from(self, other: "Attempt", what: StepFact) -> int | None:
+        """Return the first step of both in which they differ; None if there is none."""
+
+        def fact(start: "Attempt", step: int) -> object:
+            if what == "rows":
+                return start.samples(step, rows=True)  # of all ranks together
+            return start.at(step).loss if what == "loss" else start.at(step).groups
+
         both = (n for n in self.span if n in other.span)
-        return next((n for n in both if self.fact(n, what) != other.fact(n, what)), None)
+        return next((n for n in both if fact(self, n) != fact(other, n)), None)
 
     @cached_property
     def one_pass(self) -> Counter[int]:
@@ -197,6 +206,13 @@ class Resumed:
     torn: Attempt | None = None
     """Resumed from the first half of its checkpoint."""
 
-    def unsteady(self, what: str) -> bool:
-        """Whether two starts from scratch differ in a fact of a step."""
+    def unsteady(self, what: StepFact) -> bool:
+        """Whether two starts from scratch differ in this."""
         return self.whole.differs_from(self.again or self.chain[0], what) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenResumed(Seen):
+    """A training of which all starts were seen."""
+
+    resumed: Resumed

@@ -1,8 +1,4 @@
-"""Let the CPU answer a script's calls to CUDA, and note which device each rank asks for.
-
-Notes `device` `{asked, rank, local_rank, alone}`: the index of a CUDA device that the user's code
-asks for; `note` {text}: that something else answered than was asked.
-"""
+"""Let the CPU answer a script's calls to CUDA, and note which device each rank asks for."""
 
 import contextlib
 import importlib
@@ -10,6 +6,7 @@ import os
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -25,8 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from samestep.base.patches import Patch, patched, patched_when_imported
-from samestep.scripts.checking.events import Job
+from samestep.scripts.checking import events as ev
+from samestep.scripts.checking.ranks_of_script import Job
 from samestep.scripts.checking.recorder import Recorder
+from samestep.scripts.probes import Probe, listening
 
 _Device = torch.device
 _CPU = _Device("cpu")
@@ -35,6 +34,7 @@ _ANSWERED = "The script asks for CUDA: the CPU and Gloo answered in place of CUD
 _ALONE = ("localhost", "::1")
 _STREAMS = ("current_stream", "default_stream", "stream")
 _SINGLE = ("gather_single", "gather_into_tensor")  # PyTorch 2.14, and Gloo has none of them
+_SET_DEVICE = Probe((torch.cuda, "set_device"))
 _ON_CPU = (Tensor.cuda, Tensor.pin_memory, Tensor.record_stream)
 
 
@@ -51,11 +51,12 @@ class _Devices:
             return
         variables = os.environ.copy()  # a copy counts as no reader of a launcher's variables
         self._recorder.once(
-            "device",
-            asked=index,
-            rank=self._recorder.rank,
-            local_rank=int(variables.get("LOCAL_RANK", "0")),
-            alone=self._recorder.job.alone or variables.get("MASTER_ADDR") in _ALONE,
+            ev.DeviceAsked(
+                index,
+                rank=self._recorder.rank,
+                local_rank=int(variables.get("LOCAL_RANK", "0")),
+                alone=self._recorder.job.alone or variables.get("MASTER_ADDR") in _ALONE,
+            )
         )
 
     def choose(self, device: Any) -> None:
@@ -74,6 +75,37 @@ class _Devices:
             self.note(asked)
             return _CPU
         return device
+
+    def around_module(
+        self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Move a module: to nowhere, where CUDA is meant."""
+        if original.__name__ == "cuda":
+            self.note(args[0] if args else kwargs.get("device"))
+            return module
+        given = {name: self.on_cpu(v) if name == "device" else v for name, v in kwargs.items()}
+        return original(module, *map(self.on_cpu, args), **given)
+
+    def around_load(self, original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            kwargs, args = kwargs | {"map_location": args[0]}, args[1:]
+        where = kwargs.pop("map_location", None)
+        if isinstance(where, dict):
+            where = dict.fromkeys(where, "cpu")
+        return original(f, self.on_cpu(where), *args, **kwargs)
+
+    def around_mesh(
+        self, original: Callable[..., Any], mesh: Any, device_type: str, *args: Any, **kwargs: Any
+    ) -> None:
+        original(mesh, str(self.on_cpu(device_type)), *args, **kwargs)
+
+    def around_ddp(
+        self, original: Callable[..., Any], ddp: Any, module: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        for index in (args[0] if args else kwargs.get("device_ids")) or ():
+            self.on_cpu(index)
+        kept = _except(kwargs, "device_ids", "output_device")
+        original(ddp, module, None, None, *args[2:], **kept)
 
 
 class _OnCpu(TorchFunctionMode):
@@ -130,10 +162,10 @@ def frameworks_adapted(job: Job) -> Iterator[None]:
             given["accelerator"] = "cpu"
         original(connector, *args, **given)
 
-    def patch_of(name: str) -> Callable[[types.ModuleType], list[Patch]]:
-        return lambda module: [(getattr(module, name), "__init__", around)]
+    def patches(name: str, module: types.ModuleType) -> list[Patch]:
+        return [(getattr(module, name), "__init__", around)]
 
-    with patched_when_imported({module: patch_of(name) for module, name in _CONNECTORS.items()}):
+    with patched_when_imported({m: partial(patches, name) for m, name in _CONNECTORS.items()}):
         yield
 
 
@@ -142,11 +174,11 @@ def substituting(recorder: Recorder) -> Iterator[None]:
     """Note the devices while inside; with `job.substitute`, let the CPU answer for them."""
     devices, job = _Devices(recorder), recorder.job
     if not job.substitute:
-        with patched((torch.cuda, "set_device", _after(devices.choose))):
+        with listening((_SET_DEVICE, lambda call: devices.choose(call.argument(0, "device")))):
             yield
         return
     importlib.import_module("torch._dynamo")  # while what it annotates with is real
-    recorder.note("note", where="", text=_ANSWERED)
+    recorder.note(ev.Remark(_ANSWERED), where="")
     generator = torch.Generator
 
     def make_device(_kind: type, *args: Any, **kwargs: Any) -> Any:
@@ -158,9 +190,12 @@ def substituting(recorder: Recorder) -> Iterator[None]:
     def make_generator(_kind: type, device: Any = "cpu") -> Any:
         return generator(devices.on_cpu(device))
 
+    def stand_in(real: type, make: Callable[..., Any]) -> type:
+        return _StandIn(real.__name__, (), {"__new__": make, "real": real})
+
     classes = [
-        (torch, "device", _stand_in(_Device, make_device)),
-        (torch, "Generator", _stand_in(generator, make_generator)),
+        (torch, "device", stand_in(_Device, make_device)),
+        (torch, "Generator", stand_in(generator, make_generator)),
         (torch.cuda, "Stream", _Stream),
         (torch.cuda, "Event", _Stream),
     ]
@@ -171,10 +206,6 @@ def substituting(recorder: Recorder) -> Iterator[None]:
         stack.enter_context(patched(*_patches(devices, 1 if job.one_per_node else job.nproc)))
         stack.enter_context(_OnCpu(devices))
         yield
-
-
-def _stand_in(real: type, make: Callable[..., Any]) -> type:
-    return _StandIn(real.__name__, (), {"__new__": make, "real": real})
 
 
 def _patches(devices: _Devices, count: int) -> list[Patch]:
@@ -231,12 +262,12 @@ def _patches(devices: _Devices, count: int) -> list[Patch]:
     places = (dist, distributed_c10d)
     return [
         *cuda,
-        *((nn.Module, name, _module_on_cpu(devices)) for name in ("to", "cuda")),
-        (torch, "load", _load_on_cpu(devices)),
+        *((nn.Module, name, devices.around_module) for name in ("to", "cuda")),
+        (torch, "load", devices.around_load),
         (DataLoader, "__init__", _without(pin_memory=False, pin_memory_device="")),
-        (DistributedDataParallel, "__init__", _ddp_on_cpu(devices)),
+        (DistributedDataParallel, "__init__", devices.around_ddp),
         (nn.DataParallel, "forward", lambda _original, outer, *a, **kw: outer.module(*a, **kw)),
-        (DeviceMesh, "__init__", _mesh_on_cpu(devices)),
+        (DeviceMesh, "__init__", devices.around_mesh),
         (DistributedDataParallel, "_passing_sync_batchnorm_handle", _answer(None)),
         (SyncBatchNorm, "forward", _sync_batch_norm),
         *((place, "init_process_group", _by_gloo) for place in (*places, device_mesh)),
@@ -271,61 +302,11 @@ def _answer(value: Any) -> Callable[..., Any]:
     return lambda _original, *_args, **_kwargs: value
 
 
-def _after(look: Callable[[Any], None]) -> Callable[..., Any]:
-    def around(original: Callable[..., Any], device: Any) -> Any:
-        look(device)
-        return original(device)
-
-    return around
-
-
 def _without(**instead: Any) -> Callable[..., Any]:
     """Return what calls a function with these arguments left out, or given so."""
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs | {n: v for n, v in instead.items() if n in kwargs})
-
-    return around
-
-
-def _module_on_cpu(devices: _Devices) -> Callable[..., Any]:
-    def around(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-        if original.__name__ == "cuda":
-            devices.note(args[0] if args else kwargs.get("device"))
-            return module
-        given = {name: devices.on_cpu(v) if name == "device" else v for name, v in kwargs.items()}
-        return original(module, *(devices.on_cpu(arg) for arg in args), **given)
-
-    return around
-
-
-def _load_on_cpu(devices: _Devices) -> Callable[..., Any]:
-    def around(original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            kwargs, args = kwargs | {"map_location": args[0]}, args[1:]
-        where = kwargs.get("map_location")
-        if isinstance(where, dict):
-            where = dict.fromkeys(where, "cpu")
-        return original(f, devices.on_cpu(where), *args, **_except(kwargs, "map_location"))
-
-    return around
-
-
-def _ddp_on_cpu(devices: _Devices) -> Callable[..., Any]:
-    def around(original: Callable[..., Any], ddp: Any, module: Any, *args: Any, **kw: Any) -> None:
-        for index in (args[0] if args else kw.get("device_ids")) or ():
-            devices.on_cpu(index)
-        kept = _except(kw, "device_ids", "output_device")
-        original(ddp, module, None, None, *args[2:], **kept)
-
-    return around
-
-
-def _mesh_on_cpu(devices: _Devices) -> Callable[..., Any]:
-    def around(
-        original: Callable[..., Any], mesh: Any, device_type: str, *a: Any, **kw: Any
-    ) -> None:
-        original(mesh, str(devices.on_cpu(device_type)), *a, **kw)
 
     return around
 

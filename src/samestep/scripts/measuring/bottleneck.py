@@ -65,7 +65,7 @@ def judge(measured: MeasuredSteps) -> Bottleneck:
     facts = _facts(first, measured)
     holds = _conditions(measured)
     why, change = (
-        (text if isinstance(text, str) else next(one for c, one in text.items() if holds[c]))
+        (text if isinstance(text, str) else next(t for name, t in text.items() if holds[name]))
         for text in ADVICE[first.kind]
     )
     return Bottleneck(

@@ -99,11 +99,11 @@ def show(profile: Profile, console: Console) -> None:
     _print_table(console, _phases(measured, profile.verdict))
     for name, text in _more(profile):
         _line(console, name, text)
-    for one in profile.sweeps:
-        _print_table(console, sweep_table(one), after=False)
-        if one.why:
-            _line(console, "", one.why)
-        console.print(f"[bold]use[/]      --{one.setting.replace('_', '-')} {one.best}")
+    for sweep in profile.sweeps:
+        _print_table(console, sweep_table(sweep), after=False)
+        if sweep.why:
+            _line(console, "", sweep.why)
+        console.print(f"[bold]use[/]      --{sweep.setting.replace('_', '-')} {sweep.best}")
     console.print()
     for trace in profile.traces:
         console.print(f"[bold]trace[/]    {escape(str(profile.path))}/{trace}", soft_wrap=True)
@@ -197,14 +197,14 @@ def _more(profile: Profile) -> list[tuple[str, str]]:
     return [*lines, *(("note", note) for note in verdict.notes)]
 
 
-def sweep_table(one: Sweep) -> Table:
+def sweep_table(sweep: Sweep) -> Table:
     """Return the values that were tried as a table."""
     rows = []
-    for row in one.rows:
-        spread = "" if row is one.rows[0] else f"{row.low:.2f}–{row.high:.2f}"
-        value = f"{row.value}{' *' if row.value == one.best else ''}"
+    for row in sweep.rows:
+        spread = "" if row is sweep.rows[0] else f"{row.low:.2f}–{row.high:.2f}"
+        value = f"{row.value}{' *' if row.value == sweep.best else ''}"
         speed = (_number(row.seconds), _number(row.data), f"{row.samples_per_s:,.0f}")
         rows.append((value, *speed, f"{row.ratio:.2f}", spread))
-    flag = f"--{one.setting.replace('_', '-')}"
+    flag = f"--{sweep.setting.replace('_', '-')}"
     headings = ("ms per step", "of it waiting", "samples/s", "ratio", "to best before")
     return Table(columns=(flag, *headings), rows=rows)

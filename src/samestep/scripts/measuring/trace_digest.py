@@ -152,7 +152,7 @@ def _split_host(events: Sequence[Event], compute: Spans) -> Split:
     parts = {
         "matmul": sum(time for name, time in names.items() if multiplies(name)),
         "memory": sum(time for name, time in names.items() if not multiplies(name)),
-        "launch": sum(sum(_per_step(one, len(steps)).values()) for one in (overhead, between)),
+        "launch": sum(sum(_per_step(part, len(steps)).values()) for part in (overhead, between)),
         "sync": float(np.median(lengths_in(steps, chains))),
     }
     return parts, names

@@ -60,9 +60,9 @@ class Tracer:
             warnings.filterwarnings("ignore", message=".*Profiler clears events")
             self._profile.start()
         with record_function(FLOOR):
-            one = torch.ones(())
+            number = torch.ones(())
             for _ in range(200):
-                torch.neg(one)
+                torch.neg(number)
         self._running = True
         self._end_of_indexing = _mark_indexing()
         self._phases.observer = _mark

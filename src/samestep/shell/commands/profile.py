@@ -260,8 +260,8 @@ def _failed(failure: "ScriptFailed", script: Path, *, as_json: bool) -> int:
         leave_for_parent(f"{failure.summary(script)}\n{failure.text}".rstrip(), failure.code)
         return failure.code
     sys.stderr.write(failure.text)
-    if failure.found is not None:
-        _save_and_show(failure.found, as_json=as_json)
+    if failure.profile is not None:
+        _save_and_show(failure.profile, as_json=as_json)
     print_error(failure.summary(script))
     return failure.code
 

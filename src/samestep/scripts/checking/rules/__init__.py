@@ -1,27 +1,12 @@
 """What can be wrong, by subject; importing this registers every rule."""
 
-from samestep.scripts.checking.rules import (
+from samestep.scripts.checking.rules import (  # noqa: F401
     data,
     evaluation,
     files,
     life,
-    mode,
     model,
     one_process,
     resume,
-    schedule,
     step,
 )
-
-__all__ = [
-    "data",
-    "evaluation",
-    "files",
-    "life",
-    "mode",
-    "model",
-    "one_process",
-    "resume",
-    "schedule",
-    "step",
-]

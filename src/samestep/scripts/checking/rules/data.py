@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from samestep.base.errors import listed
-from samestep.scripts.checking.events import Event, RankSeen, Seen
+from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.findings import Found, NotSeen, rule
 from samestep.scripts.checking.readings import (
     ENOUGH,
     Reading,
-    alike_in_workers,
+    equal_in_workers,
     evaluated,
     readings_of,
     same_data,
@@ -21,6 +21,7 @@ from samestep.scripts.checking.readings import (
     some,
     together,
 )
+from samestep.scripts.checking.seen import RankSeen, Seen
 
 _MUCH = 0.1  # of samples that differ in content
 
@@ -30,32 +31,30 @@ def all_ranks_train_the_same_samples(seen: Seen) -> Iterator[Found | NotSeen]:
     """Judge by the first pass over each loader; without one, by what the model was given."""
     for readings in together(seen):
         first = readings[0]
-        if first.loader["iterable"] or not same_samples(readings):
+        if first.loader.iterable or not same_samples(readings):
             continue
         n = len(set(first.order)) or len(set(first.rows))
         begins = "; ".join(f"rank {k} began with {some(r.order)}" for k, r in enumerate(readings))
-        told = f"each of {seen.world_size} ranks read the same {n} samples in one epoch ({begins})"
-        yield Found(first.made, told, _with_sampler(seen.line(first.made)))
+        text = f"each of {seen.world_size} ranks read the same {n} samples in one epoch ({begins})"
+        yield Found(first.made, text, _with_sampler(seen.line(first.made)))
     if any(reading.trains for rank in seen.ranks for reading in readings_of(rank)):
         return
-    passes = [[f for f in _passes(rank) if f.get("wrapped")][:3] for rank in seen.ranks]
-    rows = [[forward["rows"] for forward in own] for own in passes]
+    passes = [[f for f in _passes(rank) if f.wrapped][:3] for rank in seen.ranks]
+    rows = [[forward.rows for forward in own] for own in passes]
     distinct = {row for part in rows[0] for row in part}
     if len(rows[0]) == 3 and all(own == rows[0] for own in rows) and len(distinct) > 1:
-        n, where = passes[0][0]["n"], passes[0][0].where
-        told = f"all ranks were given the same {n} samples in each of the first 3 forward passes"
-        demo = all(f.get("drawn") for f in passes[0])  # noise in place of data
+        text = f"all ranks were given the same {passes[0][0].n} samples in each of the first 3 "
+        text += "forward passes"
+        demo = all(f.drawn for f in passes[0])  # noise in place of data
         remedy = "Seed what draws the batches by the rank, or share out the data."
-        yield Found(where, told, remedy, "advice" if demo else None)
+        yield Found(passes[0][0].where, text, remedy, "advice" if demo else None)
 
 
-def _passes(rank: RankSeen) -> list[Event]:
-    forwards = rank.of("forward")
-    return [f for f in forwards if f.get("grad") and f.get("training") and f.get("rows")]
+def _passes(rank: RankSeen) -> list[ev.ForwardPass]:
+    return [f for f in rank.of(ev.ForwardPass) if f.grad and f.training and f.rows]
 
 
 def _with_sampler(line: str) -> str:
-    """Return the change that gives a loader a DistributedSampler."""
     try:
         tree = ast.parse(line)
     except SyntaxError:
@@ -74,24 +73,24 @@ def shares_overlap(seen: Seen) -> Iterator[Found | NotSeen]:
     """Judge by the indices where the data are the same, else by the samples' content."""
     for readings in together(seen):
         first = readings[0]
-        if first.loader["iterable"] or same_samples(readings) or shuffled_differently(readings):
+        if first.loader.iterable or same_samples(readings) or shuffled_differently(readings):
             continue
         known = same_data(readings)
-        even = 1 if first.loader["distributed"] else first.loader["batch_size"] or 1
+        even = 1 if first.loader.distributed else first.loader.batch_size or 1
         padding = seen.world_size * even
         shares = [Counter(r.order if known else r.rows) for r in readings]
         if any(share.total() - len(share) >= padding for share in shares):
             continue  # drawn with replacement, or endless
-        if not known and not all(reading.told for reading in readings):
+        if not known and not all(reading.has_distinct_rows for reading in readings):
             continue
         pairs = combinations(range(len(shares)), 2)
         a, b = max(pairs, key=lambda pair: len(shares[pair[0]].keys() & shares[pair[1]].keys()))
         common = shares[a].keys() & shares[b].keys()
         if len(common) > (padding if known else _MUCH * len(shares[a])):
-            told = f"ranks {a} and {b} both read {len(common)} of their {len(shares[a])} samples"
-            told += f" ({some(sorted(common))})" if known else ""
+            text = f"ranks {a} and {b} both read {len(common)} of their {len(shares[a])} samples"
+            text += f" ({some(sorted(common))})" if known else ""
             remedy = "Cut the data by `dataset[rank::world_size]`, or use a DistributedSampler."
-            yield Found(first.made, told, remedy)
+            yield Found(first.made, text, remedy)
 
 
 @rule("SS103")
@@ -99,29 +98,29 @@ def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the first two passes of a sampler that knows epochs."""
     each = [first for first, *_ in together(seen)]
     for first in each:
-        shuffled = first.loader["shuffle"] and sorted(first.order) != first.order
-        if first.loader["set_epoch"] is None or not shuffled:
+        shuffled = first.loader.shuffle and sorted(first.order) != first.order
+        if first.loader.set_epoch is None or not shuffled:
             continue
         if len(first.orders) < 2:
-            alike = sum(other.made == first.made for other in each)
-            if alike < 2:  # else it is seen by what the others read, or each epoch makes its own
+            loaders = sum(other.made == first.made for other in each)
+            if loaders < 2:  # else it is seen by what the others read, or each epoch makes its own
                 yield NotSeen("only one epoch was read")
             continue
-        one, two = first.orders[:2]
-        if one["indices"] != two["indices"] or first.begins_only:
+        before, after = first.orders[:2]
+        if before.indices != after.indices or first.begins_only:
             continue
         line = seen.line(first.loader.where)
-        told = f"epochs 1 and 2 read the same samples in the same order ({some(first.order)})"
-        told += f"; the sampler's epoch was {one['set_epoch']} and {two['set_epoch']}"
+        text = f"epochs 1 and 2 read the same samples in the same order ({some(first.order)})"
+        text += f"; the sampler's epoch was {before.set_epoch} and {after.set_epoch}"
         read = re.search(r" in (?:[\w.]+\()*([\w.]+)", line)
         name = read[1] if read else "loader"
         loop = f"+ {name}.sampler.set_epoch(epoch)\n  {line}"
         otherwise = "Call `sampler.set_epoch(epoch)` at the start of each epoch."
         yield Found(
             first.loader.where,
-            told,
+            text,
             loop if line.startswith("for ") else otherwise,
-            comes_from={"the sampler is made": first.loader["sampler_made"]},
+            comes_from={"the sampler is made": first.loader.sampler_made},
         )
 
 
@@ -131,20 +130,20 @@ def nothing_is_shuffled(seen: Seen) -> Iterator[Found | NotSeen]:
     for readings in together(seen):
         first = readings[0]
         loader = first.loader
-        if loader["data"] is None or any(r.length[0] < 2 for r in readings):
+        if loader.data is None or any(r.length[0] < 2 for r in readings):
             continue
         if any(len(r.order) < ENOUGH or sorted(r.order) != r.order for r in readings):
             continue
-        told = f"the samples came in the order of the data set ({some(first.order)})"
-        if loader["asked"]:
-            told += f", although the loader of {loader['asked']} shuffles the same data set"
-        elif loader["shuffle"]:
-            told += f", although {loader['sampler']} has `shuffle=True`"
-        how = "shuffle=True" if seen.world_size == 1 else "sampler=DistributedSampler(dataset)"
-        asked = loader["asked"] or loader["shuffle"]
-        where = loader["sampler_made"] or first.made
-        remedy = f"Shuffle in training: `DataLoader(dataset, {how})`."
-        yield Found(where, told, remedy, None if asked else "advice")
+        text = f"the samples came in the order of the data set ({some(first.order)})"
+        if loader.asked:
+            text += f", although the loader of {loader.asked} shuffles the same data set"
+        elif loader.shuffle:
+            text += f", although {loader.sampler} has `shuffle=True`"
+        argument = "sampler=DistributedSampler(dataset)" if seen.world_size > 1 else "shuffle=True"
+        asked = loader.asked or loader.shuffle
+        where = loader.sampler_made or first.made
+        remedy = f"Shuffle in training: `DataLoader(dataset, {argument})`."
+        yield Found(where, text, remedy, None if asked else "advice")
 
 
 @rule("SS105")
@@ -154,27 +153,27 @@ def stream_is_not_split_over_ranks(seen: Seen) -> Iterator[Found | NotSeen]:
         first = readings[0]
         rows = set(first.rows)
         common = rows.intersection(*(r.rows for r in readings[1:]))
-        if first.loader["iterable"] and len(rows) >= ENOUGH and len(common) * 2 >= len(rows):
-            told = f"{len(common)} of the first {len(rows)} samples of rank 0 came on all ranks"
+        if first.loader.iterable and len(rows) >= ENOUGH and len(common) * 2 >= len(rows):
+            text = f"{len(common)} of the first {len(rows)} samples of rank 0 came on all ranks"
             split = "`itertools.islice(stream, rank, None, world_size)`"
-            where = first.loader["reads"] or first.made
-            yield Found(where, told, f"Let each rank take its own part: {split}.")
+            where = first.loader.reads or first.made
+            yield Found(where, text, f"Let each rank take its own part: {split}.")
 
 
 @rule("SS106", least_ranks=1)
 def stream_is_not_split_over_workers(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find as many equal batches in a row as there are workers, again and again."""
     for reading in (reading for rank in seen.ranks for reading in readings_of(rank)):
-        workers = reading.loader["workers"]
-        batches = [tuple(batch["rows"]) for batch in reading.batches if not batch["turn"]]
-        if not reading.loader["iterable"] or workers < 2 or len(set(batches)) < 2:
+        workers = reading.loader.workers
+        batches = [tuple(batch.rows) for batch in reading.batches if not batch.turn]
+        if not reading.loader.iterable or workers < 2 or len(set(batches)) < 2:
             continue
         rounds = [batches[at : at + workers] for at in range(0, len(batches), workers)]
         rounds = [batch for batch in rounds if len(batch) == workers]
         if all(len(set(batch)) == 1 for batch in rounds):
-            told = f"all {workers} workers yielded the same samples, {len(rounds)} times in a row"
+            text = f"all {workers} workers yielded the same samples, {len(rounds)} times in a row"
             remedy = "Split by `torch.utils.data.get_worker_info()`: its `id` and `num_workers`."
-            yield Found(reading.loader["reads"] or reading.made, told, remedy)
+            yield Found(reading.loader.reads or reading.made, text, remedy)
             return
 
 
@@ -183,47 +182,47 @@ def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find repeated indices in an evaluation whose sums are then reduced over the ranks."""
     for readings in together(seen, trains=False):
         first = readings[0]
-        if not same_data(readings) or not first.loader["distributed"]:
+        if not same_data(readings) or not first.loader.distributed:
             continue
-        if not any(batch.evaluating for batch in first.batches) or first.orders[0]["truncated"]:
+        if not any(batch.evaluating for batch in first.batches) or first.orders[0].truncated:
             continue
         counts = Counter(index for reading in readings for index in reading.order)
         twice = sorted(index for index, times in counts.items() if times > 1)
-        if not twice or len(twice) >= seen.world_size or len(counts) != first.loader["length"]:
+        if not twice or len(twice) >= seen.world_size or len(counts) != first.loader.length:
             continue
-        told = f"{len(counts)} samples were evaluated {counts.total()} times: {some(twice)} twice"
-        kinds = _met_after(seen.ranks[0], first)
-        if not first.loader["direct"]:
-            yield NotSeen(f"{told}, by a sampler that is not the script's own")
-        elif gathers := sorted(kind for kind in kinds if "gather" in kind):
-            yield NotSeen(f"{told}; after {gathers[0]} the script may leave them out")
-        elif not kinds & {"all_reduce", "reduce"}:
-            yield NotSeen(f"{told}; no collective put the ranks' results together")
+        text = f"{len(counts)} samples were evaluated {counts.total()} times: {some(twice)} twice"
+        collectives = _met_after(seen.ranks[0], first)
+        if not first.loader.direct:
+            yield NotSeen(f"{text}, by a sampler that is not the script's own")
+        elif gathers := sorted(name for name in collectives if "gather" in name):
+            yield NotSeen(f"{text}; after {gathers[0]} the script may leave them out")
+        elif not collectives & {"all_reduce", "reduce"}:
+            yield NotSeen(f"{text}; no collective put the ranks' results together")
         else:
             remedy = "Give rank r the samples `range(r, len(dataset), world_size)`, by `Subset`."
-            yield Found(first.loader["sampler_made"] or first.made, told, remedy)
+            yield Found(first.loader.sampler_made or first.made, text, remedy)
 
 
 def _met_after(rank: RankSeen, reading: Reading) -> set[str]:
-    """Return the kinds of collectives that follow batches of an evaluation."""
-    kinds: set[str] = set()
-    ours = False
-    for event in rank.of("batch", "collective"):
-        if event.kind == "batch":
-            ours = event["loader_id"] == reading.loader["loader_id"]
-        elif ours:
-            kinds.add(event["kind"])
-    return kinds
+    """Return the collectives that follow batches of an evaluation."""
+    names: set[str] = set()
+    follows = False
+    for event in rank.of(ev.BatchRead, ev.CollectiveCalled):
+        if isinstance(event, ev.BatchRead):
+            follows = event.loader_id == reading.loader.loader_id
+        elif isinstance(event, ev.CollectiveCalled) and follows:
+            names.add(event.name)
+    return names
 
 
 @rule("SS108", least_ranks=1)
 def workers_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the random states with which the workers of a loader drew for their first samples."""
     for first, *_ in together(seen):
-        if names := alike_in_workers(first):
-            told = f"{len(first.random)} workers of rank 0 began with the same state of"
+        if names := equal_in_workers(first):
+            text = f"{len(first.random)} workers of rank 0 began with the same state of"
             remedy = "Seed by `torch.initial_seed()`, which differs in each worker, or not at all."
-            yield Found(first.made, f"{told} {', '.join(names)} and drew from it", remedy)
+            yield Found(first.made, f"{text} {', '.join(names)} and drew from it", remedy)
 
 
 @rule("SS109")
@@ -231,7 +230,7 @@ def ranks_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the random states with which the ranks drew for their first samples."""
     for readings in together(seen):
         first = readings[0]
-        in_workers = alike_in_workers(first)
+        in_workers = equal_in_workers(first)
         same = {
             (name, worker >= 0)
             for worker, drew in first.random.items()
@@ -241,23 +240,23 @@ def ranks_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
         }
         names = sorted({name for name, _ in same})
         if names and not same_samples(readings):
-            told = f"all {seen.world_size} ranks began with the same state of {', '.join(names)}"
+            text = f"all {seen.world_size} ranks began with the same state of {', '.join(names)}"
             calls = sorted({_seed_by_rank(name, worker) for name, worker in same})
             remedy = f"After the model is built, seed by the rank: {listed(calls)}."
-            yield Found(first.made, f"{told} and drew from it in the data set", remedy)
+            yield Found(first.made, f"{text} and drew from it in the data set", remedy)
 
 
 @rule("SS111", least_ranks=1)
 def collating_leaves_out(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the rows of each batch with the samples of which it was made."""
-    evaluations = [one for own in evaluated(seen) for one in own if one.lost]
-    others = [one for rank in seen.ranks for one in readings_of(rank) if one.lost]
+    evaluations = [reading for own in evaluated(seen) for reading in own if reading.lost]
+    others = [reading for rank in seen.ranks for reading in readings_of(rank) if reading.lost]
     for reading in (*evaluations, *others)[:1]:
         first = reading.lost[0]
         yield Found(
             reading.made,
             f"{len(reading.lost)} batches of the first epoch have no row for some of their "
-            f"samples: first {first['lost']} of {first['given']}",
+            f"samples: first {first.lost} of {first.given}",
             "Let `collate_fn` return a row for each sample, or leave it out of the data set.",
             None if evaluations else "advice",  # it may be meant in training
         )
@@ -269,14 +268,14 @@ def evaluates_without_the_last(seen: Seen) -> Iterator[Found | NotSeen]:
     each = list(evaluated(seen))
     for readings in each:
         first = readings[0]
-        order, data = first.orders[0], first.loader["data"]
-        own = {index for one in readings for index in one.order}
-        same = (one for other in each for one in other if one.loader["data"] == data)
-        if order["left_out"] and own.issuperset(index for one in same for index in one.order):
+        order, data = first.orders[0], first.loader.data
+        own = {index for reading in readings for index in reading.order}
+        same = (r for others in each for r in others if r.loader.data == data)
+        if order.left_out and own.issuperset(index for r in same for index in r.order):
             yield Found(
                 first.made,
-                f"of {order['count'] + order['left_out']} samples that rank 0 is to evaluate, the "
-                f"last {order['left_out']} are in no batch",
+                f"of {order.count + order.left_out} samples that rank 0 is to evaluate, the "
+                f"last {order.left_out} are in no batch",
                 "Leave out `drop_last=True`.",
             )
 
@@ -289,9 +288,9 @@ def evaluates_augmented(seen: Seen) -> Iterator[Found | NotSeen]:
         if not drew or len(first.orders) < 2 or first.begins_only:
             continue
         rows = first.rows
-        again = [row for batch in first.batches if batch["turn"] == 1 for row in batch["rows"]]
-        differ = sum(one != other for one, other in zip(rows, again, strict=False))
-        if first.orders[0]["indices"] == first.orders[1]["indices"] and 4 * differ > len(rows):
+        again = [row for batch in first.batches if batch.turn == 1 for row in batch.rows]
+        differ = sum(a != b for a, b in zip(rows, again, strict=False))
+        if first.orders[0].indices == first.orders[1].indices and 4 * differ > len(rows):
             yield Found(
                 first.made,
                 f"{differ} of the first {len(rows)} samples were other ones in the second "
@@ -321,16 +320,16 @@ def ranks_shuffle_differently(seen: Seen) -> Iterator[Found | NotSeen]:
             continue
         first = readings[0].loader
         orders = [reading.orders[0] for reading in readings]
-        told = "; ".join(
-            f"rank {k} has seed {o['seed']}, epoch {o['set_epoch']}" for k, o in enumerate(orders)
+        text = "; ".join(
+            f"rank {k} has seed {o.seed}, epoch {o.set_epoch}" for k, o in enumerate(orders)
         )
         counts = Counter(index for reading in readings for index in reading.order)
-        told += f": {sum(times > 1 for times in counts.values())} samples came on several ranks"
-        if not any(order["truncated"] for order in orders):
-            told += f", {first['length'] - len(counts)} on none"
-        same = len({order["seed"] for order in orders}) == 1
-        where, what = (first.where, "epoch") if same else (first["sampler_made"], "seed")
-        yield Found(where or readings[0].made, told, f"Give the samplers of all ranks one {what}.")
+        text += f": {sum(times > 1 for times in counts.values())} samples came on several ranks"
+        if not any(order.truncated for order in orders):
+            text += f", {(first.length or 0) - len(counts)} on none"
+        same = len({order.seed for order in orders}) == 1
+        where, what = (first.where, "epoch") if same else (first.sampler_made, "seed")
+        yield Found(where or readings[0].made, text, f"Give the samplers of all ranks one {what}.")
 
 
 @rule("SS602")
@@ -339,44 +338,44 @@ def uneven_batches(seen: Seen) -> Iterator[Found | NotSeen]:
     for readings in together(seen):
         lengths = [reading.length for reading in readings]
         least = min((n for n, ended in lengths if ended), default=None)
-        if least is None or all(n <= least for n, _ in lengths) or seen.any("join"):
+        if least is None or all(n <= least for n, _ in lengths) or seen.any(ev.JoinEntered):
             continue
         # Without an exchange of gradients, no rank waits.
-        reduced = [c for c in seen.any("collective") if c.step and not c.evaluating]
-        if not seen.any("wrap") and not any(c["kind"] == "all_reduce" for c in reduced):
+        reduced = [c for c in seen.any(ev.CollectiveCalled) if c.step and not c.evaluating]
+        if not seen.any(ev.ModelWrapped) and not any(c.name == "all_reduce" for c in reduced):
             continue
-        if any(event.get("op") == "MIN" for event in seen.any("collective")):
+        if any(event.op == "MIN" for event in seen.any(ev.CollectiveCalled)):
             yield NotSeen("the ranks agreed on a minimum, perhaps of their batches")
             continue
-        told = "; ".join(
+        text = "; ".join(
             f"rank {k} has {n}{'' if ended else ' or more'} batches in an epoch"
             for k, (n, ended) in enumerate(lengths)
         )
         short = [k for k, length in enumerate(lengths) if length == (least, True)]
         waits = [k for k, (n, _) in enumerate(lengths) if n > least]
-        told += f": after batch {least} rank {some(short)} leaves the loop, and rank "
-        told += f"{some(waits)} waits in the backward pass of batch {least + 1}"
+        text += f": after batch {least} rank {some(short)} leaves the loop, and rank "
+        text += f"{some(waits)} waits in the backward pass of batch {least + 1}"
         remedy = "Use a DistributedSampler, which gives all ranks equally many, or DDP's `Join`."
         made = {"the loader is made": readings[0].made}
-        yield Found(readings[0].loader.where, told, remedy, comes_from=made)
+        yield Found(readings[0].loader.where, text, remedy, comes_from=made)
 
 
 @rule("SS711", least_ranks=1)
 def same_batch_at_every_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the batches of a loader that has more than one, and what the model was given."""
     for first, *_ in together(seen):
-        batches, rows = first.batches, {tuple(batch["rows"]) for batch in first.batches}
-        if not first.begins_only or not first.orders or len(set(batches[0]["rows"])) < 2:
+        batches, rows = first.batches, {tuple(batch.rows) for batch in first.batches}
+        if not first.begins_only or not first.orders or len(set(batches[0].rows)) < 2:
             continue
-        told = ""
+        text = ""
         if len(batches) >= 3 * len(rows) and len({batch.step for batch in batches}) >= 3:
-            told = f"of {len(batches)} batches that rank 0 read, {len(rows)} differed"
+            text = f"of {len(batches)} batches that rank 0 read, {len(rows)} differed"
         elif len(batches) == 1 and seen.complete and seen.ranks[0].steps >= 5:
             passes = _passes(seen.ranks[0])
-            same = len({tuple(forward["rows"]) for forward in passes}) == 1
-            told = f"{len(passes)} forward passes of rank 0 had the same samples" if same else ""
-        if told:
-            told += f"; the loader has {first.length[0]} batches"
+            same = len({tuple(forward.rows) for forward in passes}) == 1
+            text = f"{len(passes)} forward passes of rank 0 had the same samples" if same else ""
+        if text:
+            text += f"; the loader has {first.length[0]} batches"
             remedy = "Read on in the loop: `for batch in loader:`, not `next(iter(loader))`."
             made = {"the loader is made": first.made}
-            yield Found(batches[0].where, told, remedy, comes_from=made)
+            yield Found(batches[0].where, text, remedy, comes_from=made)

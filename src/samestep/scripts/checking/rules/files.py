@@ -2,24 +2,26 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
-from samestep.scripts.checking.events import Event, Seen
-from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
+from samestep.scripts.checking import events as ev
+from samestep.scripts.checking.findings import Found, NotSeen, Severity, replaced, rule
+from samestep.scripts.checking.seen import E, Seen, asks_for_gpu
 
 
-def by_line(seen: Seen, kind: str, **facts: Any) -> dict[str, dict[int, list[Event]]]:
-    """Return each rank's events of a kind with these facts, by the user's line."""
-    found: dict[str, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+def by_line(
+    seen: Seen, kind: type[E], wanted: Callable[[E], bool] = lambda _event: True
+) -> dict[str, dict[int, list[E]]]:
+    """Return each rank's events of a kind that are wanted, by the user's line."""
+    lines: dict[str, dict[int, list[E]]] = defaultdict(lambda: defaultdict(list))
     for rank in seen.ranks:
         for event in rank.of(kind):
-            if event.where and all(event.get(name) == value for name, value in facts.items()):
-                found[event.where][rank.rank].append(event)
-    return found
+            if event.where and wanted(event):
+                lines[event.where][rank.rank].append(event)
+    return lines
 
 
-def named(ranks: Any) -> str:
+def named(ranks: Iterable[int]) -> str:
     """Return some ranks as a sentence has them: rank 1; ranks 0 and 1; ranks 0, 1 and 2."""
     *most, last = map(str, sorted(ranks))
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
@@ -28,43 +30,41 @@ def named(ranks: Any) -> str:
 def on_rank_0(seen: Seen, where: str) -> str:
     """Return what lets only rank 0 execute a line: a diff, if nothing else hangs on the line."""
     line = seen.line(where)
-    made = re.match(r"([\w.]+) *=[^=]", line)
-    uses = f", and whatever uses `{made[1]}`" if made else ""
+    assigned = re.match(r"([\w.]+) *=[^=]", line)
+    uses = f", and whatever uses `{assigned[1]}`" if assigned else ""
     if not line or line.count("(") != line.count(")") or uses or line.startswith("with "):
         return f"Let only rank 0 do this{uses}: `if dist.get_rank() == 0:`."
     inner = f"+ if dist.get_rank() == 0:\n+     {line}"
     return f"- {line}\n{inner}"
 
 
-def turn(seen: Seen, rank: int, event: Event) -> int:
+def _turn(seen: Seen, rank: int, event: ev.Event) -> int:
     """Return how many collectives a rank had called before: ranks that differ took turns."""
-    return sum(e.kind == "collective" and e.time <= event.time for e in seen.ranks[rank].events)
-
-
-def take_turns(seen: Seen, events: dict[int, Event]) -> bool:
-    """Whether each of these ranks acted at a time of its own, kept apart by collectives."""
-    turns = [turn(seen, rank, event) for rank, event in events.items()]
-    return len(set(turns)) == len(turns)
+    return sum(call.time <= event.time for call in seen.ranks[rank].of(ev.CollectiveCalled))
 
 
 @rule("SS501")
 def one_file(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find files that were emptied by several ranks, or that each rank appends to."""
-    told: set[str] = set()
-    for mode, severity in (("w", None), ("a", "advice"), ("rename", "advice")):
-        writers: dict[str, dict[int, Event]] = defaultdict(dict)
+    reported: set[str] = set()
+    modes: tuple[tuple[ev.FileMode, Severity | None], ...]
+    modes = ("w", None), ("a", "advice"), ("rename", "advice")
+    for mode, severity in modes:
+        writers: dict[str, dict[int, ev.FileWritten]] = defaultdict(dict)
         for rank in seen.ranks:
-            for event in rank.of("write"):
-                if event["mode"] == mode:
-                    writers[event["path"]].setdefault(rank.rank, event)
+            for event in rank.of(ev.FileWritten):
+                if event.mode == mode:
+                    writers[event.path].setdefault(rank.rank, event)
         lines: dict[str, list[str]] = defaultdict(list)
         for path, events in writers.items():
-            if len(events) > 1 and not (mode == "a" and take_turns(seen, events)):
+            turns = {_turn(seen, rank, event) for rank, event in events.items()}
+            take_turns = mode == "a" and len(turns) == len(events)
+            if len(events) > 1 and not take_turns:
                 lines[next(iter(events.values())).where].append(path)
         for where, paths in lines.items():
-            if where in told:
+            if where in reported:
                 continue
-            told.add(where)
+            reported.add(where)
             events = writers[paths[0]]
             others = {event.where for event in events.values()} - {where}
             does = {"w": "write", "a": "append to", "rename": "replace"}[mode]
@@ -74,22 +74,22 @@ def one_file(seen: Seen) -> Iterator[Found | NotSeen]:
                 where,
                 f"{named(events)} {does} {paths[0]}{more}{also}",
                 on_rank_0(seen, where),
-                severity,  # type: ignore[arg-type]
+                severity,
             )
 
 
 @rule("SS502")
 def other_rank_saves(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find lines that save tensors on some ranks, and never on rank 0."""
-    lines = by_line(seen, "save")
+    lines = by_line(seen, ev.FileSaved)
     if not lines:
         yield NotSeen("nothing was saved with torch.save")
     if seen.ranks[0].steps < max(rank.steps for rank in seen.ranks):
         yield NotSeen("rank 0 came to its end before it could save")
         return
     for where, ranks in lines.items():
-        tensors = max(event["tensors"] for events in ranks.values() for event in events)
-        paths = [event["path"] for events in ranks.values() for event in events if event["path"]]
+        tensors = max(event.tensors for events in ranks.values() for event in events)
+        paths = [event.path for events in ranks.values() for event in events if event.path]
         # What each rank but 0 saves are parts: of a pipeline, of experts.
         alone = len(ranks) == 1 or len(set(paths)) == 1
         if 0 not in ranks and tensors and paths and alone:
@@ -103,9 +103,9 @@ def other_rank_saves(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS503", least_ranks=1)
 def wrapped_names(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find saved state dicts in which all names begin with a wrapper's."""
-    is_wrapped = seen.any("wrap")
-    for where, ranks in by_line(seen, "save").items():
-        saves = (event["wrapped"] for events in ranks.values() for event in events)
+    is_wrapped = seen.any(ev.ModelWrapped)
+    for where, ranks in by_line(seen, ev.FileSaved).items():
+        saves = (event.wrapped for events in ranks.values() for event in events)
         names: list[str] = next(filter(None, saves), [])
         # An average of weights also calls its copy `module`: only DDP's own is meant.
         if names and (is_wrapped or names[0].startswith("_orig_mod.")):
@@ -120,35 +120,37 @@ def wrapped_names(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS504")
 def no_map_location(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find state dicts that ranks other than 0 load, without where to."""
-    loads = by_line(seen, "load", own=True)
+    loads = by_line(seen, ev.FileLoaded, lambda load: load.own)
     if not loads:
         yield NotSeen("no checkpoint was loaded")
     # Where no GPU would ever be asked for, tensors come from the CPU and go there.
-    severity = None if seen.any("cuda", "device") else "advice"
+    severity: Severity | None = None if asks_for_gpu(seen) else "advice"
     for where, ranks in loads.items():
         bare = [
             (rank, event)
             for rank, events in ranks.items()
             for event in events
-            if event["map_location"] is None and any("." in name for name in event["names"])
+            if event.map_location is None and any("." in name for name in event.names)
         ]
         if any(rank for rank, _ in bare):
-            path = bare[0][1]["path"]
+            path = bare[0][1].path
             remedy = 'Give `map_location="cpu"`, or the device of this rank.'
             yield Found(
                 where,
                 f"{named({rank for rank, _ in bare})} load {path} without map_location",
                 _with_argument(seen, where, 'map_location="cpu"') or remedy,
-                severity,  # type: ignore[arg-type]
+                severity,
             )
 
 
 @rule("SS505", least_ranks=1)
 def arbitrary_pickle(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find files loaded with weights_only=False, of those that this run has not itself saved."""
-    saved = {event["path"] for event in seen.any("save", "write")}
-    for where, ranks in by_line(seen, "load", own=True, weights_only=False).items():
-        paths = {event["path"] for events in ranks.values() for event in events} - saved
+    saved = {event.path for event in seen.any(ev.FileSaved)}
+    saved |= {event.path for event in seen.any(ev.FileWritten)}
+    loads = by_line(seen, ev.FileLoaded, lambda load: load.own and load.weights_only is False)
+    for where, ranks in loads.items():
+        paths = {event.path for events in ranks.values() for event in events} - saved
         if paths:
             line = seen.line(where)
             better = line.replace("weights_only=False", "weights_only=True")
@@ -160,18 +162,18 @@ def arbitrary_pickle(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS506")
 def all_download(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find addresses that several ranks ask for, none after the others."""
-    asking: dict[str, dict[int, Event]] = defaultdict(dict)
+    asking: dict[str, dict[int, ev.FileFetched]] = defaultdict(dict)
     for rank in seen.ranks:
-        for event in rank.of("download"):
-            asking[event["what"]].setdefault(rank.rank, event)
-    told: set[str] = set()
+        for event in rank.of(ev.FileFetched):
+            asking[event.what].setdefault(rank.rank, event)
+    reported: set[str] = set()
     for what, firsts in asking.items():
-        turns = {rank: turn(seen, rank, event) for rank, event in firsts.items()}
+        turns = {rank: _turn(seen, rank, event) for rank, event in firsts.items()}
         at_once = [rank for rank, number in turns.items() if number == min(turns.values())]
         event = firsts[at_once[0]]
-        if len(at_once) > 1 and event.where not in told:
-            told.add(event.where)
-            fetched = event["fetched"]
+        if len(at_once) > 1 and event.where not in reported:
+            reported.add(event.where)
+            fetched = event.fetched
             does = "ask for" if fetched else "call"
             there = "" if fetched else ", which found its files here and would not elsewhere"
             yield Found(
@@ -186,14 +188,14 @@ def all_download(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS507")
 def all_track(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find trackers that several ranks start alike."""
-    for where, ranks in by_line(seen, "tracker").items():
-        asked = [events[0]["asked"] for events in ranks.values()]
-        off = any(one.get("mode") in ("disabled", "shared") for one in asked)
+    for where, ranks in by_line(seen, ev.TrackerStarted).items():
+        asked = [events[0].asked for events in ranks.values()]
+        off = any(given.get("mode") in ("disabled", "shared") for given in asked)
         # Runs in a group, or with other names on each rank, are meant to be several.
-        if len(ranks) > 1 and not off and all(one == asked[0] for one in asked):
+        if len(ranks) > 1 and not off and all(given == asked[0] for given in asked):
             if "group" in asked[0]:
                 continue
-            name = next(iter(ranks.values()))[0]["name"]
+            name = next(iter(ranks.values()))[0].name
             # What the other ranks log later needs a run, too.
             muted = _with_argument(seen, where, 'mode=None if dist.get_rank() == 0 else "disabled"')
             remedy = muted if name == "wandb.init" and muted else on_rank_0(seen, where)
@@ -203,10 +205,10 @@ def all_track(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS508")
 def all_show(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find bars that several ranks show at the same place."""
-    for where, ranks in by_line(seen, "progress", disabled=False).items():
-        positions = {events[0]["position"] for events in ranks.values()}
+    for where, ranks in by_line(seen, ev.BarShown, lambda bar: not bar.disabled).items():
+        positions = {events[0].position for events in ranks.values()}
         if len(ranks) > 1 and len(positions) == 1:
-            name = next(iter(ranks.values()))[0]["name"]
+            name = next(iter(ranks.values()))[0].name
             argument = "disable=dist.get_rank() != 0"
             yield Found(
                 where,

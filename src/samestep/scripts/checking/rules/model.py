@@ -1,12 +1,13 @@
 """Rules about the model: is it one model, on all ranks, from the first step to the last?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from samestep.scripts.checking.events import Event, Seen
+from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
 from samestep.scripts.checking.rules.files import named
+from samestep.scripts.checking.seen import M, Seen
 
 _FEW_SAMPLES = 16
 _CLIPPED = 1.001  # factors are the same
@@ -19,14 +20,14 @@ class Trained:
     """One model, as all ranks trained it. What is of one rank is of rank 0."""
 
     name: str
-    models: tuple[Event, ...]
+    models: tuple[ev.ModelTrained, ...]
     """Its first forward pass with gradients, rank by rank."""
-    wrap: Event | None
-    forwards: list[Event]
+    wrap: ev.ModelWrapped | None
+    forwards: list[ev.ForwardPass]
     """Those with gradients, of rank 0."""
-    steps: list[tuple[Event, ...]]
+    steps: list[tuple[ev.OptimizerStep, ...]]
     """Those whose gradients were looked at, rank by rank."""
-    weights: list[tuple[Event, ...]]
+    weights: list[tuple[ev.WeightSums, ...]]
     """Before the first step and after those, rank by rank."""
     is_exchanged: bool
     """Whether the script itself sends tensors as large as a weight from rank to rank."""
@@ -36,67 +37,76 @@ class Trained:
     @property
     def is_wrapped(self) -> bool:
         """Whether its wrapper is called in training."""
-        return any(event["wrapped"] for event in self.forwards)
+        return any(event.wrapped for event in self.forwards)
 
     @property
     def is_one(self) -> bool:
         """Whether the ranks are meant to keep it equal, and see to it by themselves or by DDP."""
         if not self.steps:
             return False
-        by_hand = self.is_exchanged and not _differing(self.steps[0], "grads")
+        by_hand = self.is_exchanged and not _differing([step.grads for step in self.steps[0]])
         return (self.is_wrapped or by_hand) and not self.past_wrapper(True)
 
-    def past_wrapper(self, is_exchanged: bool) -> list[Event]:
+    def past_wrapper(self, is_exchanged: bool) -> list[ev.ForwardPass]:
         """Return a forward pass of each step to whose gradients DDP was not called."""
-        found, before = [], 0.0
+        past, before = [], 0.0
         for step in self.steps:
             window = [e for e in self.forwards if before < e.time < step[0].time]
             before = step[0].time
-            apart = _differing(step, "grads") or not is_exchanged
-            if window and apart and all(e["inner"] and not e["wrapped"] for e in window):
-                found.append(window[-1])
-        return found
+            apart = _differing([rank.grads for rank in step]) or not is_exchanged
+            if window and apart and all(e.inner and not e.wrapped for e in window):
+                past.append(window[-1])
+        return past
 
 
 def _trained(seen: Seen) -> Iterator[Trained]:
     """Yield the models that every rank trains; of sharded ones no rank has all the weights."""
-    for models in seen.together("model"):
-        alike = all(model["shapes"] == models[0]["shapes"] for model in models)
-        weights = list(zip(*_of(seen, models, "weights"), strict=False))
-        if not alike or any(event["sharded"] for event in weights[0]):
+    for models in seen.together(ev.ModelTrained):
+        weights = list(zip(*_of(seen, models, ev.WeightSums), strict=False))
+        same = all(model.shapes == models[0].shapes for model in models)
+        if not same or any(event.sharded for event in weights[0]):
             continue
-        steps = [[e for e in events if e["grads"]] for events in _of(seen, models, "step")]
-        passes = _of(seen, models, "forward")
-        rows = [[event["rows"] for event in events] for events in passes]
-        largest = max((prod(shape) for shape in models[0]["shapes"].values()), default=0)
+        steps = [
+            [
+                step
+                for step in rank.of(ev.OptimizerStep)
+                if step.grads and model.model_id in step.models
+            ]
+            for rank, model in zip(seen.ranks, models, strict=True)
+        ]
+        passes = _of(seen, models, ev.ForwardPass)
+        rows = [[event.rows for event in events] for events in passes]
+        largest = max((prod(shape) for shape in models[0].shapes.values()), default=0)
         yield Trained(
-            name=models[0]["model"],
+            name=models[0].model,
             models=models,
-            wrap=next(iter(_of(seen, models, "wrap")[0]), None),
+            wrap=next(iter(_of(seen, models, ev.ModelWrapped)[0]), None),
             is_fed_alike=any(rows[0]) and all(own == rows[0] for own in rows),
-            forwards=[e for e in passes[0] if e["grad"] and e["training"]],
+            forwards=[e for e in passes[0] if e.grad and e.training],
             steps=list(zip(*steps, strict=False)),
             weights=weights,
             is_exchanged=any(
-                sum(prod(shape) for shape in event["shapes"] or ()) >= largest
-                for event in seen.ranks[0].of("collective")
+                sum(prod(shape) for shape in event.shapes) >= largest
+                for event in seen.ranks[0].of(ev.CollectiveCalled)
                 if event.time > models[0].time and not event.evaluating
             ),
         )
 
 
-def _of(seen: Seen, models: tuple[Event, ...], kind: str) -> list[list[Event]]:
+def _of(seen: Seen, models: tuple[ev.ModelTrained, ...], kind: type[M]) -> list[list[M]]:
     """Return the events of a model of each rank; each rank has its own number for it."""
     return [
-        [e for e in rank.of(kind) if model["model_id"] in (e.get("model_id"), *e.get("models", ()))]
-        for rank, model in zip(seen.ranks, models, strict=True)
+        rank.of_model(kind, model.model_id) for rank, model in zip(seen.ranks, models, strict=True)
     ]
 
 
-def _differing(events: tuple[Event, ...], fact: str) -> list[str]:
+def _differing(sums: Sequence[ev.Checksums]) -> list[str]:
     """Return the names whose checksums are not the same on all ranks."""
-    first = events[0][fact]
-    return [n for n in first if any(event[fact].get(n) != first[n] for event in events)]
+    return [name for name in sums[0] if any(own.get(name) != sums[0][name] for own in sums)]
+
+
+def _differing_weights(weights: Sequence[ev.ModelSums]) -> list[str]:
+    return _differing([rank.parameters for rank in weights])
 
 
 @rule("SS201")
@@ -104,29 +114,35 @@ def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
     """Nothing wraps the model, and no tensor as large as a weight goes from rank to rank."""
     if _clipped_apart(seen) is not None:
         return  # what they share is exchanged: its gradients were equal on all ranks
-    for one in _trained(seen):
-        if one.wrap is not None or one.is_wrapped or one.is_exchanged or not one.steps:
+    for trained in _trained(seen):
+        if (
+            trained.wrap is not None
+            or trained.is_wrapped
+            or trained.is_exchanged
+            or not trained.steps
+        ):
             continue
-        apart = [(w[0].step, _differing(w, "parameters")) for w in one.weights]
+        apart = [(w[0].step, _differing_weights(w)) for w in trained.weights]
         if any(names for _, names in apart) and not apart[-1][1]:
             continue  # the ranks average their models from time to time
         step, names = next((pair for pair in apart if pair[1]), (0, []))
-        first, last = (own[0]["parameters"] for own in (one.weights[0], one.weights[-1]))
-        matrices = [n for n, shape in one.models[0]["shapes"].items() if len(shape) > 1]
-        alike = any(last[n] != first[n] for n in matrices if n not in apart[-1][1])
-        if (alike or not names) and not one.is_fed_alike:
+        first, last = (own[0].parameters for own in (trained.weights[0], trained.weights[-1]))
+        matrices = [n for n, shape in trained.models[0].shapes.items() if len(shape) > 1]
+        trains = any(last[n] != first[n] for n in matrices if n not in apart[-1][1])
+        if (trains or not names) and not trained.is_fed_alike:
             continue  # equal weights from other samples: they exchange gradients in some way
-        of = len(one.weights[0][0]["parameters"])
+        of = len(trained.weights[0][0].parameters)
         when = f"after step {step}" if step else "before the first step"
-        how = (
+        difference = (
             f"{len(names)} of its {of} parameters differ {when}, {names[0]} first"
             if names
             else "the ranks train equal copies"
         )
         yield Found(
-            one.forwards[0].where if one.forwards else one.models[0].where,
-            f"{one.name} is called without DistributedDataParallel, and in {seen.ranks[0].steps} "
-            f"steps of {seen.world_size} ranks no gradient is exchanged: {how}",
+            trained.forwards[0].where if trained.forwards else trained.models[0].where,
+            f"{trained.name} is called without DistributedDataParallel, and in "
+            f"{seen.ranks[0].steps} steps of {seen.world_size} ranks no gradient is exchanged: "
+            f"{difference}",
             "Wrap the model once it is built: model = DistributedDataParallel(model)",
         )
 
@@ -134,16 +150,16 @@ def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS202")
 def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
     """The gradients are the same, but the weights before the first step are not."""
-    for one in _trained(seen):
-        names = _differing(one.weights[0], "parameters")
-        if names and one.steps and (one.is_wrapped or one.is_exchanged):
-            if _differing(one.steps[0], "grads"):
+    for trained in _trained(seen):
+        names = _differing_weights(trained.weights[0])
+        if names and trained.steps and (trained.is_wrapped or trained.is_exchanged):
+            if _differing([step.grads for step in trained.steps[0]]):
                 continue
-            late = one.is_wrapped and one.wrap is not None
+            late = trained.is_wrapped and trained.wrap is not None
             yield Found(
-                one.models[0].where,
-                f"{len(names)} of {len(one.weights[0][0]['parameters'])} parameters of {one.name} "
-                f"differ between the {seen.world_size} ranks before the first step, "
+                trained.models[0].where,
+                f"{len(names)} of {len(trained.weights[0][0].parameters)} parameters of "
+                f"{trained.name} differ between the {seen.world_size} ranks before the first step, "
                 f"{names[0]} first" + (", although DDP made them equal" if late else ""),
                 "Change weights on all ranks, before DDP is made: it broadcasts those of rank 0."
                 if late
@@ -154,7 +170,7 @@ def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS203")
 def drift(seen: Seen) -> Iterator[Found | NotSeen]:
     """The ranks begin with the same weights and end with different ones."""
-    if seen.any("join"):
+    if seen.any(ev.JoinEntered):
         yield NotSeen("within `model.join()` ranks take different numbers of steps")
         return
     if any(unused_parameters(seen)):
@@ -162,31 +178,31 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
     if (clipped := _clipped_apart(seen)) is not None:
         yield clipped
         return
-    for one in _trained(seen):
-        apart = [(weights, _differing(weights, "parameters")) for weights in one.weights]
-        if not one.is_one or apart[0][1] or not apart[-1][1]:
+    for trained in _trained(seen):
+        apart = [(weights, _differing_weights(weights)) for weights in trained.weights]
+        if not trained.is_one or apart[0][1] or not apart[-1][1]:
             continue
         weights, names = next(pair for pair in apart if pair[1])
         steps = [
-            max((e for e in rank.of("step") if e.time <= w.time), key=lambda e: e.time)
+            max((e for e in rank.of(ev.OptimizerStep) if e.time <= w.time), key=lambda e: e.time)
             for rank, w in zip(seen.ranks, weights, strict=True)
         ]
-        rates = {event["lr"] for event in steps}
-        unequal = _differing(tuple(steps), "grads")
-        if unequal and one.is_exchanged:
+        rates = {event.lr for event in steps}
+        unequal = _differing([step.grads for step in steps])
+        if unequal and trained.is_exchanged:
             yield NotSeen("the script averages weights or gradients itself, perhaps rarely")
             continue
-        wrap = one.wrap if one.is_wrapped else None
-        if wrap is not None and len(unequal) == len(steps[0]["grads"]):
+        wrap = trained.wrap if trained.is_wrapped else None
+        if wrap is not None and len(unequal) == len(steps[0].grads):
             cause = (
                 "no gradient is averaged, although DDP is called: a model that is converted or "
                 "moved after DDP was made is no longer known to it"
             )
         elif len(rates) > 1:
-            cause = f"their learning rates are {', '.join(format(e['lr'], 'g') for e in steps)}"
+            cause = f"their learning rates are {', '.join(format(e.lr, 'g') for e in steps)}"
         elif unequal:
             reduced = sum(
-                e["sync"] for e in seen.ranks[0].of("backward") if e.time < weights[0].time
+                e.sync for e in seen.ranks[0].of(ev.BackwardPass) if e.time < weights[0].time
             )
             cause = f"the gradients of {unequal[0]} already differed in this step" + (
                 "" if reduced else ", and no backward pass has all-reduced them"
@@ -195,8 +211,8 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
             cause = "their gradients and learning rates are equal: something else changes weights"
         yield Found(
             weights[0].where,
-            f"after step {weights[0].step} {len(names)} of {len(weights[0]['parameters'])} "
-            f"parameters of {one.name} differ between the {seen.world_size} ranks, {names[0]} "
+            f"after step {weights[0].step} {len(names)} of {len(weights[0].parameters)} "
+            f"parameters of {trained.name} differ between the {seen.world_size} ranks, {names[0]} "
             f"first; {cause}",
             "Let every rank change weights, gradients and learning rates in the same way.",
             comes_from={} if wrap is None else {"DDP is made": wrap.where},
@@ -208,29 +224,30 @@ def _clipped_apart(seen: Seen) -> Found | None:
 
     Either the shards of one, or gradients that are equal on all ranks next to those of experts.
     """
-    sharded = all(any(e["sharded"] for e in rank.of("weights")) for rank in seen.ranks)
-    for steps in seen.together("gradients") if sharded else ():
-        times = [event["grown"] for event in steps]
+    sharded = all(any(e.sharded for e in rank.of(ev.WeightSums)) for rank in seen.ranks)
+    for steps in seen.together(ev.GradientsUsed) if sharded else ():
+        times = [event.grown for event in steps]
         if all(times) and max(times) > _CLIPPED * min(times) > 0:
             return Found(
                 steps[0].where,
                 f"in step {steps[0].step + 1} the ranks multiply the gradients of their shards by "
-                f"{', '.join(f'{one:.4g}' for one in times)}",
+                f"{', '.join(f'{factor:.4g}' for factor in times)}",
                 "Scale them on all ranks alike: `clip_grad_norm_` knows the norm of all shards.",
             )
-    for clips in seen.together("clip"):
-        norms, most = [event["norm"] for event in clips], clips[0]["most"]
-        if None in norms or any(event.where != clips[0].where for event in clips):
+    for clips in seen.together(ev.GradientsClipped):
+        norms = [event.norm for event in clips if event.norm is not None]
+        if len(norms) < len(clips) or any(event.where != clips[0].where for event in clips):
             continue
-        factors = [min(1.0, most / norm) if norm else 1.0 for norm in norms]
-        columns = zip(*(event["sums"] for event in clips), strict=False)
+        limit = clips[0].limit
+        factors = [min(1.0, limit / norm) if norm else 1.0 for norm in norms]
+        columns = zip(*(event.sums for event in clips), strict=False)
         shared = sum(len(set(sums)) == 1 and bool(sums[0]) for sums in columns)
         if shared and max(factors) > _CLIPPED * min(factors):
             return Found(
                 clips[0].where,
                 f"in step {clips[0].step + 1} {shared} gradients that are equal on all ranks are "
                 f"clipped by the norm of each rank's own part: "
-                f"{', '.join(f'{norm:.4g}' for norm in norms)}, with a limit of {most:g}",
+                f"{', '.join(f'{norm:.4g}' for norm in norms)}, with a limit of {limit:g}",
                 "All-reduce the squared norms of what each rank has for itself, and clip by the "
                 "norm of the whole: `torch.nn.utils.clip_grads_with_norm_`.",
             )
@@ -240,35 +257,35 @@ def _clipped_apart(seen: Seen) -> Found | None:
 @rule("SS204")
 def past_the_wrapper(seen: Seen) -> Iterator[Found | NotSeen]:
     """Steps whose forward passes went to `.module`, or to a part of the model."""
-    for one in _trained(seen):
-        past = one.past_wrapper(one.is_exchanged) if one.wrap is not None else []
+    for trained in _trained(seen):
+        past = trained.past_wrapper(trained.is_exchanged) if trained.wrap is not None else []
         if past:
             line = seen.line(past[0].where)
             yield Found(
                 past[0].where,
-                f"in {len(past)} of {len(one.steps)} steps looked at, {one.name} is called without "
-                f"the DDP around it, and no gradient is all-reduced",
+                f"in {len(past)} of {len(trained.steps)} steps looked at, {trained.name} is called "
+                f"without the DDP around it, and no gradient is all-reduced",
                 replaced(
                     line,
                     line.replace(".module(", "(", 1),
                     "Call the DDP model itself; what else its parts have to do belongs into the "
                     "forward of the model that is wrapped.",
                 ),
-                comes_from={} if one.wrap is None else {"DDP is made": one.wrap.where},
+                comes_from={} if trained.wrap is None else {"DDP is made": trained.wrap.where},
             )
 
 
 @rule("SS205")
 def few_samples(seen: Seen) -> Iterator[Found | NotSeen]:
     """BatchNorm in training under DDP, with few samples of a rank."""
-    for one in _trained(seen):
-        norms = one.models[0]["batch_norms"]
-        counts = [event["n"] for event in one.forwards if event["n"] is not None]
-        if norms and one.wrap is not None and counts and max(counts) < _FEW_SAMPLES:
+    for trained in _trained(seen):
+        norms = trained.models[0].batch_norms
+        counts = [event.n for event in trained.forwards if event.n is not None]
+        if norms and trained.wrap is not None and counts and max(counts) < _FEW_SAMPLES:
             yield Found(
-                one.wrap.where,
-                f"{len(norms)} BatchNorm layers of {one.name} ({norms[0]} first) are normalised "
-                f"over {max(counts)} samples on each rank",
+                trained.wrap.where,
+                f"{len(norms)} BatchNorm layers of {trained.name} ({norms[0]} first) are "
+                f"normalised over {max(counts)} samples on each rank",
                 "Before DDP: model = nn.SyncBatchNorm.convert_sync_batchnorm(model)",
             )
 
@@ -276,23 +293,25 @@ def few_samples(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS206")
 def unequal_buffers(seen: Seen) -> Iterator[Found | NotSeen]:
     """Buffers that DDP does not broadcast, and that the ranks do not change alike."""
-    for one in _trained(seen):
-        if not one.is_one or (one.wrap is not None and one.wrap["broadcast_buffers"]):
+    for trained in _trained(seen):
+        if not trained.is_one or (trained.wrap is not None and trained.wrap.broadcast_buffers):
             continue
-        names = _differing(one.weights[-1], "buffers")
+        names = _differing([rank.buffers for rank in trained.weights[-1]])
         if not names:
             continue
         own = [name for name in names if not name.endswith(_NORMS)]
         changed = {
             rank
-            for rank, (first, last) in enumerate(zip(one.weights[0], one.weights[-1], strict=True))
-            if any(first["buffers"].get(name) != last["buffers"][name] for name in own)
+            for rank, (first, last) in enumerate(
+                zip(trained.weights[0], trained.weights[-1], strict=True)
+            )
+            if any(first.buffers.get(name) != last.buffers[name] for name in own)
         }
         some = own and len(changed) < seen.world_size
         yield Found(
-            one.wrap.where if one.wrap is not None else one.models[0].where,
-            f"after step {one.weights[-1][0].step} {len(names)} buffers of {one.name} differ "
-            f"between the ranks, {(own or names)[0]} first"
+            trained.wrap.where if trained.wrap is not None else trained.models[0].where,
+            f"after step {trained.weights[-1][0].step} {len(names)} buffers of {trained.name} "
+            f"differ between the ranks, {(own or names)[0]} first"
             + (f"; only {named(changed)} changed it" if some else ""),
             "Change buffers on all ranks alike, or leave DDP's broadcast_buffers on.",
             severity=None if some else "advice",
@@ -302,33 +321,33 @@ def unequal_buffers(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS207")
 def unused_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
     """A loss does not reach some parameters, and find_unused_parameters is off."""
-    ends = [event["text"] for event in seen.any("end")]
-    for one in _trained(seen):
-        wrap = one.wrap
-        if wrap is None or wrap["find_unused_parameters"] or wrap["static_graph"]:
+    ends = [event.text for event in seen.any(ev.RankEnded)]
+    for trained in _trained(seen):
+        wrap = trained.wrap
+        if wrap is None or wrap.find_unused_parameters or wrap.static_graph:
             continue
         unused: dict[str, None] = {}
         ranks = set()
-        for rank, model in zip(seen.ranks, one.models, strict=True):
+        for rank, model in zip(seen.ranks, trained.models, strict=True):
             left: list[str] = []
-            for event in rank.of("backward", "step", "end"):
-                if event.kind == "backward":
-                    left = event["unused"].get(str(model["model_id"]), []) if event["sync"] else []
+            for event in rank.of(ev.BackwardPass, ev.OptimizerStep, ev.RankEnded):
+                if isinstance(event, ev.BackwardPass):
+                    left = event.unused.get(str(model.model_id), []) if event.sync else []
                     continue
-                if event.kind == "step":
-                    left = [n for n in left if n in event["grads"] and event["grads"][n] is None]
-                elif _UNUSED not in event["text"]:
+                if isinstance(event, ev.OptimizerStep):
+                    left = [n for n in left if n in event.grads and event.grads[n] is None]
+                elif isinstance(event, ev.RankEnded) and _UNUSED not in event.text:
                     left = []
                 if left:
                     unused |= dict.fromkeys(left)
                     ranks.add(rank.rank)
         if unused:
-            names, of = list(unused), len(one.models[0]["shapes"])
+            names, of = list(unused), len(trained.models[0].shapes)
             failed = "; the next forward pass failed" if any(_UNUSED in t for t in ends) else ""
             yield Found(
                 wrap.where,
                 f"the loss does not reach {len(names)} of {of} parameters "
-                f"of {one.name} on {named(ranks)}: {', '.join(names[:3])}{failed}",
+                f"of {trained.name} on {named(ranks)}: {', '.join(names[:3])}{failed}",
                 "Remove what is not used or freeze it with requires_grad_(False); if it is used in "
                 "other steps, DistributedDataParallel(…, find_unused_parameters=True).",
             )
@@ -337,15 +356,15 @@ def unused_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS208")
 def all_used(seen: Seen) -> Iterator[Found | NotSeen]:
     """Every backward pass on every rank reaches every parameter."""
-    for one in _trained(seen):
-        wrap = one.wrap
-        if wrap is None or not wrap["own"] or not wrap["find_unused_parameters"]:
+    for trained in _trained(seen):
+        wrap = trained.wrap
+        if wrap is None or not wrap.own or not wrap.find_unused_parameters:
             continue
         looked = [
-            event["unused"][str(model["model_id"])]
-            for rank, model in zip(seen.ranks, one.models, strict=True)
-            for event in rank.of("backward")
-            if str(model["model_id"]) in event["unused"]
+            event.unused[str(model.model_id)]
+            for rank, model in zip(seen.ranks, trained.models, strict=True)
+            for event in rank.of(ev.BackwardPass)
+            if str(model.model_id) in event.unused
         ]
         if len(looked) < 3 * seen.world_size:
             yield NotSeen("too few backward passes")
@@ -355,7 +374,7 @@ def all_used(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(
                 wrap.where,
                 f"all {len(looked)} backward passes of {seen.world_size} ranks reach all "
-                f"{len(one.models[0]['shapes'])} parameters of {one.name}",
+                f"{len(trained.models[0].shapes)} parameters of {trained.name}",
                 replaced(line, without, "Leave it out."),
             )
 
@@ -363,17 +382,17 @@ def all_used(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS209")
 def gpu_of_global_rank(seen: Seen) -> Iterator[Found | NotSeen]:
     """Where the ranks seem to have a node each, look at the device that a rank asks for."""
-    asked = seen.any("device")
-    apart = [event for event in asked if event["rank"] != event["local_rank"]]
+    asked = seen.any(ev.DeviceAsked)
+    apart = [event for event in asked if event.rank != event.local_rank]
     if asked and not apart:
         yield NotSeen("all ranks were on one node, where the global rank is the local one")
-    wrong = [e for e in apart if e["asked"] == e["rank"] and not e["alone"]]
+    wrong = [e for e in apart if e.index == e.rank and not e.alone]
     for event in wrong[:1]:
         others = dict.fromkeys(e.where for e in wrong if e.where != event.where)
         yield Found(
             event.where,
-            f"with one rank per node, rank {event['rank']} asked for cuda:{event['asked']}, and "
-            f"its LOCAL_RANK is {event['local_rank']}"
+            f"with one rank per node, rank {event.rank} asked for cuda:{event.index}, and "
+            f"its LOCAL_RANK is {event.local_rank}"
             + (f" (also {', '.join(others)})" if others else ""),
             'Choose devices by int(os.environ["LOCAL_RANK"]), and data and files by the rank.',
         )

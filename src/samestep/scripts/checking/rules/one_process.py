@@ -1,64 +1,67 @@
-"""Rules that one process can break too: what is trained, by which gradients, and what is saved."""
+"""Rules that one process can break too: what is trained, how, in which mode, and what is saved."""
 
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from samestep.base.errors import listed
-from samestep.scripts.checking.events import Event, RankSeen, Seen
+from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
+from samestep.scripts.checking.rules.evaluation import evaluations, with_loader
+from samestep.scripts.checking.seen import RankSeen, Seen
 
 _LEAST_STEPS = 2
 _FEW = 3  # steps
 _LARGE = 0.1  # of the largest learning rate
+_LEFT_ON, _IN_A_ROW = 3, 2  # training steps; forward passes of an evaluation
 _SKIPS = 8  # in a row; a scaler's first guess may be wrong by some powers of 2
 
 
-def _astray(rank: RankSeen) -> Iterator[tuple[Event, Event, dict[str, list[int]], int]]:
+def _astray(
+    rank: RankSeen,
+) -> Iterator[tuple[ev.OptimizerStep, ev.ModelTrained, dict[str, list[int]], bool]]:
     """Yield the models with weights that get gradients, but that no optimizer holds or changes.
 
-    With the step, the weights' shapes by name, and how many tensors of these shapes the optimizer
-    holds instead, without a gradient.
+    With the step, the weights' shapes by name, and whether the optimizer holds tensors of these
+    shapes instead, without a gradient.
     """
-    steps = [event for event in rank.of("step") if event["grads"] or event.get("strangers")]
-    models = {event["model_id"]: event for event in rank.of("model")}
-    for number, model in models.items():
-        found = [e for e in steps if str(number) in e["unheld"]]
-        if not found or len(found) < min(_LEAST_STEPS, rank.steps):
+    steps = [step for step in rank.of(ev.OptimizerStep) if step.grads or step.strangers]
+    for model in {model.model_id: model for model in rank.of(ev.ModelTrained)}.values():
+        number = str(model.model_id)
+        first = [step for step in steps if number in step.unheld]
+        if not first or len(first) < min(_LEAST_STEPS, rank.steps):
             continue
-        names = [n for n in found[0]["unheld"][str(number)] if n not in _changed(rank, number)]
-        shapes = {n: found[0]["unheld"][str(number)][n] for n in names}
-        dead = Counter(tuple(shape) for shape, alive in found[0]["strangers"] if not alive)
-        instead = (Counter(map(tuple, shapes.values())) & dead).total()
-        if names:
-            yield found[0], model, shapes, instead
+        changed = _changed(rank, model)
+        shapes = {n: shape for n, shape in first[0].unheld[number].items() if n not in changed}
+        dead = {tuple(shape) for shape, has_gradient in first[0].strangers if not has_gradient}
+        if shapes:
+            yield first[0], model, shapes, not dead.isdisjoint(map(tuple, shapes.values()))
 
 
-def _changed(rank: RankSeen, model_id: int, kind: str = "weights") -> set[str]:
+def _changed(
+    rank: RankSeen, model: ev.ModelTrained, kind: type[ev.ModelSums] = ev.WeightSums
+) -> set[str]:
     """Return the weights that are not always the same as before the first step."""
-    own = [e for e in rank.of("weights", kind) if e["model_id"] == model_id]
-    start = own[0]["parameters"]
-    later = [event["parameters"] for event in own[1:] if event.kind == kind]
-    return {name for name in start if any(one.get(name) != start[name] for one in later)}
+    start = rank.of_model(ev.ModelSums, model.model_id)[0].parameters
+    later = [event.parameters for event in rank.of_model(kind, model.model_id)]
+    return {name for name in start if any(sums.get(name) != start[name] for sums in later)}
 
 
-def _made(rank: RankSeen, step: Event) -> str:
-    """Return where the optimizer of a step was made."""
-    made = [e for e in rank.of("optimizer") if e["optimizer_id"] == step["optimizer_id"]]
+def _made(rank: RankSeen, step: ev.OptimizerStep) -> str:
+    made = [e for e in rank.of(ev.OptimizerMade) if e.optimizer_id == step.optimizer_id]
     return made[0].where if made else step.where
 
 
 def _unheld(
     seen: Seen, *, instead: bool
-) -> Iterator[tuple[RankSeen, Event, Event, dict[str, Any]]]:
+) -> Iterator[tuple[RankSeen, ev.OptimizerStep, ev.ModelTrained, dict[str, list[int]]]]:
     """Yield what is astray on the first rank that has such, with or without other tensors."""
     for rank in seen.ranks:
-        found = [one for one in _astray(rank) if bool(one[3]) == instead]
-        for step, model, shapes, _ in found:
+        astray = [part for part in _astray(rank) if part[3] == instead]
+        for step, model, shapes, _ in astray:
             yield rank, step, model, shapes
-        if found:
+        if astray:
             return
 
 
@@ -66,13 +69,14 @@ def _unheld(
 def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
     """Gradients other than zero, in no optimizer that was ever made, and never changed."""
     for rank, step, model, shapes in _unheld(seen, instead=False):
-        forwards = [e for e in rank.of("forward") if e["model_id"] == model["model_id"]]
-        whole = not any(model["model_id"] in event["models"] for event in rank.of("step"))
-        if whole and not any(event["training"] for event in forwards):
+        whole = not any(model.model_id in event.models for event in rank.of(ev.OptimizerStep))
+        if whole and not any(
+            event.training for event in rank.of_model(ev.ForwardPass, model.model_id)
+        ):
             continue  # a frozen part of a loss, for instance
         yield Found(
             _made(rank, step),
-            f"{len(shapes)} of {len(model['shapes'])} parameters of {model['model']} get gradients "
+            f"{len(shapes)} of {len(model.shapes)} parameters of {model.model} get gradients "
             f"but no optimizer holds them: {listed([*shapes])}; they are the same after "
             f"{rank.steps} steps",
             "Give them to the optimizer, or freeze them with requires_grad_(False).",
@@ -84,11 +88,11 @@ def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
 def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
     """The same parts of the same model have other tensors than when the optimizer was made."""
     for rank, step, model, shapes in _unheld(seen, instead=True):
-        if moved := step.get("tensors_replaced"):
+        if moved := step.tensors_replaced:
             yield Found(
                 _made(rank, step),
-                f"{len(moved)} tensors that {step['optimizer']} holds are no longer those of "
-                f"{model['model']}: since it was made, {listed(moved)} became other tensors; "
+                f"{len(moved)} tensors that {step.optimizer} holds are no longer those of "
+                f"{model.model}: since it was made, {listed(moved)} became other tensors; "
                 f"{len(shapes)} parameters are unchanged after {rank.steps} steps",
                 "Make the optimizer after the model is moved, converted, loaded and wrapped.",
             )
@@ -98,11 +102,11 @@ def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
 def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
     """Tensors of the same shapes as the model's, which never get a gradient."""
     for rank, step, model, shapes in _unheld(seen, instead=True):
-        if not step.get("tensors_replaced"):
+        if not step.tensors_replaced:
             yield Found(
                 _made(rank, step),
-                f"{step['optimizer']} holds {len(step['strangers'])} tensors of no model that is "
-                f"called; {len(shapes)} parameters of {model['model']} of the same shapes "
+                f"{step.optimizer} holds {len(step.strangers)} tensors of no model that is "
+                f"called; {len(shapes)} parameters of {model.model} of the same shapes "
                 f"({listed([*shapes])}) get gradients and are unchanged after {rank.steps} steps",
                 "Make the optimizer from the parameters of the model that is trained, once that "
                 "is complete.",
@@ -114,13 +118,13 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
     """Weights with the same bits after several steps with gradients."""
     for rank in seen.ranks:
         found = False
-        for model in rank.of("model"):
-            steps = [e for e in rank.of("step") if model["model_id"] in e["models"] and e["grads"]]
-            kept = [e for e in rank.of("kept") if e["model_id"] == model["model_id"]]
-            changed = _changed(rank, model["model_id"], "kept")
+        for model in rank.of(ev.ModelTrained):
+            steps = [e for e in rank.of(ev.OptimizerStep) if model.model_id in e.models and e.grads]
+            kept = rank.of_model(ev.WeightSumsBefore, model.model_id)
+            changed = _changed(rank, model, ev.WeightSumsBefore)
             before, latest = [0.0, 0.0, *(event.time for event in kept)][-2:]
             # Of a vector all values may be 1, to which a small update adds nothing yet.
-            matrices = [name for name, shape in model["shapes"].items() if len(shape) > 1]
+            matrices = [name for name, shape in model.shapes.items() if len(shape) > 1]
             names = [
                 name
                 for name in matrices
@@ -133,15 +137,15 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
                 for name in changed.intersection(matrices)
                 if len(_with_gradients(steps, name, before, latest)) >= _LEAST_STEPS
             ]
-            stopped = [n for n in after if len({e["parameters"][n] for e in kept[-2:]}) == 1]
+            stopped = [n for n in after if len({e.parameters[n] for e in kept[-2:]}) == 1]
             if len(stopped) < len(after):  # else it has learnt all that it could
                 names += stopped
-            idle = [e for e in steps if len(e["still"]) == len(e["grads"])]
+            idle = [e for e in steps if len(e.still) == len(e.grads)]
             if names or (len(idle) == len(steps) >= _FEW):
                 found = True
                 yield Found(
                     steps[0].where,
-                    f"{len(names)} of {len(model['shapes'])} parameters of {model['model']} have "
+                    f"{len(names)} of {len(model.shapes)} parameters of {model.model} have "
                     f"gradients in {len(_with_gradients(steps, names[0]))} steps, and the same "
                     f"bits before step {kept[-1].step + 1} as "
                     + (f"before step {kept[-2].step + 1}" if names == stopped else "at first")
@@ -158,15 +162,15 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
 
 
 def _with_gradients(
-    steps: list[Event], name: str, since: float = 0.0, until: float = math.inf
-) -> list[Event]:
+    steps: list[ev.OptimizerStep], name: str, since: float = 0.0, until: float = math.inf
+) -> list[ev.OptimizerStep]:
     """Return the steps that were taken with a gradient of a parameter, and not at a tiny rate."""
-    most = max((event["lr"] for event in steps), default=0.0)
+    most = max((event.lr for event in steps), default=0.0)
     return [
         e
         for e in steps
-        if since < e.time < until and e["grads"].get(name) and name not in e["still"]
-        if e["lr"] >= _LARGE * most
+        if since < e.time < until and e.grads.get(name) and name not in e.still
+        if e.lr >= _LARGE * most
     ]
 
 
@@ -174,23 +178,23 @@ def _with_gradients(
 def frozen_change(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for weights without a gradient that a step changes, and for frozen norms that learn."""
     rank = seen.ranks[0]
-    steps = [event for event in rank.of("step") if event["thawed"]]
+    steps = [event for event in rank.of(ev.OptimizerStep) if event.thawed]
     if len(steps) >= _LEAST_STEPS:
-        names = steps[-1]["thawed"]
+        names = steps[-1].thawed
         yield Found(
             steps[0].where,
-            f"{steps[0]['optimizer']} changes {len(names)} parameters with requires_grad=False and "
+            f"{steps[0].optimizer} changes {len(names)} parameters with requires_grad=False and "
             f"without a gradient in {len(steps)} steps: {listed(names)}",
             "Give the optimizer only what has requires_grad, or clear gradients by "
             "`zero_grad(set_to_none=True)` once it is frozen.",
             comes_from={"the optimizer is made": _made(rank, steps[0])},
         )
-    for model in rank.of("model"):
-        looks = [e for e in rank.of("weights") if e["model_id"] == model["model_id"]]
-        first, last = looks[0], looks[-1]
-        vain = model["frozen_in_vain"]
+    for model in rank.of(ev.ModelTrained):
+        sums = rank.of_model(ev.WeightSums, model.model_id)
+        first, last = sums[0], sums[-1]
+        vain = model.frozen_in_vain
         parts = tuple(f"{name}." if name else "" for name in vain)
-        thawed = sorted(n for n in _changed(rank, model["model_id"]) if f"{n}.".startswith(parts))
+        thawed = sorted(n for n in _changed(rank, model) if f"{n}.".startswith(parts))
         if vain and thawed:
             yield Found(
                 model.where,
@@ -200,15 +204,15 @@ def frozen_change(seen: Seen) -> Iterator[Found | NotSeen]:
             )
         names = [
             name
-            for name in model["frozen_norms"]
-            if first["parameters"].get(f"{name}.weight") == last["parameters"].get(f"{name}.weight")
-            and first["buffers"].get(f"{name}.running_mean")
-            != last["buffers"].get(f"{name}.running_mean")
+            for name in model.frozen_norms
+            if first.parameters.get(f"{name}.weight") == last.parameters.get(f"{name}.weight")
+            and first.buffers.get(f"{name}.running_mean")
+            != last.buffers.get(f"{name}.running_mean")
         ]
         if names:
             yield Found(
                 model.where,
-                f"{len(names)} frozen batch norms of {model['model']} are in training mode, and "
+                f"{len(names)} frozen batch norms of {model.model} are in training mode, and "
                 f"their statistics have changed after {last.step} steps: {listed(names)}",
                 "Call `eval()` of the frozen part after each `model.train()`.",
                 "advice",
@@ -218,17 +222,17 @@ def frozen_change(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS712", least_ranks=1)
 def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
     """A module that still has the weights of the beginning is saved, the trained one never."""
-    saved = [(rank.rank, event) for rank in seen.ranks for event in rank.of("saved")]
-    fresh = {(rank, event["model_id"]) for rank, event in saved if event["fresh"]}
+    saved = [(rank.rank, event) for rank in seen.ranks for event in rank.of(ev.WeightsSaved)]
+    fresh = {(rank, event.model_id) for rank, event in saved if event.fresh}
     wrong = [
         event
         for rank, event in saved
-        if event["stale"] and event["live"] and (rank, event["model_id"]) not in fresh
+        if event.stale and event.live and (rank, event.model_id) not in fresh
     ]
     if wrong:
         yield Found(
             wrong[0].where,
-            f"after {wrong[0].step} steps {wrong[0]['model']} is saved as it began, and in "
+            f"after {wrong[0].step} steps {wrong[0].model} is saved as it began, and in "
             f"{len(wrong)} saves never as it was trained",
             "Save the state_dict of the model that the optimizer trains.",
         )
@@ -239,16 +243,16 @@ def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS714", least_ranks=1)
 def loads_itself(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for a model that loads the state_dict that it gave before it was trained on."""
-    event = seen.ranks[0].first("loaded_itself")
+    event = seen.ranks[0].first(ev.LoadedItself)
     if event is not None:
-        line = seen.line(event["taken"])
+        line = seen.line(event.taken)
         copied = re.sub(r"([\w.]+\.state_dict\(\))", r"copy.deepcopy(\1)", line, count=1)
         yield Found(
             event.where,
             f"after step {event.step} the model loads its own tensors, as taken after step "
-            f"{event['at']}: they have the values of now",
+            f"{event.at}: they have the values of now",
             replaced(line, copied, "Keep `copy.deepcopy(…)` of them."),
-            comes_from={"the state_dict is taken": event["taken"]},
+            comes_from={"the state_dict is taken": event.taken},
         )
 
 
@@ -256,7 +260,7 @@ def loads_itself(seen: Seen) -> Iterator[Found | NotSeen]:
 def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for gradients of the last step that the next backward pass adds to."""
     for optimizer, (rank, steps) in _by_optimizer(seen).items():
-        left = [event for event in steps if event["left"]]
+        left = [event for event in steps if event.left]
         if len(left) < _FEW or 3 * len(left) < 2 * (len(steps) - 1):
             continue
         backward = _backward_before(rank, left[0])
@@ -272,9 +276,9 @@ def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
 def zeroes_before_the_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for `zero_grad` as the last thing before a step."""
     for optimizer, (_, steps) in _by_optimizer(seen).items():
-        lost = [event for event in steps if event["cleared"]]
+        lost = [event for event in steps if event.cleared]
         if len(lost) >= _FEW and 2 * len(lost) > len(steps):
-            where = lost[0]["cleared"]
+            where = lost[0].cleared
             yield Found(
                 where,
                 f"{len(lost)} of {len(steps)} steps of {optimizer} came after a zero_grad with no "
@@ -287,16 +291,16 @@ def zeroes_before_the_step(seen: Seen) -> Iterator[Found | NotSeen]:
 def loss_is_detached(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for losses whose graph has no parameters, and steps without gradients."""
     for optimizer, (rank, steps) in _by_optimizer(seen).items():
-        reach = rank.of("reach")
-        cut = [event for event in reach if not event["parameters"]]
-        empty = [event for event in steps if event["missing"] == event["tensors"]]
-        clears = any(event["cleared"] for event in steps)
-        forward = any(event["grad"] for event in rank.of("forward"))
+        reach = rank.of(ev.LossReach)
+        cut = [event for event in reach if not event.parameters]
+        empty = [event for event in steps if event.missing == event.tensors]
+        clears = any(event.cleared for event in steps)
+        forward = any(event.grad for event in rank.of(ev.ForwardPass))
         if len(cut) == len(reach) >= _FEW <= len(empty) == len(steps) and forward and not clears:
             yield Found(
                 reach[0].where,
-                f"none of the {steps[0]['tensors']} tensors of {optimizer} had a gradient in "
-                f"{len(steps)} steps: the graph of the loss holds {reach[0]['leaves']} leaves and "
+                f"none of the {steps[0].tensors} tensors of {optimizer} had a gradient in "
+                f"{len(steps)} steps: the graph of the loss holds {reach[0].leaves} leaves and "
                 f"none of them is a parameter",
                 "Call backward on the loss as the model's output gave it, without `detach`, "
                 "`item`, `numpy` or a new `torch.tensor` in between.",
@@ -307,46 +311,158 @@ def loss_is_detached(seen: Seen) -> Iterator[Found | NotSeen]:
 def scaler_skips_every_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for a scaler that skipped more steps in a row than finding its scale takes."""
     for rank in seen.ranks:
-        calls = rank.of("scaler")
-        taken = [n for n, event in enumerate(calls) if not event["skipped"]]
+        calls = rank.of(ev.ScalerStep)
+        taken = [n for n, event in enumerate(calls) if not event.skipped]
         row = calls[taken[-1] + 1 if taken else 0 :]
         if len(row) >= _SKIPS:
             yield Found(
                 row[0].where,
                 f"the last {len(row)} of {len(calls)} steps were skipped on rank {rank.rank}; the "
-                f"scale fell to {row[-1]['scale']:g}",
+                f"scale fell to {row[-1].scale:g}",
                 "Find where the loss or a gradient becomes infinite: "
                 "`torch.autograd.set_detect_anomaly(True)`.",
             )
             return
 
 
-def _by_optimizer(seen: Seen) -> dict[str, tuple[RankSeen, list[Event]]]:
+def _by_optimizer(seen: Seen) -> dict[str, tuple[RankSeen, list[ev.GradientsUsed]]]:
     """Return the steps of each optimizer on the first rank that took any."""
     for rank in seen.ranks:
-        found: dict[int, list[Event]] = {}
-        for event in rank.of("gradients"):
-            found.setdefault(event["optimizer_id"], []).append(event)
-        if found:
-            names = Counter(steps[0]["optimizer"] for steps in found.values())
-            many = {name for name, count in names.items() if count > 1}
+        each: dict[int, list[ev.GradientsUsed]] = {}
+        for event in rank.of(ev.GradientsUsed):
+            each.setdefault(event.optimizer_id, []).append(event)
+        if each:
+            names = Counter(steps[0].optimizer for steps in each.values())
             return {
-                f"{steps[0]['optimizer']} ({steps[0].where})"
-                if steps[0]["optimizer"] in many
-                else steps[0]["optimizer"]: (rank, steps)
-                for steps in found.values()
+                f"{name} ({steps[0].where})" if names[name] > 1 else name: (rank, steps)
+                for steps in each.values()
+                for name in [steps[0].optimizer]
             }
     return {}
 
 
-def _backward_before(rank: RankSeen, step: Event) -> str:
+def _backward_before(rank: RankSeen, step: ev.GradientsUsed) -> str:
     """Return the line of the first backward pass that a step was taken with."""
     lines: list[str] = []
-    for event in rank.events:
+    for event in rank.of(ev.GradientsUsed, ev.BackwardPass):
         if event is step:
             break
-        if event.kind == "gradients" and event["optimizer_id"] == step["optimizer_id"]:
-            lines = []
-        elif event.kind == "backward":
+        if isinstance(event, ev.BackwardPass):
             lines.append(event.where)
+        elif isinstance(event, ev.GradientsUsed) and event.optimizer_id == step.optimizer_id:
+            lines = []
     return lines[0] if lines else step.where
+
+
+@rule("SS706", least_ranks=1)
+def trains_in_eval_mode(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for training steps in evaluation mode of a model whose layers depend on it."""
+    for rank in seen.ranks:
+        for forwards in _training_forwards(rank).values():
+            off: list[ev.ForwardPass] = []
+            for event in reversed(forwards):
+                if event.training:
+                    break
+                off.insert(0, event)
+            steps = {event.step for event in off}
+            on, layers = off[0].modal if off else (0, 0)
+            if len(steps) < _LEFT_ON or on or not layers:
+                continue
+            never = len(off) == len(forwards)
+            yield Found(
+                off[0].where,
+                f"{len(steps)} training steps of {off[0].model} from step {off[0].step + 1} on "
+                f"ran in evaluation mode, with {layers} layers of dropout or batch norm"
+                + ("" if never else "; the steps before did not"),
+                "Call `model.train()` at the start of each epoch, after every evaluation.",
+                # Some fine-tune so on purpose.
+                "advice" if never else None,
+            )
+            return
+
+
+@rule("SS707", least_ranks=1)
+def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for forward passes without gradients on other data, with layers in training mode."""
+    for call in seen.ranks[0].of(ev.DropoutCalled):
+        name = call.function
+        remedy = f"`F.{name}(…, training=self.training)` drops nothing in evaluation mode."
+        if name == "scaled_dot_product_attention":
+            remedy = "Give it `dropout_p=self.p if self.training else 0.0`."
+        yield Found(
+            call.where,
+            f"after step {call.step} `{name}` dropped values (p={call.p:g}) of a model in "
+            "evaluation mode, without gradients",
+            remedy,
+        )
+    yield from _teachers(seen.ranks[0])
+    for rank in seen.ranks:
+        row: list[ev.ForwardPass] = []
+        for event, foreign in with_loader(seen, rank, ev.ForwardPass):
+            wrong = foreign and not event.grad and event.training and event.modal[0]
+            row = [*row, event] if wrong else []
+            if len(row) >= _IN_A_ROW:
+                on, layers = row[0].modal
+                yield Found(
+                    row[0].where,
+                    f"after step {row[0].step} {row[0].model} ran without gradients on another "
+                    f"loader's batches, with {on} of {layers} layers of dropout or batch norm in "
+                    f"training mode",
+                    "Call `model.eval()` before the evaluation and `model.train()` after it.",
+                )
+                return
+
+
+def _teachers(rank: RankSeen) -> Iterator[Found]:
+    """Yield models that never change, and are called in training mode between the steps."""
+    trained = {event.model_id for event in rank.of(ev.ModelTrained)}
+    by_model: dict[int, list[ev.InferencePass]] = {}
+    for event in rank.of(ev.InferencePass):
+        by_model.setdefault(event.model_id, []).append(event)
+    for number, events in by_model.items():
+        unsteady = [e for e in events if e.training and (e.dropped or e.learnt)]
+        if number in trained or len(unsteady) < _LEFT_ON or len({e.weights for e in events}) > 1:
+            continue
+        does = "drops values" if unsteady[0].dropped else "learns the statistics of its batches"
+        yield Found(
+            unsteady[0].where,
+            f"{unsteady[0].model}, whose weights never change, {does}: it is in training mode "
+            f"in {len(unsteady)} of {len(events)} steps looked at",
+            "Call its `eval()` once it is built or loaded, and where `train()` of a model with it "
+            "inside undoes that.",
+            "warning",
+        )
+
+
+@rule("SS709", least_ranks=1)
+def evaluates_with_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for forward passes in evaluation mode whose graph no backward pass uses."""
+    for rank in seen.ranks:
+        foreign = {id(event) for event, other in with_loader(seen, rank, ev.ForwardPass) if other}
+        for part in evaluations(seen, rank):
+            kept = [e for e in part.forwards if e.grad and id(e) in foreign]
+            if len(kept) >= _IN_A_ROW:
+                yield Found(
+                    kept[0].where,
+                    f"{len(kept)} forward passes of {kept[0].model} after step {part.step} "
+                    f"recorded a graph, and no backward pass followed",
+                    "Evaluate under `with torch.no_grad():`.",
+                )
+                return
+
+
+def _training_forwards(rank: RankSeen) -> dict[int, list[ev.ForwardPass]]:
+    """Return, by model, the forward passes that a backward pass followed."""
+    by_model: dict[int, list[ev.ForwardPass]] = {}
+    pending: list[ev.ForwardPass] = []
+    for event in rank.of(ev.ForwardPass, ev.BackwardPass):
+        if isinstance(event, ev.ForwardPass):
+            pending = [*pending, event] if event.grad else []
+            continue
+        trains = any(forward.training for forward in pending)
+        for forward in pending:
+            # Next to a model in training mode, one in evaluation mode is a teacher or a critic.
+            if forward.training or not trains:
+                by_model.setdefault(forward.model_id, []).append(forward)
+        pending = []
+    return by_model

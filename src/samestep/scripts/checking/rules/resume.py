@@ -11,18 +11,19 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from samestep.base.words import count
-from samestep.scripts.checking.events import Event, Seen
+from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.findings import RULES, Found, NotSeen, rule
-from samestep.scripts.checking.starts import Attempt, Resumed
+from samestep.scripts.checking.seen import Seen
+from samestep.scripts.checking.starts import Attempt, Resumed, SeenResumed
 
-_PARTS = {
+_PARTS: dict[ev.StatePart, tuple[str, ...]] = {
     "weights": ("SS811", "weights", "model"),
     "buffers": ("SS811", "buffers", "model"),
-    "optimizer": ("SS812", "optimizer's state", "optimizer", "optimizer_made"),
-    "scale": ("SS815", "loss scale", "scaler_made"),
-    "copies": ("SS816", "average of the weights", "copy_made"),
+    "optimizer": ("SS812", "optimizer's state", "optimizer", "optimizer made"),
+    "scale": ("SS815", "loss scale", "scaler made"),
+    "copies": ("SS816", "average of the weights", "copy made"),
 }
-"""Of each part of the state its code, its name, and the events at whose lines it is loaded."""
+"""Of each part of the state its code, its name, and where the line is at which it is loaded."""
 _OF_THE_SCHEDULE = re.compile(r"param_groups|_last_lr|last_epoch|_step_count|sched|\blr\b")
 _OF_TIME = re.compile(r"time|second|elapsed|date|speed|duration|throughput|per_s|random|rng|seed")
 _OF_AN_AVERAGE = re.compile(r"ema|shadow|average|teacher", re.IGNORECASE)
@@ -46,24 +47,25 @@ def mistakes(resumed: Resumed) -> Iterator[_Fault]:
     right_so_far = True
     for before, start in pairwise(resumed.chain):
         wrong = [*_start(resumed, before, start, follows=right_so_far)]
-        if before.offset and (data := [one for one in wrong if one.code < "SS81"]):
+        if before.offset and (data := [fault for fault in wrong if fault.code < "SS81"]):
             text = "the first resume reads what the whole run does, the second not: "
             first = data[0]._replace(code="SS804", seen=text + data[0].seen)
-            wrong = [first, *(one for one in wrong if one not in data)]
-        right_so_far &= all(one.code == "SS818" for one in wrong)
-        yield from (one for one in wrong if one.code not in known)
-        known |= {one.code for one in wrong}
+            wrong = [first, *(fault for fault in wrong if fault not in data)]
+        right_so_far &= all(fault.code == "SS818" for fault in wrong)
+        yield from (fault for fault in wrong if fault.code not in known)
+        known |= {fault.code for fault in wrong}
     for start in resumed.others:
         yield from _on_others(resumed, start)
     yield from _torn(resumed)
 
 
 def _of(code: str, seen: Seen) -> Iterator[Found | NotSeen]:
-    resumed: Resumed = seen.resumed
+    assert isinstance(seen, SeenResumed)
+    resumed = seen.resumed
     example = "".join(_DIFF.findall(RULES[code].page)).replace("-    ", "-").replace("+    ", "+")
-    for one in mistakes(resumed):
-        if one.code == code:
-            yield Found(one.where, one.seen, f"For example:\n{example}")
+    for fault in mistakes(resumed):
+        if fault.code == code:
+            yield Found(fault.where, fault.seen, f"For example:\n{example}")
     if code < "SS81" and resumed.unsteady("rows"):
         yield NotSeen("two starts read other samples by themselves, or in another order")
 
@@ -81,16 +83,16 @@ def _start(resumed: Resumed, before: Attempt, start: Attempt, *, follows: bool) 
             yield _Fault("SS818", line, text)
         return
     if start.offset == 0 and before.end:
-        read = f"though it read {files[-1]['path']}" if files else "and read no checkpoint"
+        read = f"though it read {files[-1].path}" if files else "and read no checkpoint"
         text = f"resumed after step {before.end}, it began with the weights of step 0 again, {read}"
         yield _Fault("SS831", line, text)
         return
     names = [word.partition("=")[2] or word for word in resumed.words]
-    if not any(file["path"].startswith(name) for file in files for name in names):  # by the user
+    if not any(file.path.startswith(name) for file in files for name in names):  # by the user
         yield from _older(before, start)
     yield from _gone(start)
     wrong = [*_state(whole, before, start)]
-    if follows and not any(one.code == "SS821" for one in wrong):
+    if follows and not any(fault.code == "SS821" for fault in wrong):
         wrong += _schedule(whole, start)
         wrong += [] if resumed.unsteady("rows") else _data(whole, start)
     short = not wrong and start.seen.complete and start.end < whole.end
@@ -106,73 +108,75 @@ def _start(resumed: Resumed, before: Attempt, start: Attempt, *, follows: bool) 
 def _gone(start: Attempt) -> Iterator[_Fault]:
     """Look for a checkpoint that is changed before the first step, if not by the same one anew."""
     again = [save for save in start.saves if save.step == start.offset]
-    for gone in start.seen.any("gone")[:1]:
-        parts = {*start.loaded()[-1]["names"]}
-        if not any(save["path"] == gone["path"] and {*save["leaves"]} == parts for save in again):
-            text = f"{gone['path']}, the checkpoint of step {start.offset}, was removed or written "
+    for gone in start.seen.any(ev.CheckpointGone)[:1]:
+        parts = {*start.loaded()[-1].names}
+        if not any(save.path == gone.path and {*save.leaves} == parts for save in again):
+            text = f"{gone.path}, the checkpoint of step {start.offset}, was removed or written "
             text += "over before the first step after the resume: a kill now loses the training"
             yield _Fault("SS834", again[0].where if again else _line(start), text)
 
 
 def _older(before: Attempt, start: Attempt) -> Iterator[_Fault]:
     """Look for a checkpoint that is newer than the one that was taken."""
-    newest = next((save for save in _resumable(before, start)[::-1] if not save["apart"]), None)
+    newest = next((save for save in _resumable(before, start)[::-1] if not save.apart), None)
     if newest is not None and start.offset < newest.step <= before.end:
-        there = f"there was a checkpoint of step {newest.step}, {newest['path'] or 'of no name'}"
-        text = f"{there}; it took the one of step {start.offset}, {start.loaded()[-1]['path']}"
+        there = f"there was a checkpoint of step {newest.step}, {newest.path or 'of no name'}"
+        text = f"{there}; it took the one of step {start.offset}, {start.loaded()[-1].path}"
         yield _Fault("SS825", _line(start), text)
 
 
-def _resumable(start: Attempt, *later: Attempt) -> list[Event]:
+def _resumable(start: Attempt, *later: Attempt) -> list[ev.CheckpointSaved]:
     """Return what a start saved that is like what later ones loaded, by its parts or its place."""
-    files = [file for one in later for file in one.loaded()]
-    parts, paths = [{*file["names"]} for file in files], [file["path"] for file in files]
+    files = [file for other in later for file in other.loaded()]
+    parts, paths = [{*file.names} for file in files], [file.path for file in files]
     return [
         save
         for save in start.saves
-        if not _NOT_THE_LAST.search(path := save["path"])
-        and ({*save["leaves"]} in parts or (path and any(p.startswith(path) for p in paths)))
+        if not _NOT_THE_LAST.search(path := save.path)
+        and ({*save.leaves} in parts or (path and any(p.startswith(path) for p in paths)))
     ]
 
 
 def _state(whole: Attempt, before: Attempt, start: Attempt) -> Iterator[_Fault]:
     """Compare the state that a start begins with, with that before the kill."""
     at = start.offset
-    for kind, (code, name, *places) in _PARTS.items():
+    for part, (code, name, *places) in _PARTS.items():
         # DDP sends rank 0's buffers to all in the next forward.
-        ranks = range(1 if kind == "buffers" else start.seen.world_size)
-        wrong = {rank: pair for rank in ranks if (pair := start.changed(kind, rank)) is not None}
+        ranks = range(1 if part == "buffers" else start.seen.world_size)
+        wrong = {rank: pair for rank in ranks if (pair := start.changed(part, rank)) is not None}
         where = _line(start, *places)
         if wrong and 0 not in wrong:
             text = f"rank 0 has the {name} of before the kill, and rank {min(wrong)} has not"
             yield _Fault("SS832", where, f"resumed at step {at}, {text}")
         elif wrong:
-            text = _difference(whole, at, kind, *wrong[0])
+            text = _difference(whole, at, part, *wrong[0])
             files = [s for s in before.saves if s.step == at and {*wrong[0][0]} <= _digests(s)]
-            if kind == "weights" and files:  # it restores what the file holds
+            if part == "weights" and files:  # it restores what the file holds
                 text = f"the checkpoint of step {at} has other weights than the training: {text}"
                 yield _Fault("SS821", files[-1].where, text)
                 return  # what the file holds says nothing about the rest
             yield _Fault(code, where, text)
 
 
-def _difference(whole: Attempt, at: int, kind: str, own: list[Any], right: list[Any]) -> str:
+def _difference(
+    whole: Attempt, at: int, part: ev.StatePart, own: list[Any], right: list[Any]
+) -> str:
     """Say how a part of the state differs from what it was before the kill."""
-    name = _PARTS[kind][1]
-    if kind == "scale":
+    name = _PARTS[part][1]
+    if part == "scale":
         return f"the {name} is {_plain(own)}, and was {_plain(right)}"
-    if kind == "copies":
+    if part == "copies":
         return f"an {name}, or another model that the steps change, is not that of step {at}"
     if len(own) != len(right):
         return f"the {name} begins with {len(own)} tensors, and had {len(right)}"
     differ = [n for n, (a, b) in enumerate(zip(own, right, strict=True)) if a != b]
     text = f"{len(differ)} of {count(len(right), 'tensor')} of the {name} "
-    if kind == "weights" and (names := whole.seen.ranks[0].first("names")):
-        text += f"({', '.join([names['names'][n] for n in differ[:3]])}) "
+    if part == "weights" and (names := whole.seen.ranks[0].first(ev.WeightNames)):
+        text += f"({', '.join([names.names[n] for n in differ[:3]])}) "
     text += f"{'is' if len(differ) == 1 else 'are'} not as at step {at}"
-    begin = whole.fact(0, kind)
+    begin = whole.at(0).part(part)
     anew = sum(own[n : n + 1] == begin[n : n + 1] for n in differ)
-    return text + (f"; {anew} as before the first step" if anew and kind != "optimizer" else "")
+    return text + (f"; {anew} as before the first step" if anew and part != "optimizer" else "")
 
 
 def _schedule(whole: Attempt, start: Attempt) -> Iterator[_Fault]:
@@ -182,23 +186,22 @@ def _schedule(whole: Attempt, start: Attempt) -> Iterator[_Fault]:
         return
     rates, right = _rates(start, step), _rates(whole, step)
     if rates == right:
-        groups = zip(start.fact(step, "groups"), whole.fact(step, "groups"), strict=False)
+        groups = zip(start.at(step).groups, whole.at(step).groups, strict=False)
         name = next((k for a, b in groups for k in b if a.get(k) != b[k]), "groups")
         text = f"from step {step} on the optimizer's {name} is not as in the whole run"
-        yield _Fault("SS812", _line(start, "optimizer", "optimizer_made"), text)
+        yield _Fault("SS812", _line(start, "optimizer", "optimizer made"), text)
         return
     text = f"the learning rate of step {step} is {_plain(rates)} after the resume, {_plain(right)} "
     text += "in the whole run"
-    later, right_later = ([_rates(one, n) for n in one.span if n > step] for one in (start, whole))
+    later, right_later = ([_rates(run, n) for n in run.span if n > step] for run in (start, whole))
     is_ahead = rates in right_later and right not in later
     text += ", which has it in a later step" if is_ahead else ""
-    where = _line(start, "schedule_made", "optimizer", "optimizer_made")
+    where = _line(start, "schedule made", "optimizer", "optimizer made")
     yield _Fault("SS814" if is_ahead else "SS813", where, text)
 
 
 def _rates(start: Attempt, step: int) -> list[float]:
-    """Return the learning rates of a step."""
-    return [rate for group in start.fact(step, "groups") for rate in group.get("lr", ())]
+    return [rate for group in start.at(step).groups for rate in group.get("lr", ())]
 
 
 def _data(whole: Attempt, start: Attempt) -> Iterator[_Fault]:
@@ -206,7 +209,7 @@ def _data(whole: Attempt, start: Attempt) -> Iterator[_Fault]:
     first, wrong = start.offset, start.differs_from(whole, "rows")
     if wrong is None:
         return
-    where, code = _line(start, "loader_made"), "SS803"
+    where, code = _line(start, "loader made"), "SS803"
     if whole.numbered and start.numbered and whole.samples(wrong) == start.samples(wrong):
         text = f"step {wrong} trains the samples of the whole run with other values"
         yield _Fault("SS807", where, text)
@@ -214,7 +217,7 @@ def _data(whole: Attempt, start: Attempt) -> Iterator[_Fault]:
     (begin, stop), (_, own_stop) = whole.epoch_of(wrong, whole), start.epoch_of(wrong, whole)
     since, end = max(begin, first), start.span.stop
     before, expected = whole.samples(begin, since), whole.samples(since, stop)
-    trained, stream = start.samples(since, own_stop), start.fact(wrong, "iterable")
+    trained, stream = start.samples(since, own_stop), start.at(wrong).iterable
     other = _epoch_like(whole, start, wrong, begin)
     early = start.samples(first, wrong + 1) if stream else trained  # a lost one may come later
     twice = 0 if other == stop else (before & (early - expected)).total()
@@ -238,7 +241,7 @@ def _data(whole: Attempt, start: Attempt) -> Iterator[_Fault]:
         code, text = "SS806", f"{gone.total()} samples that the whole run trains in steps {first} "
         text += f"to {last} are not among those of the resumed stream"
     else:
-        redrawn = start.fact(wrong, "random") != whole.fact(wrong, "random") and wrong == begin
+        redrawn = start.at(wrong).random != whole.at(wrong).random and wrong == begin
         code = "SS817" if redrawn else "SS803"
         text = f"from step {wrong} on the samples come in another order than in the whole run"
     yield _Fault(code, where, text)
@@ -258,29 +261,31 @@ def _random(resumed: Resumed, start: Attempt) -> Iterator[_Fault]:
     """Look at a first step that differs though its state and samples do not."""
     for rank in range(start.seen.world_size):
         own, before = start.begins(rank)
-        if own is None or before is None or own["rows"] != before.get("rows"):
+        if not isinstance(own, ev.StepBegun) or not isinstance(before, ev.StepBegun):
             return
-        begins = [one.steps[0][rank]["random"].items() for one in (resumed.whole, resumed.chain[0])]
-        seeded = sorted(name for name, _ in begins[0] & begins[1])
-        names = [name for name in seeded if own["random"].get(name) != before["random"][name]]
-        if names and any(own[what] != before[what] for what in ("loss", "gradients")):
+        if own.rows != before.rows:
+            return
+        starts = resumed.whole, resumed.chain[0]
+        one, other = (run.steps[0][rank].random.items() for run in starts)
+        seeded = sorted(name for name, _ in one & other)
+        names = [name for name in seeded if own.random.get(name) != before.random[name]]
+        if names and (own.loss, own.gradients) != (before.loss, before.gradients):
             text = f"step {start.offset} begins with other random numbers ({', '.join(names)}): its"
-            text += f" loss is {own['loss']:.6g}, and was {before['loss']:.6g} before the kill"
+            text += f" loss is {own.loss:.6g}, and was {before.loss:.6g} before the kill"
             text += f" (rank {rank})" if rank else ""
             yield _Fault("SS817", _line(start), text)
             return
 
 
 def _counters(whole: Attempt, start: Attempt) -> Iterator[_Fault]:
-    """Compare the numbers in later checkpoints."""
-    twins = {(save.step, save.where, *save["leaves"]): save["leaves"] for save in whole.saves[::-1]}
+    twins = {(save.step, save.where, *save.leaves): save.leaves for save in whole.saves[::-1]}
     for save in start.saves:
-        right = twins.get((save.step, save.where, *save["leaves"]))
-        if right is None or save.step == start.offset or save["apart"]:
+        right = twins.get((save.step, save.where, *save.leaves))
+        if right is None or save.step == start.offset or save.apart:
             continue  # after which step a thread has written one is chance
         # A counter sets an average's decay, and the average what is best.
         for name in sorted(right, key=lambda name: not isinstance(right[name], int)):
-            value = save["leaves"][name]
+            value = save.leaves[name]
             average = isinstance(value, list) and _OF_AN_AVERAGE.search(name)
             plain = not isinstance(value, list | str) and not _OF_THE_SCHEDULE.search(name)
             judged = average or (plain and not _OF_TIME.search(name.lower()))
@@ -295,39 +300,38 @@ def _checkpoints(resumed: Resumed) -> Iterator[_Fault]:
     """Compare the checkpoints of the whole run with its weights, and with each other."""
     whole, saves = resumed.whole, _resumable(resumed.whole, *resumed.chain)
     for save in saves:
-        if save["changed"]:
+        if save.changed:
             text = "from the live weights while the training changed them"
             yield _Fault("SS823", save.where, f"a thread wrote the one of step {save.step} {text}")
             return
     held = [whole.step_of(_digests(save), save.step) for save in saves]
     for (save, step), (later, later_step) in pairwise(zip(saves, held, strict=True)):
-        states = [whole.state(one.step) for one in (save, later)]
-        weights = {tuple(state["weights"]) for state in states if state is not None}
+        states = [whole.state(s.step) for s in (save, later)]
+        weights = {tuple(state.weights) for state in states if state is not None}
         if step is not None and step == later_step and len(weights) > 1:
             text = f"the one of step {save.step} and that of step {later.step} both hold the "
             yield _Fault("SS822", later.where, f"{text}weights of step {step}")
             return
     for save, step in zip(saves, held, strict=True):
-        if step not in (None, save.step) and not save["apart"]:
+        if step not in (None, save.step) and not save.apart:
             text = f"written after step {save.step}, it holds the weights of step {step}"
             yield _Fault("SS821", save.where, text)
             return
 
 
 def _on_others(resumed: Resumed, start: Attempt) -> Iterator[_Fault]:
-    """Judge a start on another number of ranks."""
     at, whole = start.offset, resumed.whole
     if not start.steps or not at:
         return
     on = f"on {count(start.seen.world_size, 'rank')}"
-    own, right = (one.fact(at, "rows").total() for one in (start, whole))
+    own, right = (run.samples(at, rows=True).total() for run in (start, whole))
     if own != right and _rates(start, at) == _rates(whole, at):
         text = f"resumed {on} instead of {whole.seen.world_size}, a step trains {own} samples "
         text += f"instead of {right} with the same learning rate, {_plain(_rates(whole, at))}"
-        yield _Fault("SS833", _line(start, "loader_made"), text)
+        yield _Fault("SS833", _line(start, "loader made"), text)
     elif own == right and not resumed.unsteady("rows"):
-        for one in _data(whole, start):  # no state makes up for another sampler
-            yield _Fault(one.code.replace("SS817", "SS803"), one.where, f"{on}: {one.seen}")
+        for fault in _data(whole, start):  # no state makes up for another sampler
+            yield _Fault(fault.code.replace("SS817", "SS803"), fault.where, f"{on}: {fault.seen}")
 
 
 def _torn(resumed: Resumed) -> Iterator[_Fault]:
@@ -335,7 +339,7 @@ def _torn(resumed: Resumed) -> Iterator[_Fault]:
     torn, killed = resumed.torn, resumed.chain[0]
     if torn is None or not torn.steps:
         return
-    if step := killed.step_of(torn.steps[0][0]["weights"], killed.end):
+    if step := killed.step_of(torn.steps[0][0].weights, killed.end):
         return
     began = "with weights that no step had" if step is None else "from scratch"
     text = f"of the checkpoint of step {killed.end} only the first half was left, as of a kill "
@@ -343,18 +347,23 @@ def _torn(resumed: Resumed) -> Iterator[_Fault]:
     yield _Fault("SS824", _line(torn if torn.loaded() else resumed.chain[1]), text)
 
 
-def _digests(save: Event) -> set[int]:
-    """Return the tensors of a checkpoint."""
-    return {value[0] for value in save["leaves"].values() if isinstance(value, list)}
+def _digests(save: ev.CheckpointSaved) -> set[int]:
+    return {value[0] for value in save.leaves.values() if isinstance(value, list)}
 
 
-def _line(start: Attempt, *kinds: str) -> str:
-    """Return the line of the last load or the first event of a kind, the first that is known."""
-    of, kinds = start.seen.ranks[0].of, (*kinds, "file", "trained")
-    events = [e for kind in kinds for e in (*start.loaded(kind)[-1:], *of(kind)[:1])]
-    return next((event.where for event in events if event.where), "")
+def _line(start: Attempt, *places: str) -> str:
+    """Return the line of the first place that is known, or where the file is loaded.
+
+    A place is a kind of state, whose last load counts, or of an object, where the first is made.
+    """
+    rank = start.seen.ranks[0]
+    lines = {f"{event.what} made": event.where for event in rank.of(ev.ObjectMade)[::-1]}
+    lines |= {event.what: event.where for event in start.seen.any(ev.StateLoaded)}
+    step = rank.first(ev.StepBegun)
+    lines["step"] = step.where if step is not None else ""
+    return next((line for place in (*places, "file", "step") if (line := lines.get(place))), "")
 
 
 def _plain(numbers: Iterable[Any]) -> str:
-    some = [f"{one:.4g}" if isinstance(one, int | float) else str(one) for one in numbers]
+    some = [f"{n:.4g}" if isinstance(n, int | float) else str(n) for n in numbers]
     return ", ".join(dict.fromkeys(some))

@@ -1,14 +1,17 @@
-"""Rules about a step: accumulation, clipping, and the weight of each sample."""
+"""Rules about a step: accumulation, clipping, the weight of each sample, and its learning rate."""
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
-from samestep.scripts.checking.events import Event, RankSeen, Seen
+from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
 from samestep.scripts.checking.rules.data import uneven_batches
+from samestep.scripts.checking.seen import E, RankSeen, Seen
 
+_Step = TypeVar("_Step", bound=ev.Event)
 _FEW_STEPS = 3
 _UNLIKE = 1.01  # weights of samples are the same within this factor
 _UNLIKE_COUNTS = 1.1  # token counts of batches of one size differ by chance as well
@@ -20,28 +23,21 @@ _SCALE = 1024.0  # a scaler multiplies by more
 def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
     """Count the backward passes of one line that meet the other ranks in one step."""
     rank = seen.ranks[0]
-    wrap = rank.first("wrap")
-    if wrap is None or wrap["wrapper"] != "ddp":  # FSDP may have no memory to put it off
+    wrap = rank.first(ev.ModelWrapped)
+    if wrap is None or wrap.wrapper != "ddp":  # FSDP may have no memory to put it off
         return
-    counts: Counter[tuple[str, int]] = Counter()
-    here: Counter[str] = Counter()
-    for event in rank.of("backward", "step"):
-        if event.kind == "step":
-            counts.update(here.items())
-            here.clear()
-        elif event.get("sync"):
-            here[event.where] += 1
-    for where in {where for where, _ in counts}:
-        often = Counter(
-            {n: steps for (place, n), steps in counts.items() if place == where and n > 1}
-        )
-        if sum(often.values()) < 2:
+    steps_of: dict[str, Counter[int]] = defaultdict(Counter)
+    for passes, _ in _by_step(rank, ev.BackwardPass, ev.OptimizerStep):
+        for where, times in Counter(event.where for event in passes if event.sync).items():
+            steps_of[where][times] += times > 1
+    for where, counts in steps_of.items():
+        times, steps = counts.most_common(1)[0]
+        if counts.total() < 2:
             continue
-        ((most, steps),) = often.most_common(1)
         yield Found(
             where,
-            f"{most} backward passes per optimizer step, each with an all-reduce of "
-            f"{wrap['parameters']:,} gradients ({steps} steps of rank 0)",
+            f"{times} backward passes per optimizer step, each with an all-reduce of "
+            f"{wrap.parameters:,} gradients ({steps} steps of rank 0)",
             "Run all but the last micro-batch of a step, forward and backward, within "
             "`with model.no_sync():`.",
             comes_from={"DDP is made": wrap.where},
@@ -51,18 +47,18 @@ def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS302", least_ranks=1)
 def clips_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for clipping between `scale` and `unscale_`."""
-    clips = [event for event in seen.ranks[0].of("clip") if event["scaled"] > 1]
+    clips = [event for event in seen.ranks[0].of(ev.GradientsClipped) if event.scaled > 1]
     times = Counter(event.where for event in clips)
     for where, number in times.items():
         event = next(event for event in clips if event.where == where)
-        norm = f"; their norm was {event['norm']:.4g}" if event["norm"] is not None else ""
+        norm = f"; their norm was {event.norm:.4g}" if event.norm is not None else ""
         line = seen.line(where)
-        step = seen.ranks[0].first("step")
-        optimizer = seen.optimizer_at(step.where if step else "")
+        step = seen.ranks[0].first(ev.OptimizerStep)
+        optimizer = seen.optimizer_at(step.where if step is not None else "")
         yield Found(
             where,
-            f"{event['name']} with a limit of {event['most']:g} on gradients that are still "
-            f"multiplied by {event['scaled']:g}{norm} ({number} times)",
+            f"{event.name} with a limit of {event.limit:g} on gradients that are still "
+            f"multiplied by {event.scaled:g}{norm} ({number} times)",
             f"+ scaler.unscale_({optimizer})\n  {line}" if line else "",
         )
 
@@ -71,34 +67,35 @@ def clips_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
 def clips_before_the_all_reduce(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for clipping that the reduction of the same gradients follows within the step."""
     found: dict[str, Found] = {}
-    before: Event | None = None
-    met = 0  # elements that were reduced since
-    norms = [{id(e): n for n, e in enumerate(rank.of("clip"))} for rank in seen.ranks]
-    others = [rank.of("clip") for rank in seen.ranks]
-    for event in seen.ranks[0].of("clip", "collective", "backward", "step"):
-        if event.kind == "step":
+    before: ev.GradientsClipped | None = None
+    norms: list[float | None] = []  # on the ranks
+    clips = [rank.of(ev.GradientsClipped) for rank in seen.ranks]
+    number = reduced = 0  # of the next clip; elements that were reduced since the last
+    kinds = ev.GradientsClipped, ev.CollectiveCalled, ev.BackwardPass, ev.OptimizerStep
+    for event in seen.ranks[0].of(*kinds):
+        if isinstance(event, ev.OptimizerStep):
             before = None
-        elif event.kind == "clip":
-            before, met = event, 0
+        elif isinstance(event, ev.GradientsClipped):
+            before, norms = event, [own[number].norm for own in clips if len(own) > number]
+            number, reduced = number + 1, 0
         elif before is not None and before.where not in found:
-            place = norms[0][id(before)]
-            alike = [clips[place]["norm"] for clips in others if len(clips) > place]
-            unlike = None not in alike and not _close(alike, 1 + 1e-4)
-            if event.kind == "backward":
-                later = bool(event.get("sync")) and unlike
-            else:
+            known = [norm for norm in norms if norm is not None]
+            differ = len(known) == len(norms) and not _close(known, 1 + 1e-4)
+            later = False
+            if isinstance(event, ev.BackwardPass):
+                later = event.sync and differ
+            elif isinstance(event, ev.CollectiveCalled):
                 # Most of what was clipped, and no number that is logged and as large as a bias.
-                sizes = (math.prod(shape) for shape in event.get("shapes", []))
-                known, whole = {*before["sizes"], sum(before["sizes"])}, sum(before["sizes"])
-                met += sum(size for size in sizes if size in known)
-                later = event["kind"] == "all_reduce" and 2 * met > whole
+                sizes, whole = (math.prod(shape) for shape in event.shapes), sum(before.sizes)
+                reduced += sum(size for size in sizes if size in {*before.sizes, whole})
+                later = event.name == "all_reduce" and 2 * reduced > whole
             if later:
-                numbers = ", ".join(f"{norm:.4g}" for norm in alike if norm is not None)
-                told = f"; the norms on the ranks were {numbers}" if unlike else ""
+                numbers = ", ".join(f"{norm:.4g}" for norm in known)
+                text = f"; the norms on the ranks were {numbers}" if differ else ""
                 found[before.where] = Found(
                     before.where,
-                    f"{before['name']} with a limit of {before['most']:g} comes before the "
-                    f"all-reduce at {event.where}{told}",
+                    f"{before.name} with a limit of {before.limit:g} comes before the "
+                    f"all-reduce at {event.where}{text}",
                     "Clip once per step, after the gradients have been averaged.",
                 )
     yield from found.values()
@@ -107,7 +104,7 @@ def clips_before_the_all_reduce(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS307")
 def averages_unequal_shares(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the weight of a sample on each rank in steps whose batches differ in size."""
-    if any(isinstance(said, Found) for said in uneven_batches(seen)):
+    if any(isinstance(result, Found) for result in uneven_batches(seen)):
         return  # the ranks do not even take the same steps
     yield from _unlike_weights(seen, shares=True)
 
@@ -120,27 +117,25 @@ def divides_by_own_count(seen: Seen) -> Iterator[Found | NotSeen]:
 
 def _unlike_weights(seen: Seen, *, shares: bool) -> Iterator[Found]:
     """Yield the first step in which a summand of the loss does not count alike on all ranks."""
-    unlike: list[list[tuple[Event, int]]] = []
+    unlike: list[list[tuple[ev.LossAverage, int]]] = []
     for losses in zip(*(_losses(rank) for rank in seen.ranks), strict=False):
-        averages = [event for event, _, _ in losses if event is not None]
+        averages = [(average, n) for average, n, _ in losses if average is not None]
         if len(averages) < len(losses) or not all(synced for _, _, synced in losses):
             continue
-        differ = len({n for _, n, _ in losses}) > 1
+        differ = len({n for _, n in averages}) > 1
         within = _UNLIKE if shares else _UNLIKE_COUNTS
         if (
             differ == shares
-            and _close([event["other"] for event in averages], _UNLIKE)
-            and not _close([event["weight"] for event in averages], within)
+            and _close([average.other for average, _ in averages], _UNLIKE)
+            and not _close([average.weight for average, _ in averages], within)
         ):
-            counts = [n for _, n, _ in losses]
-            unlike.append(list(zip(averages, counts, strict=True)))
+            unlike.append(averages)
     if not unlike or (not shares and len(unlike) < 2):
         return
-    first = unlike[0]
-    event = first[0][0]
-    by = " and ".join(f"{one['by']:g}" for one, _ in first)
+    event, n = unlike[0][0]
+    by = " and ".join(f"{average.by:g}" for average, _ in unlike[0])
     if shares:
-        samples = " and ".join(str(n) for _, n in first)
+        samples = " and ".join(str(n) for _, n in unlike[0])
         evidence = (
             f"in step {event.step + 1} the ranks have {samples} samples, and each divides its loss "
             f"by its own count ({by})"
@@ -150,39 +145,39 @@ def _unlike_weights(seen: Seen, *, shares: bool) -> Iterator[Found]:
     else:
         evidence = (
             f"in step {event.step + 1} the ranks divide their losses by {by} for batches of "
-            f"{first[0][1]} samples each ({len(unlike)} such steps)"
+            f"{n} samples each ({len(unlike)} such steps)"
         )
         remedy = "All-reduce the count, and divide the summed loss by count / world size."
     yield Found(event.where, evidence, remedy)
 
 
-def _losses(rank: RankSeen) -> Iterator[tuple[Event | None, int, bool]]:
+def _losses(rank: RankSeen) -> Iterator[tuple[ev.LossAverage | None, int, bool]]:
     """Yield the mean that each backward pass began with, its samples, and if others meet it."""
     samples, average = 0, None
-    for event in rank.of("forward", "average", "backward"):
-        if event.kind == "forward":
-            samples += (event.get("n") or 0) if event["grad"] else 0
-        elif event.kind == "average":
+    for event in rank.of(ev.ForwardPass, ev.LossAverage, ev.BackwardPass):
+        if isinstance(event, ev.ForwardPass):
+            samples += (event.n or 0) if event.grad else 0
+        elif isinstance(event, ev.LossAverage):
             average = event
-        else:
-            yield average, samples, bool(event.get("sync"))
+        elif isinstance(event, ev.BackwardPass):
+            yield average, samples, event.sync
             samples, average = 0, None
 
 
 @rule("SS309", residual=True)
 def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare what the optimizer was given with the gradient of all parts in one process."""
-    event = seen.ranks[0].first("parity")
-    if event is None or event.get("not_seen") or seen.ranks[0].steps < 2:
+    event = seen.ranks[0].first(ev.GradientCompared)
+    if event is None or event.not_seen or seen.ranks[0].steps < 2:
         why = "fewer than two optimizer steps were taken, or the script failed"
-        yield NotSeen(event.get("not_seen", why) if event is not None else why)
+        yield NotSeen((event.not_seen if event is not None else "") or why)
         return
-    most = _ROUGH_STEP if event["rough"] else _EXACT_STEP
-    sizes = " + ".join(map(str, event["sizes"]))
-    if event["residual"] <= most:
+    most = _ROUGH_STEP if event.rough else _EXACT_STEP
+    sizes = " + ".join(map(str, event.sizes))
+    if event.residual <= most:
         return
-    if event["direction"] <= most:
-        times = event["scale"]
+    if event.direction <= most:
+        times = event.scale
         yield Found(
             event.where,
             f"the gradient of the first step is {times:.4g} times that of the joined batch of "
@@ -192,10 +187,10 @@ def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
             else "Weight each rank's loss by its share of the batch.",
         )
         return
-    first = f", first in {event['first']}" if event["first"] else ""
+    first = f", first in {event.first}" if event.first else ""
     yield Found(
         event.where,
-        f"the gradient of the first step differs by {event['residual']:.1%} from that of the "
+        f"the gradient of the first step differs by {event.residual:.1%} from that of the "
         f"joined batch of {sizes} samples, computed in one process{first}",
     )
 
@@ -203,12 +198,12 @@ def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS310", least_ranks=1)
 def steps_with_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for an optimizer's own step where the scaler's was meant."""
-    for event in seen.ranks[0].of("scaled_step"):
+    for event in seen.ranks[0].of(ev.ScaledStep):
         line, optimizer = seen.line(event.where), seen.optimizer_at(event.where)
         instead = line.replace(f"{optimizer}.step()", f"scaler.step({optimizer})", 1)
         yield Found(
             event.where,
-            f"the optimizer steps with gradients that are multiplied by {event['scale']:g}: since "
+            f"the optimizer steps with gradients that are multiplied by {event.scale:g}: since "
             "`scale` neither `unscale_` nor the scaler's `step` was called",
             f"- {line}\n+ {instead}\n+ scaler.update()" if instead != line else "",
         )
@@ -217,8 +212,7 @@ def steps_with_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS312", least_ranks=1)
 def casts_of_earlier_weights(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for two steps between which the outermost autocast was not left."""
-    event = seen.ranks[0].first("stale_autocast")
-    if event is not None:
+    for event in seen.ranks[0].of(ev.AutocastKept)[:1]:
         yield Found(
             event.where,
             f"by step {event.step + 1} two steps were taken within one `torch.autocast`, which "
@@ -231,18 +225,20 @@ def casts_of_earlier_weights(seen: Seen) -> Iterator[Found | NotSeen]:
 def adds_up_again(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for an all-reduce between DDP's own and the step that multiplies by the world size."""
     rank = seen.ranks[0]
-    wrap = rank.first("wrap")
-    if wrap is None or wrap["wrapper"] != "ddp":
+    wrap = rank.first(ev.ModelWrapped)
+    if wrap is None or wrap.wrapper != "ddp":
         return
-    met, sums, again = False, list[Event](), list[Event]()
-    for event in rank.of("backward", "collective", "gradients"):
-        if event.kind == "backward":
-            met, sums = bool(event.get("sync")), []
-        elif event.kind == "collective":
-            sums += [event] if event["kind"] == "all_reduce" and event.get("op") == "SUM" else []
-        elif met and abs(event["grown"] / seen.world_size - 1) < _EXACT_STEP:
-            summed = sum(math.prod(shape) for one in sums for shape in one["shapes"])
-            again += sums[:1] if 2 * summed > wrap["parameters"] else []  # no number that is logged
+    synced, sums, again = False, list[ev.CollectiveCalled](), list[ev.CollectiveCalled]()
+    for event in rank.of(ev.BackwardPass, ev.CollectiveCalled, ev.GradientsUsed):
+        if isinstance(event, ev.BackwardPass):
+            synced, sums = event.sync, []
+        elif isinstance(event, ev.CollectiveCalled):
+            sums += [event] if event.name == "all_reduce" and event.op == "SUM" else []
+        elif isinstance(event, ev.GradientsUsed) and synced:
+            summed = sum(math.prod(shape) for call in sums for shape in call.shapes)
+            is_grown = abs(event.grown / seen.world_size - 1) < _EXACT_STEP
+            # A number that is logged is small.
+            again += sums[:1] if is_grown and 2 * summed > wrap.parameters else []
     if len(again) >= _FEW_STEPS:
         yield Found(
             again[0].where,
@@ -257,20 +253,20 @@ def adds_up_again(seen: Seen) -> Iterator[Found | NotSeen]:
 def adds_up_micro_batches(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for steps of several means, each of its own batch of one loader."""
     rank = seen.ranks[0]
-    whole: list[tuple[Event, int, Event]] = []
-    passes: list[tuple[Event, int | None]] = []
-    loader, average, steps = None, None, 0
-    for event in rank.of("batch", "average", "backward", "gradients"):
-        if event.kind == "batch":
-            loader = event["loader_id"]
-        elif event.kind == "average":
-            average = event if _is_plain_mean(event) else None
-        elif event.kind == "backward":
-            passes.append((event, loader if average is not None else None))
-            loader, average = None, None
-        else:
-            alike = len({(one.where, number) for one, number in passes}) == 1
-            if len(passes) > 1 and alike and passes[0][1] is not None and event["grown"] == 1.0:
+    whole: list[tuple[ev.BackwardPass, int, ev.GradientsUsed]] = []
+    passes: list[tuple[ev.BackwardPass, int | None]] = []
+    loader, is_mean, steps = None, False, 0
+    for event in rank.of(ev.BatchRead, ev.LossAverage, ev.BackwardPass, ev.GradientsUsed):
+        if isinstance(event, ev.BatchRead):
+            loader = event.loader_id
+        elif isinstance(event, ev.LossAverage):
+            is_mean = _is_plain_mean(event)
+        elif isinstance(event, ev.BackwardPass):
+            passes.append((event, loader if is_mean else None))
+            loader, is_mean = None, False
+        elif isinstance(event, ev.GradientsUsed):
+            same = len({(backward.where, number) for backward, number in passes}) == 1
+            if len(passes) > 1 and same and passes[0][1] is not None and event.grown == 1.0:
                 whole.append((passes[0][0], len(passes), event))
             steps += bool(passes)
             passes = []
@@ -284,15 +280,130 @@ def adds_up_micro_batches(seen: Seen) -> Iterator[Found | NotSeen]:
             "its own: their sum is the gradient",
             replaced(line, instead, "Divide each by their number."),
             # The others divide the gradient by its own size.
-            None if step["optimizer"] == "SGD" else "advice",
+            None if step.optimizer == "SGD" else "advice",
         )
 
 
-def _is_plain_mean(average: Event) -> bool:
+@rule("SS304")
+def schedules_by_world_size(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Compare how often a schedule is stepped with how long it was made for."""
+    rank, ranks = seen.ranks[0], seen.world_size
+    for scheduler in rank.of(ev.SchedulerMade):
+        stepped = [e for e in rank.of(ev.SchedulerStep) if e.scheduler_id == scheduler.scheduler_id]
+        if len({event.where for event in stepped}) != 1:
+            continue
+        ((times, _),) = Counter(Counter(e.step for e in stepped).values()).most_common(1)
+        by_epoch = len({event.step for event in stepped if event.epoch <= 1}) < _FEW_STEPS
+        lengths = [rank.epochs] if by_epoch else _lengths(rank)
+        total, name, where = scheduler.total, scheduler.scheduler, stepped[0].where
+        unit = "epoch" if by_epoch else "optimizer step"
+        # Whether the script asked for the length of a loader that has all ranks' batches.
+        most = max((order.batches for order in rank.of(ev.OrderDrawn)), default=0)
+        asked_of_all = any(cut.whole > most * (ranks - 0.5) for cut in rank.of(ev.LengthCut))
+        within = 0 if by_epoch else rank.epochs  # each may end with less than a whole step
+        own, joined = (
+            seen.complete and any(abs((total or 0) - k * length) <= within for length in lengths)
+            for k in (1, ranks)
+        )
+        if times == ranks and by_epoch and stepped[0].step < _FEW_STEPS:
+            yield NotSeen(f"too few steps to tell whether {name} counts epochs")
+        elif times == ranks and asked_of_all:
+            yield NotSeen(f"{name} may be made for the batches of all ranks, whose count was cut")
+        elif times == ranks and not joined and (by_epoch or own):
+            yield Found(
+                where,
+                f"{name} is stepped {times} times per {unit} on {ranks} ranks"
+                + (f", and was made for {total} steps" if total else "")
+                + "; its learning rate was "
+                + ", ".join(f"{event.lr:.3g}" for event in stepped[:6]),
+                f"Step it once per {unit}.",
+                comes_from={"the scheduler is made": scheduler.where},
+            )
+        elif times == 1 and not by_epoch and joined and not own:
+            yield Found(
+                scheduler.where,
+                f"{name} was made for {total} steps, but each of the {ranks} ranks takes "
+                f"{max(lengths)}: it comes to {1 / ranks:.0%} of its schedule",
+                "Count one rank's batches, `len(loader)` with its sampler, times the epochs.",
+            )
+
+
+@rule("SS305", least_ranks=1)
+def never_steps_the_scheduler(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a scheduler whose `step()` is never called."""
+    rank = seen.ranks[0]
+    schedulers = [event for event in rank.of(ev.SchedulerMade) if event.scheduler != "SWALR"]
+    inner = {number for event in schedulers for number in event.inner}
+    stepped = {event.scheduler_id for event in rank.of(ev.SchedulerStep)}
+    for event in schedulers:
+        if event.scheduler_id in inner | stepped:
+            continue
+        if not seen.complete or rank.epochs < 2 or rank.steps < _FEW_STEPS:
+            yield NotSeen(f"no whole training with {event.scheduler} ({event.where})")
+            continue
+        whole = len(set(_lengths(rank))) == 1
+        yield Found(
+            event.where,
+            f"{event.scheduler} was made, and not stepped once in {rank.steps} optimizer steps "
+            f"of {rank.epochs} epochs",
+            "Call its `step()` after each epoch, or after each optimizer step if it counts those.",
+            # It may be stepped every N batches, of which too few were run.
+            None if whole else "advice",
+        )
+
+
+@rule("SS311", least_ranks=1)
+def cosine_of_epochs_in_batches(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for a cosine that is shorter than what it is stepped in the first epoch."""
+    rank = seen.ranks[0]
+    for scheduler in rank.of(ev.SchedulerMade):
+        stepped = [e for e in rank.of(ev.SchedulerStep) if e.scheduler_id == scheduler.scheduler_id]
+        first = [e.lr for e in stepped if e.epoch <= 1]
+        period = scheduler.total or 0
+        if scheduler.scheduler != "CosineAnnealingLR" or not 0 < period < len(first) - 1:
+            continue
+        yield Found(
+            stepped[0].where,
+            f"CosineAnnealingLR was made for T_max={period}, and is stepped "
+            f"{len(first)} times in the first epoch; its learning rates: "
+            + ", ".join(f"{lr:.3g}" for lr in first[: 2 * period + 2]),
+            "Step it once per epoch, after its batches, or give it T_max=epochs * len(loader).",
+            comes_from={"the scheduler is made": scheduler.where},
+        )
+
+
+def _lengths(rank: RankSeen) -> list[int]:
+    """Return how many optimizer steps the whole training has, and has as far as it is run."""
+    latest = None
+    for event in rank.of(ev.BatchRead, ev.BackwardPass):
+        if isinstance(event, ev.BatchRead):
+            latest = event.loader_id
+        else:
+            break
+    whole = [order.batches for order in rank.of(ev.OrderDrawn) if order.loader_id == latest]
+    run = sum(batch.loader_id == latest and batch.turn == 0 for batch in rank.of(ev.BatchRead))
+    passes = Counter(len(passes) for passes, _ in _by_step(rank, ev.BackwardPass, ev.OptimizerStep))
+    micro_steps = passes.most_common(1)[0][0] if passes else 1
+    steps = {batches // micro_steps for batches in (*whole[:1], run)}
+    return [batches * rank.epochs for batches in steps if batches >= _FEW_STEPS]
+
+
+def _by_step(rank: RankSeen, kind: type[E], step: type[_Step]) -> Iterator[tuple[list[E], _Step]]:
+    """Yield the events of a kind that each step is taken with."""
+    events: list[E] = []
+    for event in rank.events:
+        if isinstance(event, step):
+            yield events, event
+            events = []
+        elif isinstance(event, kind):
+            events.append(event)
+
+
+def _is_plain_mean(average: ev.LossAverage) -> bool:
     """Whether a loss is divided by its own count, and at most multiplied by a scaler."""
-    times = average["weight"] * average["count"]
+    times = average.weight * average.count
     scaled = times >= _SCALE and math.log2(times).is_integer()
-    own = average["by"] == average["count"] and average["other"] == 1.0
+    own = average.by == average.count and average.other == 1.0
     return own and (math.isclose(times, 1.0) or scaled)
 
 

@@ -5,13 +5,11 @@ loss were called with, its own gradient, what the backward pass left after the r
 what the optimizer was given. When the script has ended, rank 0 computes the gradient of all parts
 at once, as one process would have, and compares. It is judged only where the same computation gives
 rank 0's own gradient: a loss of several terms is not known.
-
-Notes "parity" {residual, direction, scale, first, sizes, rough} or {not_seen}.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,23 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils import _pytree as pytree
 
-from samestep.base.patches import patched
+from samestep.scripts import probes
+from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.recorder import Recorder, is_tracing
 from samestep.scripts.hooks import tensors_of
+from samestep.scripts.probes import Around, Probe, ProbedCall, listening
 
-_LOSSES = (
-    "cross_entropy",
-    "nll_loss",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-)
+_LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_BINARY_LOSSES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
+_LOSS = Probe(*((nn.functional, name) for name in (*_LOSSES, *_BINARY_LOSSES)))
 _MOST_BYTES = 400 << 20
 _SAME, _ROUGH = 1e-4, 2e-2
 
@@ -70,43 +63,37 @@ class _Part:
     unseen: str = ""
 
 
-@contextmanager
-def watching(recorder: Recorder) -> Iterator[None]:
-    """Keep this rank's part of the first step while inside; `compare` follows at the end."""
-    part = _Part()
-    first = _FirstStep(recorder, part)
+def watching(recorder: Recorder) -> AbstractContextManager[None]:
+    """Keep this rank's part of the first step while inside; the comparison follows at the end."""
+    first = _FirstStep(recorder)
     recorder.at_end.append(first.compare)
-    with first.installed():
-        yield
+    return listening(
+        (_LOSS, first.on_loss),
+        (probes.CLIP, first.on_clip),
+        (probes.UNSCALE, first.on_clip),
+        (probes.BACKWARD, first.on_backward),
+    )
 
 
 class _FirstStep:
     """Watches one rank until its first optimizer step."""
 
-    def __init__(self, recorder: Recorder, part: _Part) -> None:
-        self._recorder, self._part = recorder, part
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._part = recorder, _Part()
         self._folder = Path(recorder.job.folder)
         self._depth = 0
         self._open = True
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
+        # PyTorch's own hooks: they can be removed after the first step.
+        self._hooks = ExitStack()
         hooks = nn.modules.module
-        handles = [
+        for handle in (
             hooks.register_module_forward_pre_hook(self._before_module),
             hooks.register_module_forward_hook(
                 self._after_module, with_kwargs=True, always_call=True
             ),
-        ]
-        self._handles = [*handles, register_optimizer_step_pre_hook(self._before_step)]
-        losses = [(nn.functional, name, self._around_loss) for name in _LOSSES]
-        clips = [
-            (nn.utils, name, self._around_clip) for name in ("clip_grad_norm_", "clip_grad_value_")
-        ]
-        unscale = (torch.amp.GradScaler, "unscale_", self._around_clip)
-        backward = (torch.autograd, "backward", self._around_backward)
-        with patched(*losses, *clips, unscale, backward):
-            yield
+        ):
+            self._hooks.callback(handle.remove)
+        self._hooks.enter_context(probes.BEFORE_STEP.heard_by(self._before_step))
 
     def _before_module(self, module: nn.Module, _arguments: Any) -> None:
         if next(module.parameters(), None) is None:  # a loss or an activation
@@ -119,7 +106,7 @@ class _FirstStep:
         part.calls += 1
         if part.model is not None:
             return
-        part.model = _unwrapped(module)
+        part.model = _without_wrappers(module)
         self._random = torch.get_rng_state()
         part.rough = torch.is_autocast_enabled("cpu")
         size = sum(p.nbytes for p in part.model.state_dict().values() if isinstance(p, Tensor))
@@ -143,46 +130,45 @@ class _FirstStep:
             return
         self._depth = max(0, self._depth - 1)
         part = self._part
-        if self._depth or part.model is not _unwrapped(module) or part.calls != 1:
+        if self._depth or part.model is not _without_wrappers(module) or part.calls != 1:
             return
         part.output = output
-        part.arguments = _kept((arguments, named))
+        part.arguments = _copied((arguments, named))
         if not torch.equal(self._random, torch.get_rng_state()):
             part.unseen = part.unseen or "the model draws random numbers (dropout?)"
 
-    def _around_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        loss = original(*args, **kwargs)
+    def on_loss(self, call: ProbedCall) -> Around:
+        loss = yield
         part = self._part
-        if self._open and part.output is not None and args and not self._depth:
-            found = _derivation(part.output, args[0])
-            if found is not None:
-                part.loss, part.from_output = loss, found
-                part.loss_name = original.__name__
-                part.loss_arguments = _kept((args[1:], kwargs))
-        return loss
+        if self._open and part.output is not None and call.args and not self._depth:
+            derived = _derivation(part.output, call.args[0])
+            if derived is not None:
+                part.loss, part.from_output = loss, derived
+                part.loss_name = call.name
+                part.loss_arguments = _copied((call.args[1:], call.kwargs))
 
-    def _around_clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def on_clip(self, _call: ProbedCall) -> None:
         self._part.clipped = True
-        return original(*args, **kwargs)
 
-    def _around_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def on_backward(self, _call: ProbedCall) -> Around:
         part = self._part
         if not self._open or part.output is None or self._depth or part.unseen:
-            return original(*args, **kwargs)
+            return
+        assert part.model is not None
         part.where = self._recorder.where()
         if part.loss is None:  # it may be a part of the output
             place = _scalar_of(part.output)
             if place is not None:
                 part.loss, part.from_output = place(part.output), place
-        named = dict(part.model.named_parameters())  # type: ignore[union-attr]
+        named = dict(part.model.named_parameters())
         # A hook of a parameter is called before DDP's, which exchanges the gradients.
         handles = [
-            p.register_hook(partial(self._keep_own, name))
+            p.register_hook(partial(self._keep_own, name))  # type: ignore[no-untyped-call]
             for name, p in named.items()
             if p.requires_grad
         ]
         try:
-            return original(*args, **kwargs)
+            yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -195,17 +181,16 @@ class _FirstStep:
             own[name] = own[name] + new if name in own else new.clone()
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not self._open or self._part.model is None:
+        part = self._part
+        if not self._open or part.model is None:
             return
         self._open = False
-        for handle in self._handles:
-            handle.remove()
-        part = self._part
+        self._hooks.close()
         held = {id(p) for p in tensors_of(optimizer)}
         with self._recorder.unwatched():
-            named = part.model.named_parameters()  # type: ignore[union-attr]
+            named = part.model.named_parameters()
             part.gradients = _gradients_of({name: p for name, p in named if id(p) in held})
-            part.unseen = part.unseen or _unseen(part)
+            part.unseen = part.unseen or _why_unseen(part)
             part.output = part.loss = None
             kept = {"arguments": part.arguments, "loss": part.loss_arguments, "own": part.own}
             path = self._folder / f"part-{self._recorder.rank}.pt"
@@ -223,23 +208,24 @@ class _FirstStep:
             return
         with recorder.unwatched():
             try:
-                facts = _compared(part, self._folder, world_size)
+                event = _compared(part, self._folder, world_size)
             except _Unseen as reason:
-                facts = {"not_seen": str(reason)}
+                event = ev.GradientCompared(not_seen=str(reason))
             except Exception as error:
-                facts = {"not_seen": f"the model could not be called again: {error}"}
-        recorder.note("parity", where=part.where, **facts)
+                event = ev.GradientCompared(
+                    not_seen=f"the model could not be called again: {error}"
+                )
+        recorder.note(event, where=part.where)
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def _without_wrappers(module: nn.Module) -> nn.Module:
     inner: Any = module
     while "Parallel" in type(inner).__name__ and isinstance(inner.module, nn.Module):
         inner = inner.module
     return inner  # type: ignore[no-any-return]
 
 
-def _kept(tree: Any) -> Any:
-    """Return a tree with copies of its tensors."""
+def _copied(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
 
 
@@ -276,7 +262,7 @@ def _scalar_of(output: Any) -> Callable[[Any], Tensor] | None:
     return lambda out: pytree.tree_flatten(out)[0][places[0]]
 
 
-def _unseen(part: _Part) -> str:
+def _why_unseen(part: _Part) -> str:
     if part.calls > 1:
         return "the model is called several times in the first step"
     if part.from_output is None:
@@ -286,16 +272,15 @@ def _unseen(part: _Part) -> str:
     return ""
 
 
-def _compared(part: _Part, folder: Path, world_size: int) -> dict[str, Any]:
+def _compared(part: _Part, folder: Path, world_size: int) -> ev.GradientCompared:
     parts = []
     for rank in range(world_size):
         path = folder / f"part-{rank}.pt"
         if not path.exists():
             raise _Unseen(f"rank {rank} took no step")
         parts.append(torch.load(path, weights_only=True))
-    for one in parts:
-        if one["unseen"]:
-            raise _Unseen(one["unseen"])
+    if unseen := next((p["unseen"] for p in parts if p["unseen"]), ""):
+        raise _Unseen(unseen)
     assert part.model is not None
     model = part.model.train()
     model.load_state_dict(part.state, strict=False)
@@ -306,12 +291,12 @@ def _compared(part: _Part, folder: Path, world_size: int) -> dict[str, Any]:
     if _residual(own, flat(again) * times) > _SAME:
         raise _Unseen("its last loss by itself does not give a rank's own gradient")
     model.load_state_dict(part.state, strict=False)
-    arguments = _joined([one["arguments"] for one in parts])
-    wanted = _replayed(part, model, arguments, _joined([one["loss"] for one in parts]))
+    arguments = _joined([p["arguments"] for p in parts])
+    wanted = _replayed(part, model, arguments, _joined([p["loss"] for p in parts]))
     joint, left, given = flat(wanted), flat(part.left), flat(part.gradients)
     if torch.equal(left, own):  # not DDP: the script exchanges them itself, if at all
-        added = torch.stack([flat(one["own"]) for one in parts]).sum(0)
-        if not torch.equal(given, own) and _unlike(given, added) > _SAME:
+        added = torch.stack([flat(p["own"]) for p in parts]).sum(0)
+        if not torch.equal(given, own) and _difference(given, added) > _SAME:
             raise _Unseen("the gradients are changed between their exchange and the step")
     elif part.clipped or abs(_along(given, left) - world_size) > _SAME * world_size:
         given = left  # what the script does to them later is its own affair
@@ -321,17 +306,17 @@ def _compared(part: _Part, folder: Path, world_size: int) -> dict[str, Any]:
     if free or (parts[0]["loss"] or [{}])[-1].get("reduction") == "sum":
         factor = along
     else:  # that of the loss, unless it was this rank's share of the batch: shares are added up
-        factor = min(times, 1.0, key=lambda one: abs(along - one))
+        factor = min(times, 1.0, key=lambda known: abs(along - known))
     compared = part.left if given is left else part.gradients
     apart = (n for n in names if _residual(compared[n], wanted[n] * factor) > _ROUGH)
-    return {
-        "residual": _residual(given, joint * factor),
-        "direction": _unlike(given, joint),
-        "scale": along / factor,
-        "first": next(apart, ""),
-        "sizes": [_rows(one["arguments"]) for one in parts],
-        "rough": part.rough,
-    }
+    return ev.GradientCompared(
+        residual=_residual(given, joint * factor),
+        direction=_difference(given, joint),
+        scale=along / factor,
+        first=next(apart, ""),
+        sizes=[_rows(p["arguments"]) for p in parts],
+        rough=part.rough,
+    )
 
 
 def _gradients_of(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -349,18 +334,18 @@ def _flat(gradients: Mapping[str, Tensor], names: list[str]) -> Tensor:
     return whole
 
 
-def _along(one: Tensor, other: Tensor) -> float:
-    """Return the number that the other is to be multiplied by to come closest to the one."""
-    return float(one @ other) / float(other @ other)
+def _along(gradient: Tensor, other: Tensor) -> float:
+    """Return the factor with which the other gradient comes closest to the first."""
+    return float(gradient @ other) / float(other @ other)
 
 
-def _residual(one: Tensor, wanted: Tensor) -> float:
-    return float((one - wanted).norm()) / max(float(wanted.norm()), 1e-12)
+def _residual(gradient: Tensor, wanted: Tensor) -> float:
+    return float((gradient - wanted).norm()) / max(float(wanted.norm()), 1e-12)
 
 
-def _unlike(one: Tensor, other: Tensor) -> float:
+def _difference(gradient: Tensor, other: Tensor) -> float:
     """Return how far two gradients differ in direction."""
-    return float((one - other * _along(one, other)).norm()) / float(one.norm())
+    return float((gradient - other * _along(gradient, other)).norm()) / float(gradient.norm())
 
 
 def _rows(tree: Any) -> int:

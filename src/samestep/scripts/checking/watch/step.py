@@ -1,21 +1,9 @@
-"""Watch what stands between the backward pass and the next one: gradients, clipping, schedules.
-
-Notes "gradients" at each optimizer step {optimizer, optimizer_id, left: whether those of the step
-before were still there when the backward pass began, cleared: line of a `zero_grad` after the last
-backward pass, tensors, missing: tensors without a gradient, grown: what the script has multiplied
-them by since the backward pass, 0 if it is not one number}; "reach" {leaves, parameters} of the
-first losses; "average" {weight: of each summand in the loss, count: of them, by: the count it is
-divided by, other: the product of its factors that are not counts}; "clip" {name, most, norm,
-scaled, sizes, sums: of the gradients before it}; "scaler" {scale, skipped};
-"scheduler" {scheduler, scheduler_id, total, inner} as one
-is made, and "schedule" {scheduler_id, lr} as it is stepped; "scaled_step" {scale} for a step with
-gradients that are still multiplied; "stale_autocast" for a second step within one autocast.
-"""
+"""Watch what stands between the backward pass and the next one: gradients, clipping, schedules."""
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,18 +12,31 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import lr_scheduler, swa_utils
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
-from samestep.base.patches import Patch, patched
 from samestep.base.trees import leaves_of
+from samestep.scripts import probes
+from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.recorder import Recorder, checksum
 from samestep.scripts.checking.watch.weights import print_of
-from samestep.scripts.hooks import step_closure, tensors_of
+from samestep.scripts.hooks import loss_of, step_closure, tensors_of
+from samestep.scripts.probes import Around, Probe, ProbedCall, listening
 
+_ZERO_GRAD_OF_MODULE = Probe((nn.Module, "zero_grad"))
+_SCALE = Probe((GradScaler, "scale"))
+_SCALER_STEP = Probe((GradScaler, "step"))
+_SCALER_UPDATE = Probe((GradScaler, "update"))
+_CLEAR_AUTOCAST = Probe((torch, "clear_autocast_cache"))
+_SCHEDULERS = {
+    kind
+    for kind in (*vars(lr_scheduler).values(), swa_utils.SWALR)
+    if isinstance(kind, type) and issubclass(kind, LRScheduler)
+}
+# Each class that has the method itself.
+_SCHEDULER_MADE, _SCHEDULER_STEP = (
+    Probe(*((kind, name) for kind in _SCHEDULERS if name in vars(kind)))
+    for name in ("__init__", "step")
+)
 _SAMPLE = 4  # tensors of an optimizer whose gradients are looked at, the smallest first
 _FIRST = 6  # backward passes of which the leaves are looked for
 _MOST = 60  # events of a kind whose numbers cost a look at tensors
@@ -70,34 +71,46 @@ class _Held:
     """What the loss of its gradients was multiplied by, and they still are."""
 
     exchanged: list[Tensor | None] = field(default_factory=list)
-    """The gradients of the sample as they were last looked at."""
+    """The gradients of the sample as they were last remembered."""
     grown: float = 1.0
     """What the script has multiplied them by since the backward pass; 0 for anything else."""
 
     def sums(self) -> list[int | None]:
-        """Return a checksum of each gradient of the sample."""
         return [None if p.grad is None else checksum(p.grad) for p in self.sample]
 
-    def look(self) -> None:
-        """Keep the gradients of the sample in mind."""
+    def remember(self) -> None:
         parts = (_part_of(p.grad) for p in self.sample)
         self.exchanged = [None if part is None else part.clone() for part in parts]
 
     def settle(self) -> None:
-        """Count what they were multiplied by since they were last looked at."""
+        """Count what they were multiplied by since they were last remembered."""
         now = ((g, _part_of(p.grad)) for g, p in zip(self.exchanged, self.sample, strict=False))
         both = [(g, n) for g, n in now if g is not None and n is not None and g.any()]
         some = [(g.double(), n.double()) for g, n in both if g.shape == n.shape]
         times = [float((n * g).sum() / g.square().sum()) for g, n in some]
-        alike = all(float((n - times[0] * g).norm()) <= _SAME * float(n.norm()) for g, n in some)
-        self.grown *= times[0] if times and alike else 0.0
+        is_one = all(float((n - times[0] * g).norm()) <= _SAME * float(n.norm()) for g, n in some)
+        self.grown *= times[0] if times and is_one else 0.0
 
 
-@contextmanager
-def watching(recorder: Recorder) -> Iterator[None]:
+def watching(recorder: Recorder) -> AbstractContextManager[None]:
     """Note gradients, clipping, scaling and schedules while inside."""
-    with _Steps(recorder).installed():
-        yield
+    steps = _Steps(recorder)
+    return listening(
+        (probes.BEFORE_STEP, steps.before_step),
+        (probes.AFTER_STEP, steps.after_step),
+        (probes.BACKWARD, steps.on_backward),
+        (probes.ZERO_GRAD, steps.on_zero_grad),
+        (_ZERO_GRAD_OF_MODULE, steps.on_zero_grad),
+        (probes.SCALER_MADE, steps.on_scaler_made),
+        (_SCALE, steps.on_scale),
+        (probes.UNSCALE, steps.on_unscale),
+        (_SCALER_STEP, steps.on_scaler_step),
+        (_SCALER_UPDATE, steps.on_scaler_update),
+        (_CLEAR_AUTOCAST, steps.on_clear_autocast),
+        (probes.CLIP, steps.on_clip),
+        (_SCHEDULER_MADE, steps.on_scheduler_made),
+        (_SCHEDULER_STEP, steps.on_scheduler_step),
+    )
 
 
 class _Steps:
@@ -106,7 +119,6 @@ class _Steps:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._held: weakref.WeakKeyDictionary[Optimizer, _Held] = weakref.WeakKeyDictionary()
-        self._depth = 0
         self._schedules = 0  # calls into schedulers that are under way
         self._counts: dict[str, int] = {}
         self._wanted: weakref.WeakKeyDictionary[GradScaler, bool] = weakref.WeakKeyDictionary()
@@ -119,37 +131,6 @@ class _Steps:
         self._casts_dropped, self._casts_before = 0, -1
         """How often autocast has forgotten its casts of weights, and had at the last step."""
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Watch while inside."""
-        before = register_optimizer_step_pre_hook(self._before_step)
-        after = register_optimizer_step_post_hook(self._after_step)
-        clip_grad = nn.utils.clip_grad
-        patches: list[Patch] = [
-            (torch.autograd, "backward", self._around_backward),
-            (Optimizer, "zero_grad", self._around_zero_grad),
-            (nn.Module, "zero_grad", self._around_zero_grad),
-            (GradScaler, "__init__", self._around_new_scaler),
-            (GradScaler, "scale", self._around_scale),
-            (GradScaler, "unscale_", self._around_unscale),
-            (GradScaler, "step", self._around_scaler_step),
-            (GradScaler, "update", self._around_update),
-            (torch, "clear_autocast_cache", self._around_clear),
-            *(
-                (place, name, self._around_clip)
-                for place in (nn.utils, clip_grad)
-                for name in ("clip_grad_norm_", "clip_grad_value_")
-            ),
-            *_schedulers("__init__", self._around_new_scheduler),
-            *_schedulers("step", self._around_schedule),
-        ]
-        with patched(*patches):
-            try:
-                yield
-            finally:
-                before.remove()
-                after.remove()
-
     def _first_times(self, kind: str, most: int = _MOST) -> bool:
         """Count a kind of event and return whether it is still one of the first."""
         self._counts[kind] = self._counts.get(kind, 0) + 1
@@ -157,31 +138,27 @@ class _Steps:
 
     # Gradients
 
-    def _around_backward(
-        self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if self._depth or self._recorder.quiet:  # a checkpointed block recomputes its part
-            return original(tensors, *args, **kwargs)
-        loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
+    def on_backward(self, call: ProbedCall) -> Around:
+        if self._recorder.quiet:
+            return
+        loss = loss_of(call)
+        events: list[ev.Event] = []
         with self._recorder.unwatched():
             for held in self._held.values():
                 held.still_left &= _left(held)
-            kinds: dict[str, dict[str, Any]] = {}
             if self._first_times("reach", _FIRST):
                 leaves = list(leaves_of(loss))
                 parameters = sum(isinstance(leaf, nn.Parameter) for leaf in leaves)
-                kinds["reach"] = {"leaves": len(leaves), "parameters": parameters}
-            if (average := _average(loss)) is not None and self._first_times("average", 200):
-                kinds["average"] = average
+                events.append(ev.LossReach(leaves=len(leaves), parameters=parameters))
+            if (average := average_of(loss)) is not None and self._first_times("average", 200):
+                events.append(average)
             is_scaled = self._scaled_loss is not None and self._scaled_loss() is loss
             sums = [(held, held.sums()) for held in self._held.values() if is_scaled]
-        for kind, facts in kinds.items():
-            self._recorder.note(kind, **facts)
-        self._depth += 1
+        for event in events:
+            self._recorder.note(event)
         try:
-            return original(tensors, *args, **kwargs)
+            yield
         finally:
-            self._depth -= 1
             with self._recorder.unwatched():
                 for held, before in sums:
                     held.scale = self._scale if held.sums() != before else held.scale
@@ -190,23 +167,20 @@ class _Steps:
                     held.still_left &= not _left(held)
                     held.backwards += 1
                     held.cleared, held.grown = "", 1.0
-                    held.look()
+                    held.remember()
 
-    def _around_zero_grad(
-        self, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if torch.compiler.is_compiling() or self._recorder.quiet:
-            return original(owner, *args, **kwargs)
+    def on_zero_grad(self, _call: ProbedCall) -> Around:
+        if self._recorder.quiet:
+            return
         with self._recorder.unwatched():
             full = [held for held in self._held.values() if held.backwards and _any(held.sample)]
-        value = original(owner, *args, **kwargs)
+        yield
         with self._recorder.unwatched():
             emptied = [held for held in full if not _any(held.sample)]
         for held in emptied:
             held.cleared = self._recorder.where()
-        return value
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         held = self._held.get(optimizer)
         if held is None:
             whole = tensors_of(optimizer)
@@ -217,10 +191,10 @@ class _Steps:
         if step_closure(args, kwargs) is None:  # which would make the gradients
             self._note_gradients(optimizer, held)
         if held.scale > 1.0 and not self._in_scaler:
-            self._recorder.once("scaled_step", scale=held.scale)
+            self._recorder.once(ev.ScaledStep(held.scale))
         kept = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, _CASTS))
         if kept and self._casts_before == self._casts_dropped:
-            self._recorder.once("stale_autocast")
+            self._recorder.once(ev.AutocastKept())
         self._casts_before = self._casts_dropped if kept else -1
 
     def _note_gradients(self, optimizer: Optimizer, held: _Held) -> None:
@@ -236,17 +210,18 @@ class _Steps:
             missing = sum(tensor.grad is None for tensor in tensors)
             full = _any(held.sample)
         self._recorder.note(
-            "gradients",
-            optimizer=type(optimizer).__name__,
-            optimizer_id=id(optimizer),
-            left=bool(held.left) and held.still_left and full,
-            cleared="" if full else held.cleared,
-            tensors=len(tensors),
-            missing=missing,
-            grown=held.grown,
+            ev.GradientsUsed(
+                type(optimizer).__name__,
+                id(optimizer),
+                left=bool(held.left) and held.still_left and full,
+                cleared="" if full else held.cleared,
+                tensors=len(tensors),
+                missing=missing,
+                grown=held.grown,
+            )
         )
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._taken += 1
         held = self._held[optimizer]
         if step_closure(args, kwargs) is not None:
@@ -262,32 +237,34 @@ class _Steps:
 
     # Clipping
 
-    def _around_clip(
-        self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    def on_clip(self, call: ProbedCall) -> Around:
+        given = call.argument(0, "parameters")
+        parameters = [given] if isinstance(given, Tensor) else list(given)
+        if call.args:
+            call.args = (parameters, *call.args[1:])
+        else:
+            call.kwargs["parameters"] = parameters
         first = not self._recorder.quiet and self._counts.get("clip", 0) < _CLIPS
         with self._recorder.unwatched():
             grads = [p.grad for p in parameters if p.grad is not None] if first else []
             sums = [print_of(grad) for grad in grads]
         with self._rescaling():
-            norm = original(parameters, *args, **kwargs)
-        most = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value", math.nan))
+            norm = yield
+        limit = call.argument(1, "max_norm", call.kwargs.get("clip_value", math.nan))
         # An infinite limit clips nothing: the norm is only read.
-        if math.isfinite(most) and not self._recorder.quiet and self._first_times("clip"):
+        if math.isfinite(limit) and not self._recorder.quiet and self._first_times("clip"):
             clipped = [p for p in parameters if p.grad is not None]
             scaled = any(id(p) not in self._unscaled for p in clipped)
             with self._recorder.unwatched():
-                facts: dict[str, Any] = {
-                    "name": original.__name__,
-                    "most": float(most),
-                    "norm": float(norm) if type(norm) is Tensor else None,
-                    "scaled": self._scale if scaled else 0.0,
-                    "sizes": [p.numel() for p in clipped],
-                    "sums": sums,
-                }
-            self._recorder.note("clip", **facts)
-        return norm
+                event = ev.GradientsClipped(
+                    call.name,
+                    limit=float(limit),
+                    norm=float(norm) if type(norm) is Tensor else None,
+                    scaled=self._scale if scaled else 0.0,
+                    sizes=[p.numel() for p in clipped],
+                    sums=sums,
+                )
+            self._recorder.note(event)
 
     @contextmanager
     def _rescaling(self) -> Iterator[None]:
@@ -298,54 +275,48 @@ class _Steps:
         yield
         with self._recorder.unwatched():
             for held in self._held.values():
-                held.look()
+                held.remember()
 
     # Scaling
 
-    def _around_new_scaler(
-        self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        original(scaler, *args, **kwargs)
+    def on_scaler_made(self, call: ProbedCall) -> Around:
+        yield
         # One for a GPU switches itself off where there is none; the order of calls is the same.
-        self._wanted[scaler] = bool(kwargs.get("enabled", args[5] if len(args) > 5 else True))
+        self._wanted[call.args[0]] = bool(call.argument(6, "enabled", default=True))
 
-    def _around_scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
-        value = original(scaler, outputs)
+    def on_scale(self, call: ProbedCall) -> Around:
+        scaler = call.args[0]
+        value = yield
         if self._wanted.get(scaler):
             # `get_scale` gives 1 where it is off.
-            enabled = scaler.is_enabled()
-            self._scale = scaler.get_scale() if enabled else 65536.0
+            self._scale = scaler.get_scale() if scaler.is_enabled() else 65536.0
             self._scaled_loss = weakref.ref(value) if isinstance(value, Tensor) else None
-        return value
 
-    def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
+    def on_unscale(self, call: ProbedCall) -> Around:
+        optimizer = call.argument(1, "optimizer")
         with self._rescaling():
-            original(scaler, optimizer)
+            yield
         self._unscaled |= {id(p) for p in tensors_of(optimizer)}
         if (held := self._held.get(optimizer)) is not None:
             held.scale = 1.0
 
-    def _around_scaler_step(
-        self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def on_scaler_step(self, call: ProbedCall) -> Around:
         before, self._in_scaler = self._taken, True
         try:
-            value = original(scaler, optimizer, *args, **kwargs)
+            yield
         finally:
             self._in_scaler = False
+        scaler = call.args[0]
         if scaler.is_enabled():
-            self._recorder.note("scaler", scale=scaler.get_scale(), skipped=self._taken == before)
-        return value
+            skipped = self._taken == before
+            self._recorder.note(ev.ScalerStep(scaler.get_scale(), skipped=skipped))
 
-    def _around_update(
-        self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        original(scaler, *args, **kwargs)
+    def on_scaler_update(self, _call: ProbedCall) -> Around:
+        yield
         self._scale = 0.0
         self._unscaled.clear()
 
-    def _around_clear(self, original: Callable[[], None]) -> None:
-        original()
+    def on_clear_autocast(self, _call: ProbedCall) -> None:
         self._casts_dropped += 1
 
     # Schedules
@@ -359,30 +330,27 @@ class _Steps:
         finally:
             self._schedules -= 1
 
-    def _around_new_scheduler(
-        self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_scheduler_made(self, call: ProbedCall) -> Around:
+        scheduler = call.args[0]
         with self._scheduling():
-            original(scheduler, *args, **kwargs)
-        if self._schedules:
-            return
-        inner = getattr(scheduler, "_schedulers", ())
-        self._recorder.note(
-            "scheduler",
-            scheduler=type(scheduler).__name__,
-            scheduler_id=id(scheduler),
-            total=_total(scheduler),
-            inner=[id(one) for one in inner],
-        )
+            yield
+        if not self._schedules:
+            self._recorder.note(
+                ev.SchedulerMade(
+                    type(scheduler).__name__,
+                    id(scheduler),
+                    total=_total(scheduler),
+                    inner=[id(part) for part in getattr(scheduler, "_schedulers", ())],
+                )
+            )
 
-    def _around_schedule(
-        self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_scheduler_step(self, call: ProbedCall) -> Around:
+        scheduler = call.args[0]
         with self._scheduling():
-            original(scheduler, *args, **kwargs)
+            yield
         if not self._schedules:
             lr = scheduler.optimizer.param_groups[0]["lr"]
-            self._recorder.note("schedule", scheduler_id=id(scheduler), lr=float(lr))
+            self._recorder.note(ev.SchedulerStep(id(scheduler), lr=float(lr)))
 
 
 def _part_of(gradient: Tensor | None) -> Tensor | None:
@@ -392,42 +360,36 @@ def _part_of(gradient: Tensor | None) -> Tensor | None:
 
 
 def _any(sample: Sequence[Tensor]) -> bool:
-    """Whether any of the tensors has a gradient other than 0."""
     return any(tensor.grad is not None and checksum(tensor.grad) for tensor in sample)
 
 
 def _left(held: _Held) -> bool:
-    """Whether the gradients of the last step are still there."""
     kept = ((held.sample[place].grad, number) for place, number in held.left.items())
     return all(grad is not None and checksum(grad) == number for grad, number in kept)
 
 
-def _average(loss: Tensor) -> dict[str, float] | None:
+def average_of(loss: Tensor) -> ev.LossAverage | None:
     """Return what each summand of a loss counts for, as its graph shows; None if it does not."""
     node: Any = loss.grad_fn
     weight = by = other = 1.0
     for _ in range(_DEEPEST):
         name = type(node).__name__
+        if name not in ("DivBackward0", "MulBackward0"):
+            if (count := _count(node, name)) is None:
+                return None
+            return ev.LossAverage(weight / count, by=by * count, other=other, count=count)
         factor = getattr(node, "_saved_other", None)
-        if name in ("DivBackward0", "MulBackward0"):
-            if not isinstance(factor, Tensor) or factor.numel() != 1:
-                return None
-            number = float(factor)
-            if not number or not math.isfinite(number):
-                return None
-            weight = weight / number if name == "DivBackward0" else weight * number
-            if not number.is_integer():
-                other *= number
-            elif name == "DivBackward0":
-                by *= number
-            node = node.next_functions[0][0]
-            continue
-        count = _count(node, name)
-        return (
-            None
-            if count is None
-            else {"weight": weight / count, "by": by * count, "other": other, "count": count}
-        )
+        if not isinstance(factor, Tensor) or factor.numel() != 1:
+            return None
+        number = float(factor)
+        if not number or not math.isfinite(number):
+            return None
+        weight = weight / number if name == "DivBackward0" else weight * number
+        if not number.is_integer():
+            other *= number
+        elif name == "DivBackward0":
+            by *= number
+        node = node.next_functions[0][0]
     return None
 
 
@@ -449,20 +411,13 @@ def _count(node: Any, name: str) -> float | None:
     return number if number and number.is_integer() else None  # else classes have weights
 
 
-def _schedulers(name: str, around: Callable[..., Any]) -> list[Patch]:
-    """Return a patch for each class of schedulers that has this method itself."""
-    places = (*vars(lr_scheduler).values(), swa_utils.SWALR)
-    classes = {c for c in places if isinstance(c, type) and issubclass(c, LRScheduler)}
-    return [(one, name, around) for one in classes if name in vars(one)]
-
-
 def _total(scheduler: Any) -> int | None:
     """Return for how many steps a schedule was made, as far as it says."""
     for name in ("total_steps", "T_max", "total_iters"):
         if isinstance(number := getattr(scheduler, name, None), int):
             return number
-    for one in getattr(scheduler, "lr_lambdas", ()):
-        number = getattr(one, "keywords", {}).get("num_training_steps")
+    for function in getattr(scheduler, "lr_lambdas", ()):
+        number = getattr(function, "keywords", {}).get("num_training_steps")
         if isinstance(number, int):
             return number
     return None
