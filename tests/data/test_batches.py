@@ -210,20 +210,15 @@ def test_what_is_read_and_drawn_is_the_same_on_any_ranks_and_with_any_workers(tm
         assert all(same(one, alone) for one in (*found, _some_epochs(3, 0, augment)))
 
 
-def _kept(save, draw, restore):
-    state = save()
-    drawn = draw()
-    restore(state)
-    return drawn
-
-
 DRAWS = {
     "torch": lambda: float(torch.rand(())),
     "Python": random.random,
     "NumPy": lambda: float(np.random.rand()),  # noqa: NPY002
     "the seed": lambda: torch.initial_seed() % 1000,
-    "torch, put back": lambda: _kept(torch.get_rng_state, DRAWS["torch"], torch.set_rng_state),
-    "Python, put back": lambda: _kept(random.getstate, random.random, random.setstate),
+    "torch, put back": lambda: (s := torch.get_rng_state(), torch.rand(()), torch.set_rng_state(s))[
+        1
+    ],
+    "Python, put back": lambda: (s := random.getstate(), random.random(), random.setstate(s))[1],
 }
 
 
@@ -233,15 +228,11 @@ def test_a_data_set_that_begins_to_draw_is_read_as_if_it_always_had(draw):
         def __getitem__(self, index):
             return torch.tensor(float(draw() if index > 11 else index)), index
 
-    def read(world_size):
-        ranks = [source(Sometimes(), rank, world_size) for rank in range(world_size)]
-        each = [steps_of(rank, global_batch=8, drop_last=True) for rank in ranks]
-        return {k: tuple(torch.cat([one[k][i] for one in each]) for i in (0, 1)) for k in each[0]}
-
-    assert same(read(1), read(8))  # which seeds before each sample
-    left = random.random()
-    read(8)
-    assert random.random() == left, "and what is drawn next is the same"
+    how = {"global_batch": 8, "drop_last": True}
+    assert same(*(together(Sometimes(), size, **how) for size in (1, 8))), "8: one by one"
+    still = Listed(*samples(23))
+    one, few = ((together(still, size, **how), random.random())[1] for size in (1, 8))
+    assert one == few, "what is drawn next is the same"
 
 
 @BOTH_KINDS
