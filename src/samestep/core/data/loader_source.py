@@ -10,10 +10,12 @@ from functools import partial
 from itertools import chain, islice, tee
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from samestep.base.errors import UserError, blame, listed
 from samestep.base.startup import forking_servants, stop_signals
+from samestep.base.trees import tree_leaves
 from samestep.core.data.blocks import Block, Read
 from samestep.core.data.collating import Collating, as_pair, name_of, unpacked
 from samestep.core.data.keyed_random import mix, seed_reading, without_draws
@@ -116,12 +118,15 @@ class _Keyed(Dataset[Any]):
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self._dataset, self._seed = dataset, seed
-        self._draws = False
+        self._draws: bool | None = None
         """Whether it is known to draw, so that the generators are seeded before each sample."""
 
     def __getitems__(self, keys: list[Key]) -> list[Any]:
-        if not self._draws and len(keys) >= _SEEDED_ONE_BY_ONE:
-            dataset = self._dataset
+        dataset, is_worth_it = self._dataset, len(keys) >= _SEEDED_ONE_BY_ONE
+        if self._draws is None and is_worth_it:  # it may know the seed in a way that is not seen
+            one, other = self._read(keys[0]), without_draws(lambda: dataset[keys[0][1]])
+            self._draws = not _alike(one, other)
+        if not self._draws and is_worth_it:
             samples = without_draws(lambda: [dataset[index] for _epoch, index in keys])
             if samples is not None:
                 self._seed_for(keys[-1])  # as one by one, for what draws between batches
@@ -139,6 +144,15 @@ class _Keyed(Dataset[Any]):
         except Exception as error:
             size = len(self._dataset)  # type: ignore[arg-type]
             blame(f"{name_of(self._dataset)} failed at sample {key[1]} of {size}", error)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two samples are equal, as far as NumPy can tell."""
+    try:
+        pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+        return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+    except Exception:
+        return False
 
 
 _SEEDED_ONE_BY_ONE = 4
