@@ -73,7 +73,7 @@ def test_ranks_that_wait_for_one_that_waits_for_a_core_do_not_hang(monkeypatch, 
     monkeypatch.setattr(ranks_of_script, "find_stall", lambda *_: "still")
     monkeypatch.setattr(ranks_of_script, "computed_s", lambda _pid: computed.pop(0))
     monkeypatch.setattr(ranks_of_script, "working", lambda _pids: {7: computed.pop(0)})
-    monkeypatch.setattr(ranks_of_script, "look", looked)
+    monkeypatch.setattr(ranks_of_script, "inspect_ranks", looked)
     moves = {}
     assert ranks_of_script._stalled(tmp_path, [pulse], 1.0, moves) is None
     with pytest.raises(LookupError):  # it spins: now it is looked at
