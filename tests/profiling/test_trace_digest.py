@@ -92,6 +92,7 @@ def test_a_loop_that_reads_numbers_is_told_from_indices_an_optimizer_and_overhea
     found = digest(trace([*indexing, *reads]), 5)
     assert (found.syncs, found.sync) == (0, 0)
     assert digest(trace(reads), 5).syncs == 12
+    assert digest(trace([event("aten::_local_scalar_dense", 50, 1)]), 5).syncs == 0, "of the data"
 
 
 AT = "void at::native::"

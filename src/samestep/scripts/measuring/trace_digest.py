@@ -82,9 +82,10 @@ def digest(events: Sequence[Event], steps: int) -> Operations:
         top[multiplies(name)][short_name(name)] += duration / whole  # type: ignore[assignment]
     kernels = union(span(event) for event in events if event.get("cat") == "kernel")
     collated = common(spans_of(events, *_COLLATES), waits)
-    # PyTorch itself reads optimizers' counters, loaders' seeds and indices, all on the CPU.
+    # PyTorch itself reads optimizers' counters, loaders' seeds and indices, all on the CPU; what a
+    # data set reads is not read by the step.
     others = spans_of(events, "enumerate(DataLoader)#", "aten::_fused", INDEX)
-    itself = union([*others, *_of_optimizers(events)])
+    itself = union([*others, *waits, *_of_optimizers(events)])
     reads = [e["ts"] for e in calls(events) if e["name"] == READ]
     return Operations(
         **{kind: part / whole for kind, part in parts.items()},
