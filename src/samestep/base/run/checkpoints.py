@@ -21,15 +21,17 @@ from torch import Tensor
 from torch.utils.serialization import config as torch_config
 
 from samestep.base.errors import UserError, listed
-from samestep.base.run.files import write_atomically
+from samestep.base.run.files import check_room, write_atomically
 from samestep.base.run.host_copy import bytes_of, map_state, on_host
 from samestep.base.run.index import Entry, shards_of, verify
 from samestep.base.trees import map_tensors
 
 FORMAT = 1
 """What this version writes and reads; a file says which one it is in."""
-_HASHED_AT_ONCE = _SMALL = 1 << 20
+_HASHED_AT_ONCE = 1 << 20
 """Bytes."""
+_SMALL = 1 << 20
+"""Bytes of tensors: up to here a state is put together and hashed in memory."""
 
 
 class _Writer(io.RawIOBase):
@@ -90,13 +92,16 @@ class _FileHash:
 
 
 def save(folder: Path, name: str, state: dict[str, Any]) -> str:
-    """Write a checkpoint file and return its SHA-256; it is not announced yet."""
+    """Write a checkpoint file, if it fits, and return its SHA-256; it is not announced yet."""
+    num_bytes = bytes_of(state)
+    check_room(folder, num_bytes)
 
     def write(file: BinaryIO) -> str:
-        if bytes_of(state) <= _SMALL:  # no thread is worth its start
-            _dump(state, whole := io.BytesIO())
-            file.write(whole.getbuffer())
-            return hashlib.sha256(whole.getbuffer()).hexdigest()
+        if num_bytes <= _SMALL:  # a thread that hashes would cost more than it saves
+            buffer = io.BytesIO()
+            _dump(state, buffer)
+            file.write(buffer.getbuffer())
+            return hashlib.sha256(buffer.getbuffer()).hexdigest()
         following = _FileHash(Path(file.name))
         writer = _Writer(file, following.grown)
         try:

@@ -96,9 +96,9 @@ def seed_reading(drawn: int) -> None:
 def without_draws(read: Callable[[], T]) -> T | None:
     """Return what `read` returns if it drew no random numbers; None if it did, or failed.
 
-    To seed before each sample costs more than to read a small one. Where a data set draws nothing,
-    this is done once for many samples. Who saves a state and puts it back may have drawn between,
-    so that to look at one counts as drawing.
+    Seeding before each sample costs more than reading a small one; where a data set draws nothing,
+    one check serves a whole batch. Looking at a generator's state or seed counts as drawing: a
+    state that is saved and put back leaves no trace of what was drawn in between.
     """
     looked: list[object] = []
     untouched, noted = _untouched(), partial(_noted, looked)

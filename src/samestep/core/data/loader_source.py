@@ -39,13 +39,13 @@ class LoaderSource(OrderedSource):
         self._plan, self._name = _Plan(), name_of(dataset)
         self._collates = reading.collate is not None
         reads_batches = hasattr(dataset, "read_batch")
-        self._together: Any = Collating(dataset, reading.collate, whole=reading.whole, packed=True)
+        self._collate: Any = Collating(dataset, reading.collate, whole=reading.whole, packed=True)
         if reads_batches and not self._collates:  # it returns a batch, not samples
-            self._together = _as_it_is if reading.whole else partial(as_pair, dataset)
+            self._collate = _as_it_is if reading.whole else partial(as_pair, dataset)
         self._dataset = _Batched(dataset) if reads_batches else _Keyed(dataset, reading.seed)
         self._loader = DataLoader(
             self._dataset,
-            collate_fn=self._together,
+            collate_fn=self._collate,
             batch_sampler=self._plan,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
@@ -89,7 +89,7 @@ class LoaderSource(OrderedSource):
     def _started(self) -> Iterator[Any]:
         """Return the batches of the plan, as workers or this process read them."""
         if not self._loader.num_workers:  # PyTorch's own iterator takes 5 % of a small step
-            return (self._together(self._dataset.__getitems__(keys)) for keys in self._plan)
+            return (self._collate(self._dataset.__getitems__(keys)) for keys in self._plan)
         with starting_workers():
             return map(unpacked, iter(self._loader))
 
@@ -119,17 +119,17 @@ class _Keyed(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self._dataset, self._seed = dataset, seed
         self._draws: bool | None = None
-        """Whether it is known to draw, so that the generators are seeded before each sample."""
+        """Whether the generators are seeded before each sample; None: not known yet."""
 
     def __getitems__(self, keys: list[Key]) -> list[Any]:
-        dataset, is_worth_it = self._dataset, len(keys) >= _SEEDED_ONE_BY_ONE
-        if self._draws is None and is_worth_it:  # it may know the seed in a way that is not seen
-            one, other = self._read(keys[0]), without_draws(lambda: dataset[keys[0][1]])
-            self._draws = not _alike(one, other)
-        if not self._draws and is_worth_it:
+        dataset, pays = self._dataset, len(keys) > _CHEAP_TO_SEED
+        if self._draws is None and pays:  # a data set may find out the seed without being noticed
+            seeded, unseeded = self._read(keys[0]), without_draws(lambda: dataset[keys[0][1]])
+            self._draws = not _are_equal(seeded, unseeded)
+        if not self._draws and pays:
             samples = without_draws(lambda: [dataset[index] for _epoch, index in keys])
             if samples is not None:
-                self._seed_for(keys[-1])  # as one by one, for what draws between batches
+                self._seed_for(keys[-1])  # what draws between batches finds the usual state
                 return samples
             self._draws = True
         return [self._read(key) for key in keys]
@@ -146,7 +146,7 @@ class _Keyed(Dataset[Any]):
             blame(f"{name_of(self._dataset)} failed at sample {key[1]} of {size}", error)
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     """Whether two samples are equal, as far as NumPy can tell."""
     try:
         pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
@@ -155,8 +155,8 @@ def _alike(one: Any, other: Any) -> bool:
         return False
 
 
-_SEEDED_ONE_BY_ONE = 4
-"""Samples: for fewer, it costs no more to seed before each."""
+_CHEAP_TO_SEED = 3
+"""Samples: to seed before each of so few costs no more than to find out whether they draw."""
 
 
 def _as_it_is(batch: Any) -> tuple[Any, None]:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from samestep.base.errors import UserError
 from samestep.base.run import checkpoints
-from samestep.base.run.files import THEN_RESUME, check_room
-from samestep.base.run.host_copy import HostCopies, bytes_of
+from samestep.base.run.files import THEN_RESUME
+from samestep.base.run.host_copy import HostCopies
 from samestep.base.run.index import Entry, Index, Retention, announce, read_index, remove, shards_of
 from samestep.base.run.records import Record
 from samestep.core.training.loop import checkpoint_name
@@ -121,7 +121,6 @@ class Saver:
             if not self._world.is_main:
                 return
             with _cleared_on_error(self._folder / name):
-                check_room(self._folder, bytes_of(content))
                 digest = checkpoints.save(self._folder, name, content)
                 index = replace(self._index, **judged)
                 whole = replace(entry, sha256=digest, files=files)

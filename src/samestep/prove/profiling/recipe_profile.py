@@ -277,7 +277,7 @@ def _checkpoint_seconds(work: Work, state: State, path: Path) -> float:
         try:
             checkpoints.save(folder, _CHECKPOINT, content)
         except UserError as error:
-            raise unwritable(folder / _CHECKPOINT, error.__cause__) from error
+            raise unwritable(folder / _CHECKPOINT, error.__cause__ or error) from error
         (folder / _CHECKPOINT).unlink()
 
     def copy() -> None:

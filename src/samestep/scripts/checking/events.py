@@ -70,7 +70,7 @@ class DeviceAsked(Event):  # the user's code asked for a CUDA device
     index: int
     rank: int
     local_rank: int
-    alone: bool  # whether it says nothing about a job of several nodes
+    alone: bool  # whether nothing in its environment names a second node
 
 
 class ErrorCaught(Event):  # an exception that the script may be about to swallow

@@ -58,7 +58,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 10
     """Batches of each of the first two epochs; then comes the last one of the epoch."""
     nproc: int = 1
-    """How many devices there seem to be, with `substitute` or `alone`."""
+    """Ranks; with `substitute` or `alone`, also the number of GPUs that the script sees."""
     substitute: bool = False
     """Whether calls for CUDA are answered by the CPU."""
     one_per_node: bool = False

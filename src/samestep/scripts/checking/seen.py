@@ -71,7 +71,7 @@ class Seen:
 
     @property
     def world_size(self) -> int:
-        """Return how many ranks there were."""
+        """The number of ranks."""
         return len(self.ranks)
 
     @property
