@@ -23,7 +23,7 @@ _ROOT = Path(__file__).parent.parent
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preloaded"])
 
-TIMEOUT_S = 600.0
+TIMEOUT_S = 1200.0
 """Ends what hangs, and nothing that is only slow: a busy machine takes many times as long."""
 
 
