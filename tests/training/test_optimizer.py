@@ -1,4 +1,4 @@
-"""The optimizer's step by its functional form is the step that torch.optim takes."""
+"""The optimizer's step by its fused kernel is the step that torch.optim takes."""
 
 import copy
 

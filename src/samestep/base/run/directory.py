@@ -216,7 +216,7 @@ class Run:
 
     def append(self, record: Record) -> None:
         """Add one record to events.jsonl, and keep summary.json."""
-        rest = memoryview(f"{json.dumps(plain(record))}\n".encode())
+        rest = memoryview(f"{_line(record)}\n".encode())
         end = self._events.seek(0, os.SEEK_END)
         try:
             # One write a line: a killed process leaves whole lines, or one torn at the very end.
@@ -251,6 +251,16 @@ class Run:
         """Close the files and let another process open the run."""
         self._events.close()
         self._lock.close()
+
+
+_FINITE = json.JSONEncoder(allow_nan=False)
+
+
+def _line(record: Record) -> str:
+    try:
+        return _FINITE.encode(record)
+    except (TypeError, ValueError):  # few have a NaN or a table that is no dict: a look costs more
+        return json.dumps(plain(record))
 
 
 def plain(value: Any) -> Any:

@@ -1,15 +1,17 @@
 """Samples to a batch: by the recipe's own function, or by PyTorch's where they are alike."""
 
+import contextlib
 import io
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from samestep.base.errors import UserError, blame, defined_at
@@ -92,6 +94,10 @@ class Collating:
         for sample in samples if not self._whole else ():
             if not isinstance(sample, tuple | list) or len(sample) != 2:
                 raise _no_pair(self._dataset, sample)
+        if not self._whole and get_worker_info() is None and _is_of_tensors(samples[0]):
+            with contextlib.suppress(TypeError, RuntimeError):  # below it is said what is wrong
+                inputs, targets = map(torch.stack, zip(*samples, strict=True))
+                return inputs, targets
         try:
             batch = default_collate(samples)
         except Exception as error:
@@ -103,6 +109,12 @@ class Collating:
                 f"{str(error).partition(': found')[0]})."
             ) from error
         return (batch, None) if self._whole else as_pair(self._dataset, batch)
+
+
+def _is_of_tensors(sample: Sequence[Any]) -> bool:
+    """Whether `default_collate` would stack such samples, after a long look at each of them."""
+    as_ever = default_collate_fn_map[Tensor] is collate_tensor_fn  # users may put in their own
+    return as_ever and type(sample[0]) is Tensor and type(sample[1]) is Tensor
 
 
 def as_pair(

@@ -173,8 +173,8 @@ class Window:
         return losses, sums
 
     def _added_up(self, mine: list[float]) -> list[float]:
-        """Return the sums over the ranks, which elastic ones have already."""
-        if self._world.elastic:
+        """Return the sums over the ranks; elastic ones have them, and a single one has its own."""
+        if self._world.elastic or not self._world.connected:
             return mine
         found: list[float] = self._world.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
         return found
