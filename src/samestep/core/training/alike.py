@@ -137,7 +137,7 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
     if isinstance(optimizer, Joint):
         return any(map(may_draw, optimizer))
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
-    own = not type(optimizer).__module__.startswith("torch.optim.")
+    own = not f"{type(optimizer).__module__}.".startswith("torch.optim.")  # Muon says "torch.optim"
     step = vars(optimizer).get("step")
     if getattr(step, "__wrapped__", None) is type(optimizer).step:
         step = None  # a scheduler counts the steps in it
