@@ -17,10 +17,13 @@ from torch import Tensor
 
 from samestep.base.errors import UserError
 
+_SINGLE = frozenset([str, bytes, int, float, bool, type(None)])
+"""Types that are leaves without a look at what they offer."""
+
 
 def tree_leaves(tree: Any) -> list[Any]:
     """Return what is in a tree, in a fixed order."""
-    if isinstance(tree, Tensor):
+    if isinstance(tree, Tensor) or type(tree) in _SINGLE:
         return [tree]
     inside = _inside(tree)
     if inside is None:
@@ -33,7 +36,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
     Of a graph only its tensors are leaves.
     """
-    if isinstance(tree, Tensor):
+    if isinstance(tree, Tensor) or type(tree) in _SINGLE:
         return function(tree)
     each = partial(map_leaves, function)
     if isinstance(tree, tuple | list):
@@ -77,10 +80,11 @@ def num_rows(tree: Any) -> int | None:
     graphs = getattr(tree, "num_graphs", None)
     if isinstance(graphs, int):
         return graphs
-    if not isinstance(tree, Tensor) and (inside := _inside(tree)) is not None:
-        found = {rows for part in inside if (rows := num_rows(part)) is not None}
-        return found.pop() if len(found) == 1 else None
-    return len(tree) if isinstance(tree, Tensor) and tree.dim() else None
+    if isinstance(tree, Tensor):
+        return len(tree) if tree.dim() else None
+    inside = () if type(tree) in _SINGLE else _inside(tree) or ()
+    found = {rows for part in inside if (rows := num_rows(part)) is not None}
+    return found.pop() if len(found) == 1 else None
 
 
 def describe(tree: Any) -> str:

@@ -22,10 +22,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -35,7 +32,7 @@ from torch.utils.data import (
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.bridges.lightning.stand_in import StandIn
-from samestep.core.data.loaders import Unpacked
+from samestep.core.data.loaders import Unpacked, reads_each_once
 from samestep.core.data.samplers import SamplerOrder
 from samestep.core.recipe import Recipe, Splits
 
@@ -149,7 +146,8 @@ class _TensorRows(_Data):
     def read_batch(self, indices: list[int]) -> _Batch:
         """Return the rows of a batch."""
         places = indices if self.places is None else [self.places[index] for index in indices]
-        return _Batch([tensor[places] for tensor in self.tensors], self.stage, len(places))
+        rows = torch.tensor(places, dtype=torch.int64)
+        return _Batch([tensor[rows] for tensor in self.tensors], self.stage, len(places))
 
 
 def _data_of(dataset: Any, stage: str, collate: Callable[[list[Any]], Any]) -> _Data:
@@ -259,7 +257,7 @@ class _Brought:
         dataset, sampler = loader.dataset, loader.sampler
         if isinstance(sampler, SubsetRandomSampler):
             dataset = Subset(dataset, sampler.indices)
-        elif not _reads_all(loader) and "order" not in self.settings:
+        elif not reads_each_once(loader) and "order" not in self.settings:
             own = sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
             if stage == "train":
                 return Unpacked(_data_of(dataset, stage, loader.collate_fn), default_collate, own)
@@ -338,8 +336,10 @@ class _Brought:
         return optimizer
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return the module's scheduler, or one that changes nothing."""
-        return self.schedulers.get(optimizer) or LambdaLR(optimizer, lambda _: 1.0)
+        """Return the module's scheduler, or one that changes nothing, after each epoch."""
+        if found := self.schedulers.get(optimizer):
+            return found
+        return {"scheduler": LambdaLR(optimizer, lambda _: 1.0), "interval": "epoch"}
 
 
 @dataclass
@@ -381,13 +381,6 @@ def _made(given: Any) -> Any:
     if isinstance(given, nn.Module):
         return copy.deepcopy(given)
     return given if hasattr(given, "prepare_data") and not inspect.isclass(given) else given()
-
-
-def _reads_all(loader: DataLoader[Any]) -> bool:
-    """Whether a loader reads each sample once, in an order of PyTorch's."""
-    sampler, known = loader.sampler, (RandomSampler, SequentialSampler, DistributedSampler)
-    again = isinstance(sampler, RandomSampler) and sampler.replacement
-    return type(loader.batch_sampler) is BatchSampler and isinstance(sampler, known) and not again
 
 
 def _base(made: Any, name: str) -> type:

@@ -73,6 +73,13 @@ class Unpacked(Dataset[Any]):
         return Ordering(sampler=SamplerOrder(self.sampler, len(self.dataset), settings.seed))
 
 
+def reads_each_once(loader: DataLoader[Any]) -> bool:
+    """Whether a loader reads each sample once, in an order of PyTorch's."""
+    sampler, known = loader.sampler, (RandomSampler, SequentialSampler, DistributedSampler)
+    again = isinstance(sampler, RandomSampler) and sampler.replacement
+    return type(loader.batch_sampler) is BatchSampler and isinstance(sampler, known) and not again
+
+
 def without_loaders(splits: Splits, collate: Collate | None) -> Splits:
     """Take the loaders of the splits apart; `collate` is the recipe's."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from samestep.base.errors import AlreadyTold, UserError, did_you_mean, raised_at
 from samestep.base.run.files import read_object
 from samestep.base.settings import OrderName
-from samestep.core.data.keyed_random import mix
+from samestep.core.data.keyed_random import mix, mix_next
 from samestep.core.data.order import steps_per_epoch
 from samestep.core.recipe import Collate, PerSample
 from samestep.core.session.declared import checked_settings
@@ -455,6 +455,7 @@ class OwnRun:
             own.carry(carry, global_batch_size)
         self._place = IN_BATCHES
         own.clock.resume(position)
+        of_seed, of_rank = mix(seed), mix(seed, world.rank)
         first = position.step_in_epoch
         read = opened.epoch(position.epoch, first, global_batch_size, drop_last=drop_last)
         with closing(read):
@@ -464,8 +465,8 @@ class OwnRun:
                 if own.carried is not None:
                     own.carried.begin(position.step_in_epoch, batch.global_size, batch.step)
                 # The script draws other numbers on each rank.
-                seed_torch(mix(seed, world.rank, batch.step), world.device)
-                seed_rank(mix(seed, batch.step), world.rank)
+                seed_torch(mix_next(of_rank, batch.step), world.device)
+                seed_rank(mix_next(of_seed, batch.step), world.rank)
                 torch.clear_autocast_cache()  # a context around the loop would keep older weights
                 self._batch, self._used = batch, False
                 try:

@@ -11,6 +11,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,13 @@ def seed_rank(seed: int, rank: int) -> None:
     _seed_others(mix(seed, rank))
 
 
+_mixed = cache(mix)
+
+
 def seed_update(seed: int, step: int, device: torch.device, nth: int = 0) -> None:
     """Seed every generator alike on all ranks for the `nth` update of a step."""
-    drawn = mix(seed, 1, step, 0, nth)  # five parts: no forward of a rank is seeded alike
+    # Five parts: no forward of a rank is seeded alike.
+    drawn = mix_next(mix_next(mix_next(_mixed(seed, 1), step), 0), nth)
     seed_reading(drawn)
     if device.type != "cpu":
         seed_torch(drawn, device)
