@@ -87,18 +87,16 @@ def steps_kept(run: Path) -> list[int]:
 
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_checkpoint_is_written_named_in_the_index_and_told_with_its_hash(opened, tmp_path, sync):
-    session = opened()
+    session, announced = opened(), []
+    place, index = "checkpoints/checkpoint_step_14.pt", tmp_path / "checkpoints" / "index.json"
+    session.run.sync = lambda: announced.append(index.exists())
     save(session, 14, metric=0.25, sync=sync)
     session.saver.settle_well()
-    path = tmp_path / "checkpoints" / "checkpoint_step_14.pt"
+    assert announced == [False], "the records that lead up to it are on the disk before"
+    path = tmp_path / place
     (record,) = told(tmp_path)
     assert 0 < record.pop("blocked_seconds") <= record.pop("seconds")
-    assert record == {
-        "event": "checkpoint",
-        "step": 14,
-        "path": "checkpoints/checkpoint_step_14.pt",
-        "sha256": sha256(path),
-    }
+    assert record == {"event": "checkpoint", "step": 14, "path": place, "sha256": sha256(path)}
     index = read_index(tmp_path)
     assert (index["monitor"], index["mode"]) == ("loss", "min")
     entry = {"path": path.name, "step": 14, "epoch": 2, "sha256": sha256(path), "metric": 0.25}

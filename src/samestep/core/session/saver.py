@@ -58,8 +58,15 @@ class Saver:
     Every rank has one. Rank 0 writes, and of a sharded training each rank its own part.
     """
 
-    def __init__(self, folder: Path, world: World, emit: Callable[[Record], None]) -> None:
-        self._folder, self._world, self._emit = folder, world, emit
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        emit: Callable[[Record], None],
+        sync_records: Callable[[], None],
+    ) -> None:
+        self._folder, self._world = folder, world
+        self._emit, self._sync_records = emit, sync_records
         self._index = Index()
         self._spared: list[str] = []
         self._copies = HostCopies()
@@ -122,6 +129,7 @@ class Saver:
                 return
             with _cleared_on_error(self._folder / name):
                 digest = checkpoints.save(self._folder, name, content)
+                self._sync_records()  # the records of a run lead up to where it can continue
                 index = replace(self._index, **judged)
                 whole = replace(entry, sha256=digest, files=files)
                 self._index = announce(self._folder, index, whole, retention, self._spared)

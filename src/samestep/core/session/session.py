@@ -53,7 +53,7 @@ class Session:
         self._written: set[tuple[Any, ...]] = set()
         """What was written of the newest step before the ranks found together anew."""
         self._early: list[Record] = []
-        self.saver = Saver(path / "checkpoints", world, self.emit)
+        self.saver = Saver(path / "checkpoints", world, self.emit, self._sync_records)
         world.on_main(self._open)
         world.on_every(lambda: _tell(on_open, path))
         watched.in_run(path)
@@ -103,6 +103,10 @@ class Session:
     def _keep(self, record: Record) -> None:
         if self.run is not None and record["event"] != "progress":
             self.run.append(record)
+
+    def _sync_records(self) -> None:
+        if self.run is not None:
+            self.run.sync()
 
     def go_on(self, record: Record, step: int, watch: Watch, newest: Iterable[Record]) -> None:
         """Continue in another group of ranks: write the `regroup` record.
