@@ -266,7 +266,7 @@ _FINITE = json.JSONEncoder(allow_nan=False)
 def _line(record: Record) -> str:
     try:
         return _FINITE.encode(record)
-    except (TypeError, ValueError):  # few have a NaN, or a table of another type: to look costs more
+    except (TypeError, ValueError):  # few have a NaN or a mapping: to look costs more
         return json.dumps(plain(record))
 
 
