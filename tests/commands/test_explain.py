@@ -5,8 +5,11 @@ import shutil
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from samestep import read_records
+from samestep.base.settings import Settings
+from samestep.prove.explanation.rank_memory import whole_matrices
 from tests import streams, tiny
 from tests.command_line import tree
 
@@ -62,9 +65,8 @@ def assert_as_trained(told, run):
     files = list((run / "checkpoints").glob("*.pt"))
     assert told["kept"]["fewest"] <= len(files) <= told["kept"]["most"]
     state, memory = tiny.last_state(run), told["memory"]
-    assert memory["weights"]["bytes"] + memory["buffers"]["bytes"] == bytes_of(
-        state["model"].values()
-    )
+    model = memory["weights"]["bytes"] + memory["buffers"]["bytes"]
+    assert model == bytes_of(state["model"].values())
     kept = [v for own in state["optimizer"]["state"].values() for v in own.values()]
     assert sum(part["bytes"] for part in memory["optimizer"].values()) == bytes_of(kept)
     assert memory["average"]["bytes"] == bytes_of(state.get("ema", {}).values())
@@ -128,10 +130,7 @@ def test_streams_have_no_length_and_what_differs_by_ranks_is_found(tmp_path, exp
     drawn = explained(recipe)["drawn"]
     assert drawn["batch_norms"] == ["1"]
     assert drawn["draws"]
-    assert drawn["generators"] == []
-    told = shown(recipe)
-    assert "batch normalisation (1)" in told
-    assert "--virtual-ranks" in told
+    assert all(part in shown(recipe) for part in ("batch normalisation (1)", "--virtual-ranks"))
     ways = (("--nproc", 2), ("--nproc", 2, "--virtual-ranks", 2), ())
     notes = [" ".join(explained(recipe, *way)["notes"]) for way in ways]
     assert ["BatchNorm" in note for note in notes] == [True, False, False]
@@ -166,6 +165,16 @@ def test_activations_are_those_of_a_forward_and_gradients_of_virtual_ranks(tmp_p
     assert copies == [3, 2, 1]
 
 
+def test_muon_takes_the_operations_that_pytorch_counts_and_fsdp_gathers_its_matrices():
+    matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in ((64, 256), (300, 20))]
+    taken = whole_matrices(torch.optim.Muon(matrices), Settings(strategy="fsdp"))
+    with FlopCounterMode(display=False) as counted:
+        for matrix in matrices:
+            torch.optim._muon._zeropower_via_newtonschulz(matrix.data, (3.4, -4.7, 2.0), 5, 1e-7)
+    assert taken.flops == counted.get_total_flops()
+    assert taken.gathered_bytes == bytes_of(matrices)
+
+
 RANDOM = """
 from torch import nn
 def noisy(options):
@@ -184,15 +193,7 @@ def test_a_model_for_a_gpu_is_explained_without_its_memory(tmp_path, explained, 
     assert "no kernel" in refused("explain", str(recipe), "--device", "cpu")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "spirla",
-        "spiral --batch-size 32 --micro-batch-size 16 --accumulate 3",
-        "spiral --virtual-ranks 9999",
-        "mnist --data-dir nowhere",
-    ],
-)
+@pytest.mark.parametrize("arguments", ["spirla", "mnist --data-dir nowhere"])
 def test_a_mistake_is_told_as_train_tells_it(arguments, here, refused):
     words = arguments.split()
     assert refused("explain", *words) == refused("train", *words)

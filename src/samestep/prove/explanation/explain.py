@@ -28,7 +28,7 @@ from samestep.core.training.prepare import prepare
 from samestep.core.training.side_effects import batch_norms
 from samestep.launch.ranks.world import ImaginedWorld, World
 from samestep.prove.explanation import rank_memory, schedule
-from samestep.prove.explanation.rank_memory import Drawn, RankMemory, StrategyMemory
+from samestep.prove.explanation.rank_memory import Drawn, RankMemory, StrategyMemory, WholeMatrices
 from samestep.prove.explanation.schedule import KeptFiles, OtherSize, PlannedEvent, Rate, StepShares
 
 
@@ -85,6 +85,8 @@ class Explanation:
     optimizer: str
     """The name of its class."""
     memory: RankMemory | None
+    whole_matrices: WholeMatrices | None
+    """What Muon takes while it steps; None of other optimizers."""
     strategies: dict[str, StrategyMemory]
     """What a rank would hold by each of --strategy on these ranks; empty for a single rank."""
     drawn: Drawn | None
@@ -187,6 +189,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
             ),
             optimizer=kind_of(built.work.learner.optimizer),
             memory=memory,
+            whole_matrices=rank_memory.whole_matrices(built.work.learner.optimizer, settings),
             strategies=strategies,
             drawn=drawn,
             not_measured=problem,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from samestep.base.errors import listed
 from samestep.base.run.index import Retention
 from samestep.base.settings import order_name
-from samestep.base.words import count, size, wrapped
+from samestep.base.words import count, short, size, wrapped
 from samestep.core.session.training_run import retention_of
 from samestep.core.training.plan import ENDLESS, warmup_steps
 from samestep.launch.ranks.nproc import RANK_BYTES
@@ -225,6 +225,7 @@ def _memory(explained: Explanation) -> Rows:
     yield "data", _data(explained, memory)
     yield "together", f"{size(memory.total)} per rank"
     yield from _strategies(explained)
+    yield from _muon(explained)
     missing = ["results inside an operation", "what the allocator keeps in reserve"]
     if explained.plan.world_size > 1:
         missing.append("what ranks send each other")
@@ -246,6 +247,17 @@ def _gathered(memory: RankMemory) -> Rows:
     if memory.blocks.bytes:
         text = "weights and gradients of the blocks that are gathered at once"
         yield "blocks", f"{size(memory.blocks.bytes)}: {text}"
+
+
+def _muon(explained: Explanation) -> Rows:
+    if (taken := explained.whole_matrices) is None:
+        return
+    text = (
+        f"every rank orthogonalises {count(taken.number, 'whole weight')}: {short(taken.flops)} "
+        f"FLOPs per step, and {size(taken.largest_bytes)} for the largest"
+    )
+    gathered = f"; they are gathered for it, {size(taken.gathered_bytes)} per step"
+    yield "Muon", text + (gathered if taken.gathered_bytes else "")
 
 
 def _strategies(explained: Explanation) -> Rows:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from samestep.base.machine import free_memory_bytes
+from samestep.base.settings import Settings
 from samestep.base.trees import map_tensors, tree_leaves
 from samestep.core.data.batches import open_split
 from samestep.core.data.blocks import Block, held_parts
@@ -22,6 +23,7 @@ from samestep.core.session.free_space import state_bytes
 from samestep.core.session.request import Request, to_toml
 from samestep.core.training.batch_transform import BatchTransform
 from samestep.core.training.device import data_dtype
+from samestep.core.training.joint import members_of
 from samestep.core.training.objective import check_used
 from samestep.core.training.optimizer import Average
 from samestep.core.training.plan import Plan, learning_rate
@@ -223,6 +225,36 @@ def shared_out(
             bytes=4 * largest.bytes + 2 * rest_bytes,
             elements=4 * largest.elements + 2 * rest_elements,
         ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeMatrices:
+    """What `torch.optim.Muon` takes while it steps: every rank orthogonalises all matrices."""
+
+    number: int
+    flops: int
+    """Of Newton-Schulz in each step, on each rank."""
+    largest_bytes: int
+    """For a moment: the largest matrix, and what Newton-Schulz makes of it."""
+    gathered_bytes: int
+    """Of all matrices in each step, with --strategy fsdp; else 0."""
+
+
+def whole_matrices(optimizer: torch.optim.Optimizer, settings: Settings) -> WholeMatrices | None:
+    """Return what Muon takes; None where no optimizer is `torch.optim.Muon`."""
+    members = [one for one in members_of(optimizer) if isinstance(one, torch.optim.Muon)]
+    groups = [group for one in members for group in one.param_groups]
+    turns = [(p, group["ns_steps"]) for group in groups for p in group["params"]]
+    if not turns:
+        return None
+    shapes = [(*sorted(p.shape), p.nbytes, steps) for p, steps in turns]
+    each = 4 if settings.newton_schulz == "fp32" else 2  # bytes
+    return WholeMatrices(
+        number=len(turns),
+        flops=sum(2 * few * few * (2 * many + few) * steps for few, many, _, steps in shapes),
+        largest_bytes=max(n + 2 * each * few * (few + many) for few, many, n, _ in shapes),
+        gathered_bytes=sum(n for *_, n, _ in shapes) if settings.strategy == "fsdp" else 0,
     )
 
 
