@@ -1,7 +1,7 @@
 """One rank's part of consecutive steps, and how an order is cut into these and into micro-steps."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from samestep.base.trees import check_rows, narrow, split_rows
@@ -54,8 +54,8 @@ class Block:
             return self
         first, length = start * self.rows, num_steps * self.rows
         inputs, targets = (narrow(tree, first, length) for tree in (self.inputs, self.targets))
-        step = self.first_step + start
-        return replace(self, first_step=step, num_steps=num_steps, inputs=inputs, targets=targets)
+        of_steps = self.rows, self.weight, self.global_size, self.parts, self.last
+        return Block(self.first_step + start, num_steps, inputs, targets, *of_steps)
 
     def singles(self) -> Iterator["Block"]:
         """Yield the steps one by one, without copying; many times faster than `part` by part."""

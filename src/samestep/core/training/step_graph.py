@@ -181,6 +181,8 @@ class StepGraph:
         self._make_state(step)
         self._guarded: list[Any] = []
         """Of the samples that the compiler's guards have let pass: shapes, strides and types."""
+        self._kept: list[list[Tensor]] = []
+        """What the last call has changed in place."""
         # The C++ wrapper spares Python's overhead per kernel call; it exists for CPUs only. On a
         # GPU the mode is the default one: "reduce-overhead" captures no function that changes its
         # inputs, as this one does, so it is captured here.
@@ -203,13 +205,8 @@ class StepGraph:
         unchanged, self._guarded = unchanged and like == self._guarded, like
         if self._optimizer.state[self._parameters[0]].get("step") is not self._first_count:
             self._make_state(step)  # a state was loaded since the last call
-        states = [self._optimizer.state[p] for p in self._parameters]
-        kept = [
-            [p.detach() for p in self._parameters],
-            *([state[key] for state in states] for key in self._keys),
-            self._counts,
-            list(self._model.buffers()) if self._buffers else [],
-        ]
+            unchanged = False
+        kept = self._kept = self._kept if unchanged else self._changed_in_place()
         fed = (inputs, targets, self._rates(step + self._ahead, lrs))
         with torch.compiler.set_stance("default", skip_guard_eval_unsafe=unchanged):
             losses, norms, *outputs = self._call(kept, fed)
@@ -218,6 +215,16 @@ class StepGraph:
             flat = map_leaves(lambda leaf: leaf.flatten(0, 1), targets)
             seen = [StepOutputs(outputs[0], flat, len(tree_leaves(flat)[0]))]
         return StepResult(losses.unbind(), norms, seen=seen)
+
+    def _changed_in_place(self) -> list[list[Tensor]]:
+        """Return weights, optimizer state, counts and buffers."""
+        states = [self._optimizer.state[p] for p in self._parameters]
+        return [
+            [p.detach() for p in self._parameters],
+            *([state[key] for state in states] for key in self._keys),
+            self._counts,
+            list(self._model.buffers()) if self._buffers else [],
+        ]
 
     def how(self) -> str:
         """Return how the device runs it, once it has run; '' on the CPU."""
@@ -232,10 +239,7 @@ class StepGraph:
         live = dict(zip(self._buffers, buffers, strict=True))
         drawn = dropout_by(dropped) if self._device.type == "cpu" else contextlib.nullcontext()
         with torch.no_grad(), drawn:
-            results = self._compiled(weights, owned, rates, live, inputs, targets)
-            if counts:
-                counts[0].add_(len(rates))
-        return results
+            return self._compiled(weights, owned, counts, rates, live, inputs, targets)
 
     def _make_state(self, step: int) -> None:
         """Give the optimizer the state that its own first step would create: zeros.
@@ -275,6 +279,7 @@ class StepGraph:
         self,
         weights: list[Tensor],
         owned: list[list[Tensor]],
+        counts: list[Tensor],
         rates: Tensor,
         live: dict[str, Tensor],
         inputs: Any,
@@ -305,6 +310,8 @@ class StepGraph:
         for after, tensors in zip([vectors, *state], [weights, *owned], strict=True):
             for tensor, piece in zip(tensors, self._unpack(after), strict=True):
                 tensor.copy_(piece)
+        for count in counts:
+            count.add_(rates.shape[0])
         for name, buffer in live.items():
             buffer.copy_(buffers[name])
         outputs = (torch.cat(seen),) if seen else ()
