@@ -8,6 +8,7 @@ seconds, and so it changes for both. Writes `benchmarks/results/brought.md`.
 
 import argparse
 import copy
+import importlib
 import json
 import os
 import statistics
@@ -46,6 +47,7 @@ class Training:
     ours: Callable[[Path, Epoch], None]
     """Trains `EPOCHS` epochs and calls the function after each."""
     limit: float
+    epochs: int = EPOCHS
 
 
 def main() -> int:
@@ -58,7 +60,9 @@ def main() -> int:
     if asked.one:
         with tempfile.TemporaryDirectory() as folder:
             torch.set_num_threads(1)
-            print(json.dumps(_in_turn(TRAININGS[asked.one], Path(folder))), file=sys.__stdout__)
+            training = TRAININGS[asked.one]
+            globals()["EPOCHS"] = training.epochs
+            print(json.dumps(_in_turn(training, Path(folder))), file=sys.__stdout__)
         return 0
     facts, rows, missed = machine(), [], False
     for name in asked.only:
@@ -66,7 +70,7 @@ def main() -> int:
         ratios = [statistics.median(plain / ours for plain, ours in pairs) for pairs in rounds]
         middle = statistics.median(ratios)
         every = [pair for pairs in rounds for pair in pairs]
-        shown = [f"{1e3 * statistics.median(way):.0f}" for way in zip(*every, strict=True)]
+        shown = [f"{1e3 * statistics.median(way):.1f}" for way in zip(*every, strict=True)]
         ratio = f"{middle:.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
         verdict = "reached" if round(middle, 2) >= training.limit else "**missed**"
         row = [training.what, *shown, ratio, f"≥ {training.limit}", verdict]
@@ -80,11 +84,14 @@ def main() -> int:
         *rows,
         "",
         "- CPU time of an epoch, with whatever happens between two epochs, on one rank and one",
-        f"  thread. In each of {asked.rounds} processes both took turns, {EPOCHS} epochs each.",
-        f"  The first {WARM_UP} are left out; a ratio is the median of a process's pairs.",
+        f"  thread. In each of {asked.rounds} processes both took turns, {EPOCHS} epochs each if the",
+        f"  row says no other number. The first {WARM_UP} are left out; a ratio is the median of a",
+        "  process's pairs. samestep records 200 to 500 steps of a training, with their losses, rates and",
+        "  norms, and each step of one that has fewer than 400; most of the loops record nothing.",
         "- Only GRPO's loop saves checkpoints, both ways: the own one by `torch.save`, without a",
         "  sync, a hash or an index. samestep's thread may have another core, and counts here.",
-        "- The spiral, eager and compiled, is in spiral.md, the start in startup.md.",
+        "- The spiral's own loops are benchmarks/peers/spiral_slicing.py and spiral_compiled.py.",
+        "- The spiral beside other trainers is in spiral.md, the start in startup.md.",
     ]
     PAGE.write_text("\n".join([*lines, ""]))
     return int(missed)
@@ -201,7 +208,7 @@ class DLinear(nn.Module):
         return (self.trend(trend) + self.rest(seen - trend)).transpose(1, 2)
 
 
-def _windows(number: int) -> Training:
+def _windows(number: int, epochs: int = EPOCHS) -> Training:
     def plain(_: Path) -> Epoch:
         model = DLinear()
         optimizer = torch.optim.Adam(model.parameters())
@@ -220,7 +227,27 @@ def _windows(number: int) -> Training:
         )  # fmt: skip
         _recipe(recipe, folder, turn)
 
-    return Training(f"DLinear, {number:,} windows of a Dataset", plain, ours, 1.0)
+    what = f"DLinear, {number:,} windows of a Dataset, {epochs} epochs"
+    return Training(what, plain, ours, 1.0, epochs)
+
+
+# --- the spiral, by the least that a loop can do
+
+
+def _spiral_plain(peer: str) -> Epoch:
+    sys.path.append(str(Path(__file__).parent / "peers"))
+    train_epoch = importlib.import_module(peer).train_epoch
+    return lambda: train_epoch(0)
+
+
+def _spiral(peer: str, what: str, limit: float, **settings: Any) -> Training:
+    def ours(folder: Path, turn: Epoch) -> None:
+        from samestep.core.recipes.spiral import recipe
+
+        _recipe(recipe, folder, turn, batch_size=32, eval_every_epochs=epochs, **settings)
+
+    epochs = 100
+    return Training(f"{what}, {epochs} epochs", lambda _: _spiral_plain(peer), ours, limit, epochs)
 
 
 # --- loops of one's own
@@ -581,8 +608,13 @@ def _lightning_ours(folder: Path, turn: Epoch) -> None:
 
 
 TRAININGS = {
-    "dlinear-341": _windows(341),
+    "dlinear-short": _windows(341),
+    "dlinear-341": _windows(341, 100),
     "dlinear": _windows(2560),
+    "spiral": _spiral("spiral_slicing", "spiral: slices, fused Adam", 0.95),
+    "spiral-compiled": _spiral(
+        "spiral_compiled", "spiral: 8 steps compiled by hand, --compile on", 0.95, compile="on"
+    ),
     "dino": Training("own loop: DINO, a small MLP", _dino_plain, _dino_ours, 0.97),
     "grpo": Training("own loop: GRPO, a checkpoint every 5 steps", _grpo_plain, _grpo_ours, 0.9),
     "forward-forward": Training("own loop: forward-forward", _forward_plain, _forward_ours, 0.9),

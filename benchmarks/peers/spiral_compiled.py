@@ -44,4 +44,5 @@ def train_epoch(_epoch: int) -> int:
     return len(points)
 
 
-measure(train_epoch, options().epochs)
+if __name__ == "__main__":
+    measure(train_epoch, options().epochs)
