@@ -41,10 +41,10 @@ from samestep.core.training.apply import (
 )
 from samestep.core.training.evaluation import Totals
 from samestep.core.training.metrics import StepOutputs
-from samestep.core.training.objective import check_trainable
 from samestep.core.training.optimizer import OwnAverage, has_modes, optimizer_of
 from samestep.core.training.plan import GroupRates, Plan, learning_rate
 from samestep.core.training.prepare import place_loss, prepare, share_buffers
+from samestep.core.training.step import check_trainable
 from samestep.launch.ranks.world import World
 
 

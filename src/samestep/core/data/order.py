@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from torch import Tensor
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.settings import OrderName, Settings
 from samestep.core.data.keyed_random import mix, sample_keys
-from samestep.core.data.samplers import SamplerOrder
 from samestep.core.recipe import InMemory, PerSample, Recipe
+
+if TYPE_CHECKING:
+    from samestep.core.data.samplers import SamplerOrder
 
 LAZY_FROM = 1 << 24
 """Training samples from which on a shuffled order is computed where it is asked for: a table
@@ -54,7 +56,7 @@ class Ordering:
     """(samples,) float64, where samples of similar length are put into a batch."""
     batch_tokens: int | None = None
     """The most tokens of a batch, padding included; None where batches are of equal size."""
-    sampler: SamplerOrder | None = None
+    sampler: "SamplerOrder | None" = None
     """Of a loader that the recipe brings."""
 
     @cached_property

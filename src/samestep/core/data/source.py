@@ -35,7 +35,6 @@ from samestep.core.data.order import (
     epoch_order,
     share,
 )
-from samestep.core.data.prefetch import send
 from samestep.core.recipe import Augment, Collate, Transform
 from samestep.launch.ranks.world import World
 
@@ -180,6 +179,9 @@ class Source(ABC):
     def _ready(self, unread: Iterator[Block], epoch: int) -> Generator[Block]:
         """Yield blocks with what the model takes, from blocks of indices."""
         how, device = self._reading, self._world.device
+        if how.augment is not None:
+            from samestep.core.data.prefetch import send  # noqa: PLC0415
+
         for block, stored, targets in self._read(unread, epoch):
             rows, inputs = block.rows * block.num_steps, stored
             if how.augment is not None:
@@ -276,8 +278,11 @@ class OrderedSource(Source):
     ) -> Generator[tuple[Block, Sequence[Block]]]:
         world = self._world
         order = self.order(epoch, global_batch, drop_last=drop_last)
-        to_device = partial(send, device=self._order_device)
-        order = to_device(order) if isinstance(order, Tensor) else order.placed(to_device)
+        if self._order_device.type != "cpu":
+            from samestep.core.data.prefetch import send  # noqa: PLC0415
+
+            to_device = partial(send, device=self._order_device)
+            order = to_device(order) if isinstance(order, Tensor) else order.placed(to_device)
         most = self.steps_per_block(global_batch)
         ends = self._reading.ordering.ends(self._reading.seed, epoch)
         if ends is not None:

@@ -4,8 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from signal import Signals
 from threading import Thread
 from typing import Any
@@ -15,12 +14,11 @@ import torch
 from samestep.base.errors import UserError, defined_at
 from samestep.base.run.index import read_index
 from samestep.base.startup import PARENT
-from samestep.core.data.batches import open_split
+from samestep.core.data.recipe_data import open_split
 from samestep.core.recipe import Recipe
 from samestep.core.session.build import Built
 from samestep.core.session.request import Request
-from samestep.core.session.restoring import load_first
-from samestep.core.session.session import Session, run_result
+from samestep.core.session.session import Outcome, Session, run_result
 from samestep.core.training.device import data_dtype, peak_memory_bytes
 from samestep.core.training.evaluation import Interruptible
 from samestep.core.training.loop import evaluate_work
@@ -36,15 +34,6 @@ _MEET_EVERY_S = 0.5
 
 Baselines = Mapping[str, Mapping[str, float] | str]
 """Name → its metrics, or why it was not measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a training ended."""
-
-    path: Path
-    signum: int
-    """The signal that stopped it, or 0."""
 
 
 def record_failure(
@@ -118,6 +107,8 @@ def _test(
     request: Request, built: Built, session: Session, agreement: Agreement
 ) -> dict[str, Any] | None:
     """Evaluate the best whole checkpoint; return what was measured, None after a stop signal."""
+    from samestep.core.session.restoring import load_first  # noqa: PLC0415 - no step waits for it
+
     work, state, splits = built.work, built.state, built.splits
     world, settings, started = work.world, work.settings, time.perf_counter()
     folder = session.path / "checkpoints"
@@ -200,7 +191,8 @@ def _draw_pictures(
     agreement: Agreement,
 ) -> None:
     """Draw the run's pictures with the weights that were tested, or else with the best ones."""
-    from samestep.core.session import picture_making  # noqa: PLC0415 - no step waits for it
+    from samestep.core.session import picture_making  # noqa: PLC0415 - no step waits for them
+    from samestep.core.session.restoring import load_first  # noqa: PLC0415
 
     work, folder = built.work, session.path / "checkpoints"
     tested = None if test is None else str(test["checkpoint"])

@@ -28,7 +28,6 @@ from samestep.base.settings import Backend, Device, Settings, free_names
 from samestep.base.startup import JOB_RUN
 from samestep.core.session import own_state
 from samestep.core.session.declared import checked_settings
-from samestep.core.session.free_space import room_notes, state_bytes
 from samestep.core.session.gradients import parameters_in
 from samestep.core.session.own_carry import RankState, SlotState, carried_state
 from samestep.core.session.own_state import Means, Stateful, added_up
@@ -41,8 +40,10 @@ from samestep.core.session.session import (
     environment,
     refuse_taken,
     resume_record,
+    room_notes,
     run_result,
     start_record,
+    state_bytes,
 )
 from samestep.core.training.alike import (
     OF_A_RANK,

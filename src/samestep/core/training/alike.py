@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError, listed
+from samestep.core.data.blocks import held_parts
 from samestep.core.data.keyed_random import mix, mix_next, seed_reading
-from samestep.core.training.joint import Joint
+from samestep.core.training.optimizer_state import Joint
 from samestep.launch.ranks.world import World
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -333,6 +334,18 @@ def bits_of(tensors: Sequence[Tensor]) -> Tensor:
         total = bits.sum(dtype=bits.dtype if bits.element_size() > 2 else torch.int64)
         sums.append(total.to(tensors[0].device, torch.int64))
     return torch.stack(sums).cpu()
+
+
+def sum_over_parts(rows: Tensor, world: World) -> Tensor:
+    """Return the sums (values,) of all ranks' rows (parts, values); every rank calls it."""
+    if not world.virtual_ranks:
+        return world.reduce(rows.sum(dim=0))
+    from samestep.core.training.tree import add_up  # noqa: PLC0415 - of virtual ranks
+
+    held = held_parts(world)
+    table = rows.new_zeros(world.num_parts, rows.shape[1])
+    table[held.start : held.stop] = rows
+    return add_up(world.reduce(table).unbind(), lambda left, right: left + right)
 
 
 @contextlib.contextmanager

@@ -22,12 +22,10 @@ from samestep.core.data.blocks import Block
 from samestep.core.training.apply import call
 from samestep.core.training.device import is_small
 from samestep.core.training.evaluation import evaluation_batch
-from samestep.core.training.learner import Learner, StepResult
-from samestep.core.training.objective import CallModel, Objective, plain_call
 from samestep.core.training.plan import Plan
-from samestep.core.training.step import EagerStep
+from samestep.core.training.step import CallModel, EagerStep, Objective, plain_call
 from samestep.core.training.step_graph import StepGraph, why_only_eager
-from samestep.core.training.work import Step, Work
+from samestep.core.training.work import Learner, Step, StepResult, Work
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World

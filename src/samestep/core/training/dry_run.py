@@ -34,9 +34,8 @@ from samestep.core.training.apply import (
     timed,
     total_of,
 )
-from samestep.core.training.device import autocast
+from samestep.core.training.device import autocast, count_flops
 from samestep.core.training.evaluation import Totals, as_evaluated, outputs_of
-from samestep.core.training.flops import count_flops
 from samestep.core.training.plan import Plan
 from samestep.core.training.side_effects import batch_norms, keep_buffers
 from samestep.core.training.unkept import Unkept, of_buffers, of_forward, of_loss

@@ -14,7 +14,7 @@ from samestep.base.trees import describe, narrow
 from samestep.core.data.blocks import Batch, held_parts
 from samestep.core.data.keyed_random import mix, seed_reading
 from samestep.core.recipe import Reduction
-from samestep.core.training.alike import random_numbers, seed_torch
+from samestep.core.training.alike import random_numbers, seed_torch, sum_over_parts
 from samestep.core.training.apply import (
     Applied,
     Measure,
@@ -26,10 +26,9 @@ from samestep.core.training.apply import (
 )
 from samestep.core.training.device import autocast
 from samestep.core.training.metrics import Confusion, Objects, functions_of, told, values_of
-from samestep.core.training.objective import check_loss
 from samestep.core.training.side_effects import keep_buffers
+from samestep.core.training.step import check_loss
 from samestep.core.training.stopping import Agreement
-from samestep.core.training.tree import sum_over_parts
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.mesh import any_sharded, free_gathered
 from samestep.launch.ranks.world import World

@@ -36,7 +36,6 @@ from samestep.core.training.plan import (
     learning_rate,
 )
 from samestep.core.training.prepare import share_buffers
-from samestep.core.training.snapshot import check_resumable
 from samestep.core.training.stopping import Agreement, SaveTimer
 from samestep.core.training.work import (
     Position,
@@ -362,6 +361,8 @@ def train(work: Work, state: State, control: RunControl) -> Iterator[Record]:
                 watched.step(state.position.step)
                 yield from meter.count(taken)
                 if is_checked(taken.first_step, state.position.step):
+                    from samestep.core.training.snapshot import check_resumable  # noqa: PLC0415
+
                     check_resumable(work, state.position.step)
                 yield from after_step(work, state, control, meter)
                 if state.stop_reason:

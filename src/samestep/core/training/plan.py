@@ -12,7 +12,7 @@ from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.settings import Settings, flag_name
 from samestep.core.data.blocks import Cut, cut_rows
 from samestep.core.data.order import TokenCut, share, steps_per_epoch
-from samestep.core.recipe_source import schedule_asks
+from samestep.core.recipe_checks import schedule_asks
 
 
 class Due(NamedTuple):

@@ -19,14 +19,13 @@ from samestep.core.training.alike import (
     seed_rank,
     set_rng_state,
 )
-from samestep.core.training.learner import Learner
 from samestep.core.training.model_state import load_model
 from samestep.core.training.optimizer import set_lr
 from samestep.core.training.optimizer_state import load_state, what_groups_keep
 from samestep.core.training.plan import learning_rate, warmup_steps
 from samestep.core.training.prepare import match_layouts
 from samestep.core.training.stopping import Watch
-from samestep.core.training.work import Position, State, Sums, Work
+from samestep.core.training.work import Learner, Position, State, Sums, Work
 from samestep.launch.ranks.mesh import any_sharded, is_sharded, whole
 
 

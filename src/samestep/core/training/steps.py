@@ -17,12 +17,10 @@ from samestep.base.phases import Phases
 from samestep.base.settings import Settings
 from samestep.core.data.blocks import Block
 from samestep.core.training.alike import RankSeeds
-from samestep.core.training.learner import Learner, StepResult
-from samestep.core.training.objective import CallModel, Objective, plain_call
 from samestep.core.training.plan import Plan
 from samestep.core.training.prepare import share_buffers
-from samestep.core.training.step import EagerStep
-from samestep.core.training.work import Step
+from samestep.core.training.step import CallModel, EagerStep, Objective, plain_call
+from samestep.core.training.work import Learner, Step, StepResult
 from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World
 

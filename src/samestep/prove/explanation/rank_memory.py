@@ -15,19 +15,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from samestep.base.machine import free_memory_bytes
 from samestep.base.trees import map_tensors, tree_leaves
-from samestep.core.data.batches import open_split
 from samestep.core.data.blocks import Block, held_parts
+from samestep.core.data.recipe_data import open_split
 from samestep.core.session.build import Built
-from samestep.core.session.free_space import state_bytes
 from samestep.core.session.request import Request, to_toml
+from samestep.core.session.session import state_bytes
 from samestep.core.training.batch_transform import BatchTransform
 from samestep.core.training.device import data_dtype
-from samestep.core.training.objective import check_used
 from samestep.core.training.optimizer import Average
 from samestep.core.training.plan import Plan, learning_rate
 from samestep.core.training.sharding import find_blocks
 from samestep.core.training.side_effects import RandomDraws, batch_norms, watched
 from samestep.core.training.snapshot import capture
+from samestep.core.training.step import check_used
 from samestep.core.training.steps import eager_step
 from samestep.core.training.tree import TreeSum
 from samestep.launch.ranks.nproc import RANK_BYTES
