@@ -17,16 +17,17 @@ from samestep.base.settings import Settings
 from samestep.base.trees import describe, map_tensors
 from samestep.bridges.lightning.datamodule import MicroBatch, choose_options, resolve, world_of
 from samestep.core.data.blocks import Batch
-from samestep.core.data.keyed_random import mix, mix_next
-from samestep.core.recipe import Recipe
-from samestep.core.session.trained_model import open_checkpoint
-from samestep.core.training.alike import (
-    random_numbers,
+from samestep.core.data.keyed_random import (
+    mix,
+    mix_next,
     seed_alike,
     seed_rank,
     seed_torch,
     seed_update,
 )
+from samestep.core.recipe import Recipe
+from samestep.core.session.trained_model import open_checkpoint
+from samestep.core.training.alike import random_numbers
 from samestep.core.training.apply import (
     Moment,
     call,

@@ -4,6 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from samestep.base.trees import check_rows, narrow, split_rows
 from samestep.core.data.order import Order, share, step_range, steps_per_epoch
 from samestep.launch.ranks.world import World
@@ -62,9 +65,13 @@ class Block:
         if self.num_steps == 1:
             yield self
             return
-        inputs, targets = (split_rows(tree, self.rows) for tree in (self.inputs, self.targets))
+        rows, trees = self.rows, (self.inputs, self.targets)
+        inputs, targets = (
+            torch.split(tree, rows) if isinstance(tree, Tensor) else split_rows(tree, rows)
+            for tree in trees
+        )
         for step, pair in enumerate(zip(inputs, targets, strict=True), start=self.first_step):
-            yield Block(step, 1, *pair, self.rows, self.weight, self.global_size)
+            yield Block(step, 1, *pair, rows, self.weight, self.global_size)
 
     def with_samples(self, inputs: Any, targets: Any, parts: "tuple[Block, ...]" = ()) -> "Block":
         """Return this block with its samples; faster than by `replace`."""

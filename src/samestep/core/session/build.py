@@ -16,18 +16,13 @@ from samestep.base.machine import usable_cores
 from samestep.base.phases import make_phases
 from samestep.base.settings import Settings
 from samestep.core.data.blocks import held_parts
+from samestep.core.data.keyed_random import seed_alike, seed_rank
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.recipe_data import is_stream, load_splits, open_split
 from samestep.core.data.source import Source
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.session.request import Request
-from samestep.core.training.alike import (
-    check_same_arithmetic,
-    check_same_model,
-    random_numbers,
-    seed_alike,
-    seed_rank,
-)
+from samestep.core.training.alike import check_same_arithmetic, check_same_model, random_numbers
 from samestep.core.training.apply import (
     Moment,
     applied,

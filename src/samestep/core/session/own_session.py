@@ -26,6 +26,7 @@ from samestep.base.run.records import Record
 from samestep.base.run.user_modules import modules_note
 from samestep.base.settings import Backend, Device, Settings, free_names
 from samestep.base.startup import JOB_RUN
+from samestep.core.data.keyed_random import seed_alike
 from samestep.core.session import own_state
 from samestep.core.session.declared import checked_settings
 from samestep.core.session.gradients import parameters_in
@@ -45,13 +46,7 @@ from samestep.core.session.session import (
     start_record,
     state_bytes,
 )
-from samestep.core.training.alike import (
-    OF_A_RANK,
-    check_same,
-    check_same_model,
-    check_weights,
-    seed_alike,
-)
+from samestep.core.training.alike import OF_A_RANK, check_same, check_same_model, check_weights
 from samestep.core.training.carried import Carry
 from samestep.core.training.meter import Clock
 from samestep.core.training.model_state import ModelTrial

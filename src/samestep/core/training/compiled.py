@@ -136,7 +136,7 @@ class WholeStep(EagerStep):
         """Return what takes steps with a compiled model, since whole steps cannot be compiled."""
         settings, world = self._settings, self._world
         learner = replace(self._learner, wrapped=compiled)
-        call_model = only_of_sizes(self._plan.full_micro_steps(settings), plain_call(learner))
+        call_model = only_of_sizes(self._plan.full_micro_steps(), plain_call(learner))
         objective = Objective(learner, settings, world, call_model=call_model)
         step = EagerStep(learner, settings, world, self._batch_size, self._phases, objective)
         return ModelStep(step, settings, self._phases, why)

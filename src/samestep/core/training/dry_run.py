@@ -237,10 +237,10 @@ def of_one_sample(plan: Plan, settings: Settings) -> UserError | None:
     sizes, whole, remedy = [plan.global_batch_size], "Each step", "Use fewer ranks, "
     if plan.by_tokens is not None:
         sizes, whole = [*{*plan.by_tokens.sizes}], "A step"
-    elif plan.total_steps >= plan.steps_per_epoch and 1 not in plan.full_micro_steps(settings):
+    elif plan.total_steps >= plan.steps_per_epoch and 1 not in plan.full_micro_steps():
         last = step_range(plan.num_samples, plan.global_batch_size, plan.steps_per_epoch - 1)
         sizes, whole, remedy = [len(last)], "The last step of an epoch", "Add --drop-last, "
-    if not any(1 in plan.micro_steps_of(size, settings) for size in sizes):
+    if not any(1 in plan.micro_steps_of(size) for size in sizes):
         return None
     cut = f"{plan.num_samples:,} samples in batches of {plan.global_batch_size:,}"
     ranks = f" on {plan.world_size} ranks" if plan.world_size > 1 else ""

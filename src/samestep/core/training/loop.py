@@ -436,7 +436,7 @@ def _blocks(work: Work, state: State) -> Iterator[Block]:
         state.position.step_in_epoch,
         global_batch=work.plan.global_batch_size,
         drop_last=settings.drop_last,
-        cut=work.plan.cut(settings),
+        cut=work.plan.cut,
     ):
         if most == 1:
             for piece in block.singles():

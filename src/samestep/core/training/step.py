@@ -12,7 +12,8 @@ from samestep.base.phases import Phases, tell_end_of_autograd
 from samestep.base.settings import Settings
 from samestep.base.trees import describe, map_tensors
 from samestep.core.data.blocks import Block, cut_block, cut_rows
-from samestep.core.training.alike import RankSeeds, may_draw
+from samestep.core.data.keyed_random import RankSeeds
+from samestep.core.training.alike import may_draw
 from samestep.core.training.apply import call, with_parts
 from samestep.core.training.device import autocast, autocast_dtype
 from samestep.core.training.metrics import StepOutputs, remedy_of

@@ -16,7 +16,7 @@ from samestep.base.errors import UserError
 from samestep.base.phases import Phases
 from samestep.base.settings import Settings
 from samestep.core.data.blocks import Block
-from samestep.core.training.alike import RankSeeds
+from samestep.core.data.keyed_random import RankSeeds
 from samestep.core.training.plan import Plan
 from samestep.core.training.prepare import share_buffers
 from samestep.core.training.step import CallModel, EagerStep, Objective, plain_call
@@ -79,7 +79,7 @@ def make_step(
 
     if compiles == "step":
         return compiled.WholeStep(learner, settings, world, plan, steps_per_block, phases)
-    around_model = partial(compiled.only_of_sizes, plan.full_micro_steps(settings))
+    around_model = partial(compiled.only_of_sizes, plan.full_micro_steps())
     step = eager_step(learner, settings, world, plan.micro_batch_size, phases, around_model)
     why = ""
     if settings.virtual_ranks is None:

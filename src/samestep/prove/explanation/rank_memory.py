@@ -269,9 +269,7 @@ def _real_batch(request: Request, built: Built, rows: int) -> Block:
     """Return the first samples of the first epoch as a single process would train on them."""
     settings, plan = built.work.settings, built.work.plan
     if plan.by_tokens is not None:  # samples of any length would be padded to more
-        steps = built.work.train.blocks(
-            0, 0, global_batch=rows, drop_last=False, cut=plan.cut(settings)
-        )
+        steps = built.work.train.blocks(0, 0, global_batch=rows, drop_last=False, cut=plan.cut)
         return replace(next(steps).parts[0], parts=())
     dtype = data_dtype(settings.precision)
     with closing(

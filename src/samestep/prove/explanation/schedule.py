@@ -88,7 +88,7 @@ def _shared(
     for rank in range(world.world_size):
         of_rank = replace(world, rank=rank)
         blocks = group_steps(order, step, 1, global_batch, of_rank, drop_last=settings.drop_last)
-        parts = list(micro_steps(next(blocks), plan.cut(settings), of_rank))
+        parts = list(micro_steps(next(blocks), plan.cut, of_rank))
         counted = tuple(part.rows if part.weight else 0 for part in parts)
         virtual = tuple(
             sum(part.rows for part in of_virtual)
