@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from samestep import Settings
 from samestep.base.phases import make_phases
-from samestep.core.data.blocks import Block
+from samestep.core.data.order import Block
 from samestep.core.training.compiled import WholeStep
 from samestep.core.training.optimizer import make_optimizer
 from samestep.core.training.plan import make_plan

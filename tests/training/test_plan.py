@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from samestep import Settings, UserError
 from samestep.base.settings import flag_name, merge_layers
-from samestep.core.data.blocks import group_steps, micro_steps
-from samestep.core.data.order import TokenCut, share
+from samestep.core.data.order import TokenCut, group_steps, micro_steps, share
 from samestep.core.session.notes import plan_notes
 from samestep.core.training.plan import is_recorded, learning_rate, make_plan
 from samestep.launch.ranks.world import World

@@ -16,7 +16,6 @@ from samestep.base.errors import UserError, blame, defined_at, made_by
 from samestep.base.settings import Settings
 from samestep.base.trees import describe, map_tensors
 from samestep.bridges.lightning.datamodule import MicroBatch, choose_options, resolve, world_of
-from samestep.core.data.blocks import Batch
 from samestep.core.data.keyed_random import (
     mix,
     mix_next,
@@ -25,6 +24,7 @@ from samestep.core.data.keyed_random import (
     seed_torch,
     seed_update,
 )
+from samestep.core.data.source import Batch
 from samestep.core.recipe import Recipe
 from samestep.core.session.trained_model import open_checkpoint
 from samestep.core.training.alike import random_numbers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from samestep.base.errors import UserError
-from samestep.core.data.blocks import Block, Read, untimed
+from samestep.core.data.order import Block, Read, untimed
 from samestep.core.data.source import OrderedSource, ReadOptions
 from samestep.core.recipe import InMemory
 from samestep.launch.ranks.world import World

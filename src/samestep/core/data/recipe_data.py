@@ -26,13 +26,12 @@ from torch.utils.data import (
     default_collate,
 )
 
-from samestep.base.errors import UserError, defined_at, made_by
+from samestep.base.errors import UserError, blame, defined_at, made_by
 from samestep.base.settings import Settings
-from samestep.core.data.blocks import Lap, untimed
 from samestep.core.data.memory_source import MemorySource
-from samestep.core.data.order import SHUFFLED, Ordering, ordering_of
+from samestep.core.data.order import SHUFFLED, Lap, Ordering, untimed
 from samestep.core.data.source import ReadOptions, Source
-from samestep.core.recipe import Collate, InMemory, Recipe, Splits
+from samestep.core.recipe import Collate, InMemory, PerSample, Recipe, Splits
 from samestep.core.recipe_checks import shown
 from samestep.launch.ranks.world import World
 
@@ -194,6 +193,67 @@ def _taken_apart(loader: DataLoader[Any], split: str, collate: Collate | None) -
     elif type(sampler) is SequentialSampler and split != "training":
         sampler = None
     return Unpacked(dataset, collate, sampler, loader.batch_size, loader.drop_last)
+
+
+def ordering_of(recipe: Recipe, settings: Settings, data: Any) -> Ordering:
+    """Return how training samples are ordered; `data` is what the recipe's functions are given."""
+    weights = lengths = None
+    if settings.group_by_length or settings.batch_tokens is not None:
+        flag = "group-by-length" if settings.group_by_length else "batch-tokens"
+        lengths = per_sample("lengths", _needed("lengths", recipe, flag), data)
+    if settings.order == "weighted":
+        weights = per_sample("weights", _needed("weights", recipe, "order weighted"), data)
+    order, tokens = settings.order, settings.batch_tokens
+    return Ordering(order=order, weights=weights, lengths=lengths, batch_tokens=tokens)
+
+
+def _needed(name: str, recipe: Recipe, flag: str) -> PerSample:
+    given: PerSample | None = getattr(recipe, name)
+    if given is None:
+        raise UserError(
+            f"--{flag}: the recipe has no {name}. Give it Recipe({name}=…): a number for each "
+            "training sample, or a function of the training data that returns them."
+        )
+    return given
+
+
+def per_sample(name: str, given: PerSample, data: Any, giver: str = "Recipe") -> Tensor:
+    """Return a number for each training sample, (samples,) float64, none negative.
+
+    They are an argument, of this name, of the `giver`.
+    """
+    what, at = f"{giver}({name}=…)", _at(given)
+    size = len(data[0] if isinstance(data, tuple) else data)
+    try:
+        found = given(data) if callable(given) else given
+        numbers = torch.as_tensor(found).detach().cpu().double().contiguous()
+    except Exception as error:
+        remedy = f"It must give a number for each of the {size:,} training samples."
+        blame(f"{what} failed", error, given, remedy=remedy)
+    if numbers.shape != (size,):
+        shape = " × ".join(map(str, numbers.shape)) or "one"
+        raise UserError(
+            f"{what}{at} has {shape} numbers and there are {size:,} training samples: give one "
+            f"for each, ({size},)."
+        )
+    wrong = (~(numbers >= 0) | numbers.isinf()).nonzero().view(-1).tolist()
+    if wrong:
+        first = wrong[0]
+        raise UserError(
+            f"{what}{at} is {float(numbers[first])} for sample {first}"
+            f"{f' and wrong for {len(wrong) - 1:,} others' if len(wrong) > 1 else ''}: each must "
+            "be a finite number of 0 or more."
+        )
+    if name == "weights" and not bool(numbers.any()):
+        raise UserError(
+            f"{what}{at}: all {size:,} weights are 0, so no sample can be drawn. Give some of them "
+            "a weight."
+        )
+    return numbers
+
+
+def _at(given: PerSample | None) -> str:
+    return defined_at(given) if callable(given) else ""
 
 
 _EVALUATED_TOGETHER = 32

@@ -15,9 +15,9 @@ from samestep.base.errors import UserError, defined_at, made_by
 from samestep.base.machine import usable_cores
 from samestep.base.phases import make_phases
 from samestep.base.settings import Settings
-from samestep.core.data.blocks import held_parts
 from samestep.core.data.keyed_random import seed_alike, seed_rank
 from samestep.core.data.memory_source import MemorySource
+from samestep.core.data.order import held_parts
 from samestep.core.data.recipe_data import is_stream, load_splits, open_split
 from samestep.core.data.source import Source
 from samestep.core.recipe import Recipe, Splits

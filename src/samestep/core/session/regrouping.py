@@ -13,7 +13,7 @@ from torch import Tensor
 from samestep.base.errors import caused
 from samestep.base.run.records import Record
 from samestep.base.trees import map_tensors
-from samestep.core.data.blocks import held_parts
+from samestep.core.data.order import held_parts
 from samestep.core.session.build import Built
 from samestep.core.session.session import Holding, Session
 from samestep.core.training.loop import RoomNeeded

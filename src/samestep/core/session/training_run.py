@@ -37,6 +37,7 @@ from samestep.core.training.alike import OF_A_RANK, arithmetic, check_same
 from samestep.core.training.device import kernels_of, switched
 from samestep.core.training.loop import RunControl, train
 from samestep.core.training.prepare import Wrap, wrap
+from samestep.core.training.snapshot import capture
 from samestep.core.training.stopping import Agreement, ReceivedSignal, SaveTimer
 from samestep.core.training.work import State, Work
 from samestep.launch.ranks.mesh import any_sharded
@@ -329,8 +330,6 @@ def _train(run: _Run, received: ReceivedSignal, started_at: float, engine: Engin
         )
 
     def save(metric: float | None) -> None:
-        from samestep.core.training.snapshot import capture  # noqa: PLC0415 - no step waits for it
-
         began = time.perf_counter()
         content = capture(work, state, request.recipe.name)
         agreed = world.on_every if sharded else world.on_main

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError, listed
-from samestep.core.data.blocks import held_parts
 from samestep.core.data.keyed_random import seed_alike
+from samestep.core.data.order import held_parts
 from samestep.core.training.optimizer_state import Joint
 from samestep.launch.ranks.world import World
 

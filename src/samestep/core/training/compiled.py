@@ -18,7 +18,7 @@ from samestep.base.phases import Phases
 from samestep.base.run.records import Record
 from samestep.base.settings import Settings
 from samestep.base.trees import map_leaves, narrow, tree_leaves
-from samestep.core.data.blocks import Block
+from samestep.core.data.order import Block
 from samestep.core.training.apply import call
 from samestep.core.training.device import is_small
 from samestep.core.training.evaluation import evaluation_batch

@@ -16,10 +16,9 @@ from samestep.base.errors import UserError, defined_at, made_by
 from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.run.records import TAKEN_IN_STEPS, TAKEN_NAMES
 from samestep.base.settings import Precision, Settings
-from samestep.core.data.blocks import Batch
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.order import step_range
-from samestep.core.data.source import Source
+from samestep.core.data.source import Batch, Source
 from samestep.core.recipe import Recipe, Splits, accuracy
 from samestep.core.recipe_checks import check_lower, check_names
 from samestep.core.training.alike import random_numbers

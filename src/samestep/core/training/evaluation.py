@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, blame
 from samestep.base.settings import Precision, Settings
 from samestep.base.trees import describe, narrow
-from samestep.core.data.blocks import Batch, held_parts
 from samestep.core.data.keyed_random import mix, seed_reading, seed_torch
+from samestep.core.data.order import held_parts
+from samestep.core.data.source import Batch
 from samestep.core.recipe import Reduction
 from samestep.core.training.alike import random_numbers, sum_over_parts
 from samestep.core.training.apply import (

@@ -17,7 +17,7 @@ import torch
 
 from samestep.base.errors import UserError, made_by
 from samestep.base.run.records import Record
-from samestep.core.data.blocks import Block
+from samestep.core.data.order import Block
 from samestep.core.data.source import Source
 from samestep.core.training.alike import is_checked
 from samestep.core.training.evaluation import (
@@ -36,6 +36,7 @@ from samestep.core.training.plan import (
     learning_rate,
 )
 from samestep.core.training.prepare import share_buffers
+from samestep.core.training.snapshot import check_resumable
 from samestep.core.training.stopping import Agreement, SaveTimer
 from samestep.core.training.work import (
     Position,
@@ -361,8 +362,6 @@ def train(work: Work, state: State, control: RunControl) -> Iterator[Record]:
                 watched.step(state.position.step)
                 yield from meter.count(taken)
                 if is_checked(taken.first_step, state.position.step):
-                    from samestep.core.training.snapshot import check_resumable  # noqa: PLC0415
-
                     check_resumable(work, state.position.step)
                 yield from after_step(work, state, control, meter)
                 if state.stop_reason:

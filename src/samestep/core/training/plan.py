@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.settings import Settings, flag_name
-from samestep.core.data.blocks import Cut, cut_rows
-from samestep.core.data.order import TokenCut, share, steps_per_epoch
+from samestep.core.data.order import Cut, TokenCut, cut_rows, share, steps_per_epoch
 from samestep.core.recipe_checks import schedule_asks
 
 

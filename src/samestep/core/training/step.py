@@ -11,8 +11,8 @@ from samestep.base.errors import UserError, blame, defined_at, listed, made_by
 from samestep.base.phases import Phases, tell_end_of_autograd
 from samestep.base.settings import Settings
 from samestep.base.trees import describe, map_tensors
-from samestep.core.data.blocks import Block, cut_block, cut_rows
 from samestep.core.data.keyed_random import RankSeeds
+from samestep.core.data.order import Block, cut_block, cut_rows
 from samestep.core.training.alike import may_draw
 from samestep.core.training.apply import call, with_parts
 from samestep.core.training.device import autocast, autocast_dtype

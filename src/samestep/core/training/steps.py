@@ -15,8 +15,8 @@ from torch import nn
 from samestep.base.errors import UserError
 from samestep.base.phases import Phases
 from samestep.base.settings import Settings
-from samestep.core.data.blocks import Block
 from samestep.core.data.keyed_random import RankSeeds
+from samestep.core.data.order import Block
 from samestep.core.training.plan import Plan
 from samestep.core.training.prepare import share_buffers
 from samestep.core.training.step import CallModel, EagerStep, Objective, plain_call

@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from samestep.core.data.blocks import held_parts
+from samestep.core.data.order import held_parts
 from samestep.launch.ranks.world import World
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from samestep.base.errors import UserError, defined_at, is_not_deterministic, listed
 from samestep.base.settings import Settings
-from samestep.core.data.blocks import Block
 from samestep.core.data.keyed_random import RankSeeds, mix, seed_reading, seed_torch
+from samestep.core.data.order import Block
 from samestep.core.training.alike import bits_of
 from samestep.core.training.buffers import StepBuffers, WriteCheck
 from samestep.core.training.side_effects import (

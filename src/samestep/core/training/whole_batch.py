@@ -15,7 +15,7 @@ from torch import Tensor
 
 from samestep.base.errors import UserError, listed
 from samestep.base.trees import tree_leaves
-from samestep.core.data.blocks import Block
+from samestep.core.data.order import Block
 from samestep.core.training.alike import rng_state, set_rng_state
 from samestep.core.training.apply import parts_of, with_parts
 from samestep.core.training.device import autocast

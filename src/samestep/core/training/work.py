@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from samestep.base.phases import Phases
 from samestep.base.run.records import Record
 from samestep.base.settings import Settings
-from samestep.core.data.blocks import Block
+from samestep.core.data.order import Block
 from samestep.core.data.source import Source
 from samestep.core.recipe import Reduction
 from samestep.core.training.apply import Measure, Moment, Terms

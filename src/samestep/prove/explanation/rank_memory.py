@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from samestep.base.machine import free_memory_bytes
 from samestep.base.trees import map_tensors, tree_leaves
-from samestep.core.data.blocks import Block, held_parts
+from samestep.core.data.order import Block, held_parts
 from samestep.core.data.recipe_data import open_split
 from samestep.core.session.build import Built
 from samestep.core.session.request import Request, to_toml

@@ -9,8 +9,7 @@ from operator import attrgetter
 from samestep.base.errors import UserError
 from samestep.base.run.index import Entry, Index, Retention
 from samestep.base.settings import Settings
-from samestep.core.data.blocks import group_steps, micro_steps, part_of
-from samestep.core.data.order import LazyOrder
+from samestep.core.data.order import LazyOrder, group_steps, micro_steps, part_of
 from samestep.core.session.build import Built, planned
 from samestep.core.session.request import Request
 from samestep.core.training.loop import checkpoint_name

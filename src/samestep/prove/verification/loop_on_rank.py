@@ -33,7 +33,7 @@ from samestep.base.settings import Device, Precision
 from samestep.base.startup import JOB_RUN
 from samestep.base.trees import map_tensors, tree_leaves
 from samestep.core.data.keyed_random import seed_rank
-from samestep.core.data.order import per_sample
+from samestep.core.data.recipe_data import per_sample
 from samestep.core.session.gradients import Trained, parameters_of
 from samestep.core.session.own_data import OwnBatch
 from samestep.core.session.own_run import OwnRun

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.base.settings import Precision, Settings, in_precision
 from samestep.base.trees import check_rows, map_leaves, narrow, tree_leaves
-from samestep.core.data.blocks import Block
 from samestep.core.data.keyed_random import seed_alike
+from samestep.core.data.order import Block
 from samestep.core.data.recipe_data import open_split
 from samestep.core.data.source import Source
 from samestep.core.recipe import Recipe, Splits

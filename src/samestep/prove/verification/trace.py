@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from samestep.base.run.records import Record
 from samestep.base.settings import Precision
 from samestep.base.trees import tree_leaves
-from samestep.core.data.blocks import Batch
-from samestep.core.data.source import Source
+from samestep.core.data.source import Batch, Source
 from samestep.core.session.training_run import Engine, Task, engine_named
 from samestep.core.training.loop import evaluate_now, evaluate_work, rehearse
 from samestep.core.training.meter import Meter, epoch_record
