@@ -294,6 +294,7 @@ def _make_learner(
         over_batch=recipe.loss_over == "batch",
         # Of mixed samples they would say nothing.
         measured=bool(in_training(recipe.metrics)) and recipe.batch_transform is None,
+        sharded=any_sharded(model),
         alone=ours and isinstance(train, MemorySource),
         average=average_of(model, settings, optimizer, frozen=recipe.after_epoch is not None),
         scaler=make_scaler(settings.precision, world.device),

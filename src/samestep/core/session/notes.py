@@ -21,7 +21,6 @@ from samestep.core.training.optimizer_state import kind_of
 from samestep.core.training.plan import Plan, warmup_steps
 from samestep.core.training.side_effects import batch_norms
 from samestep.core.training.work import Work, is_done
-from samestep.launch.ranks.mesh import any_sharded
 
 _FEW = 8
 """Samples per rank and step below which a note tells how to have more."""
@@ -38,7 +37,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
         )
     notes += [] if built.initial is None else [built.initial.note()]
     by_virtual = "--virtual-ranks N makes it the same on any number of ranks."
-    sharded = any_sharded(work.learner.model)
+    sharded = work.learner.sharded
     by_virtual = f"With --strategy ddp, {by_virtual}" if sharded else by_virtual
     notes += [*built.unkept.notes(by_virtual), *_without_effect(work)]
     if work.world.elastic and (asked := asks_for_ranks(request.recipe.data)):

@@ -26,7 +26,7 @@ from samestep.core.training.snapshot import load_evaluated, weights_sha256
 from samestep.core.training.stopping import Agreement
 from samestep.core.training.work import State, Work
 from samestep.launch.ranks import watched
-from samestep.launch.ranks.mesh import any_sharded, mesh_of
+from samestep.launch.ranks.mesh import mesh_of
 from samestep.launch.ranks.process import is_lost_peer, why_failed
 from samestep.launch.ranks.world import World
 
@@ -53,7 +53,7 @@ def record_failure(
             session.run.append({"event": "stop", "step": step, "reason": state.stop_reason})
     weights = ""
     with contextlib.suppress(Exception):  # a model that cannot give its weights
-        if not any_sharded(work.learner.model):  # the other ranks may be gone
+        if not work.learner.sharded:  # the other ranks may be gone
             weights = weights_sha256(work.learner.model)
     with contextlib.suppress(UserError):
         session.run.write_result(_result(request, work, state, "failed", weights))
@@ -74,7 +74,7 @@ def finish_run(
     session.world.on_main(session.saver.settle_well)
     work, state, run, test = built.work, built.state, session.run, None
     # The weights where the training ended; the test below loads the best ones.
-    sharded, weights = any_sharded(work.learner.model), ""
+    sharded, weights = work.learner.sharded, ""
     if run is not None or sharded:
         weights = weights_sha256(work.learner.model)
     baselines: Baselines = {}

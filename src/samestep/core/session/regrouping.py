@@ -19,7 +19,6 @@ from samestep.core.session.session import Holding, Session
 from samestep.core.training.loop import RoomNeeded
 from samestep.core.training.snapshot import capture, restore
 from samestep.core.training.work import State, Work
-from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.process import is_lost_peer
 from samestep.launch.ranks.regroup import Membership
 from samestep.launch.ranks.world import World
@@ -51,7 +50,7 @@ def held(built: Built | None, recipe: str, before: Holding, session: Session | N
     if built is None or session is None or not session.begun:
         return before
     work, state, content = built.work, built.state, before.content
-    if session.trained or any_sharded(work.learner.model) or work.learner.carried is not None:
+    if session.trained or work.learner.sharded or work.learner.carried is not None:
         content = None
     elif state.position.step or before.content:
         alone = World(device=work.world.device, virtual_ranks=work.world.virtual_ranks)

@@ -35,12 +35,11 @@ from samestep.core.session.session import (
 )
 from samestep.core.training.alike import OF_A_RANK, arithmetic, check_same
 from samestep.core.training.device import kernels_of, switched
-from samestep.core.training.loop import RunControl, train
+from samestep.core.training.loop import RunControl, SaveTimer, train
 from samestep.core.training.prepare import Wrap, wrap
 from samestep.core.training.snapshot import capture
-from samestep.core.training.stopping import Agreement, ReceivedSignal, SaveTimer
+from samestep.core.training.stopping import Agreement, ReceivedSignal
 from samestep.core.training.work import State, Work
-from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World, gpu_uuid
 
 if TYPE_CHECKING:
@@ -310,7 +309,7 @@ def _train(run: _Run, received: ReceivedSignal, started_at: float, engine: Engin
     minutes = SaveTimer(every)
     waits = None if run.membership is None else run.membership.someone_waits
     agreement = Agreement(world, received, minutes.passed if every else None, waits)
-    made_with, sharded = to_toml(request, work.plan), any_sharded(work.learner.model)
+    made_with, sharded = to_toml(request, work.plan), work.learner.sharded
     is_hopeless: Callable[[int, float], bool] = lambda _number, _metric: False  # noqa: E731
     if (factor := request.settings.halving) is not None:
         from samestep.core.session.halving import halving_of  # noqa: PLC0415 - of a sweep

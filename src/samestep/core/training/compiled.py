@@ -27,7 +27,6 @@ from samestep.core.training.step import CallModel, EagerStep, Objective, plain_c
 from samestep.core.training.step_graph import StepGraph, why_only_eager
 from samestep.core.training.work import Learner, Step, StepResult, Work
 from samestep.launch.ranks import watched
-from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World
 
 # Measured on small models: 4 steps a graph give most of the gain, 16 no more than 8, and the
@@ -233,7 +232,7 @@ class FullBatches:
 
 def with_forward(work: Work) -> Work:
     """Return the work with a compiled forward for its evaluations, where that pays."""
-    if work.validation is None or work.learner.own or any_sharded(work.learner.model):
+    if work.validation is None or work.learner.own or work.learner.sharded:
         return work
     model, num_samples = work.learner.model, work.validation.num_samples
     forward = compiled_forward(model, work.settings, work.world, work.plan, num_samples)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -106,6 +107,8 @@ class Learner:
     """Whether the loss is made over the outputs of the whole global batch."""
     measured: bool = False
     """Whether metrics over the training epoch need the outputs."""
+    sharded: bool = False
+    """Whether each rank holds a part of the weights."""
     alone: bool = False
     """Whether model and loss are the only user code between two steps of an epoch."""
     makers: tuple[object, ...] = ()
@@ -176,6 +179,14 @@ class Work:
     """Whether a checkpoint leads back to the model's state."""
     forward: Callable[[Any], Any] | None = None
     """What evaluations call in the model's place: the model, compiled for them."""
+
+    @cached_property
+    def order(self) -> dict[str, Any]:
+        """What the order of samples depends on."""
+        plan, settings = self.plan, self.settings
+        order = {"num_samples": plan.num_samples, "global_batch_size": plan.global_batch_size}
+        order |= {"seed": settings.seed, "drop_last": settings.drop_last}
+        return order | self.train.order_record()
 
     def close(self) -> None:
         """Close what reads the data."""
