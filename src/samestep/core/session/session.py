@@ -3,6 +3,7 @@
 `samestep train` with either engine and `samestep.open_run` write their runs through it.
 """
 
+import contextlib
 import os
 import shutil
 import time
@@ -17,16 +18,20 @@ from torch import Tensor, nn
 from samestep.base.errors import AlreadyTold, UserError
 from samestep.base.run.directory import Heartbeat, Run, is_run, versions
 from samestep.base.run.records import RUN_FORMAT, Record, RecordFile
-from samestep.base.startup import JOB_RUN
+from samestep.base.startup import JOB_RUN, PARENT
 from samestep.base.trees import tree_leaves
 from samestep.base.words import count, size
 from samestep.core.recipe import Splits
+from samestep.core.session.request import Request
 from samestep.core.session.saver import Saver
+from samestep.core.training.device import peak_memory_bytes
 from samestep.core.training.optimizer_state import members_of
 from samestep.core.training.side_effects import differs_by_ranks
+from samestep.core.training.snapshot import weights_sha256
 from samestep.core.training.stopping import Watch
-from samestep.core.training.work import Position
+from samestep.core.training.work import Position, State, Work
 from samestep.launch.ranks import watched
+from samestep.launch.ranks.process import is_lost_peer, why_failed
 from samestep.launch.ranks.world import World
 
 Sink = Callable[[Record], str | None]
@@ -271,6 +276,56 @@ def run_result(
         "versions": versions(),
         **more,
     }
+
+
+def training_result(
+    request: Request,
+    work: Work,
+    state: State,
+    status: str,
+    weights: str,
+    test: dict[str, Any] | None = None,
+    first_step_s: float | None = None,
+) -> dict[str, Any]:
+    """Return what result.json says of how a training of a recipe ended."""
+    watch = state.watch
+    best = {"metric": watch.metric, "mode": watch.mode, "value": watch.best}
+    return run_result(
+        work.world,
+        state.position,
+        recipe=request.recipe.name,
+        status=status,
+        reason=state.stop_reason,
+        global_batch_size=work.plan.global_batch_size,
+        weights_sha256=weights,
+        test=test,
+        best={**best, "epoch": watch.best_epoch},
+        seconds_to_first_step=first_step_s,
+        peak_memory_bytes=peak_memory_bytes(work.world.device),
+    )
+
+
+def record_failure(
+    session: Session, request: Request, work: Work, state: State, error: Exception
+) -> None:
+    """Write down why the run failed, as far as the disk allows; a refused run stays as it was."""
+    if session.run is None or not session.begun:
+        return
+    state.stop_reason = f"failed: {why_failed(error)}"
+    with contextlib.suppress(Exception):  # a rank that writes its part may be gone
+        session.saver.settle()
+    # Of a rank that only lost another, who has started the ranks records why: see `ranks.start`.
+    is_effect = PARENT in os.environ and is_lost_peer(error)
+    with contextlib.suppress(UserError):  # first: the weights may wait for a device that hangs
+        step = state.position.step
+        if not is_effect:
+            session.run.append({"event": "stop", "step": step, "reason": state.stop_reason})
+    weights = ""
+    with contextlib.suppress(Exception):  # a model that cannot give its weights
+        if not work.learner.sharded:  # the other ranks may be gone
+            weights = weights_sha256(work.learner.model)
+    with contextlib.suppress(UserError):
+        session.run.write_result(training_result(request, work, state, "failed", weights))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from samestep.core.session.session import (
     Session,
     Sink,
     environment,
+    record_failure,
     refuse_taken,
     resume_record,
     start_record,
@@ -220,8 +221,6 @@ def _run(
                 if has_parted(error, membership, world):
                     return held(begun, request.recipe.name, holding, session)
             if begun is not None and session is not None:
-                from samestep.core.session.outcome import record_failure  # noqa: PLC0415
-
                 record_failure(session, request, begun.work, begun.state, error)
             raise
         finally:
