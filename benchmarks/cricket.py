@@ -24,7 +24,7 @@ from torch import nn
 from torch_geometric.loader import DataLoader
 
 from samestep.base.trees import tree_leaves
-from samestep.core.data.batches import open_source
+from samestep.core.data.recipe_data import open_source
 from samestep.core.recipe import Splits
 from samestep.core.recipes.cricket.cache import open_corpus
 from samestep.core.recipes.cricket.graphs import BallGraphs, GraphSource, build, collate

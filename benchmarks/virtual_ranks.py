@@ -22,7 +22,7 @@ from peers.virtual_deep import LAYERS, WIDTH
 from report import machine
 from torch.profiler import ProfilerActivity, profile
 
-from samestep.core.data.blocks import held_parts
+from samestep.core.data.order import held_parts
 from samestep.core.session.build import build
 from samestep.core.session.request import Request
 from samestep.core.training.device import switched

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from samestep import Settings
 from samestep.base.phases import make_phases
-from samestep.core.data.blocks import Block
+from samestep.core.data.order import Block
 from samestep.core.training.compiled import WholeStep
-from samestep.core.training.learner import Learner
 from samestep.core.training.optimizer import make_optimizer
 from samestep.core.training.plan import make_plan
 from samestep.core.training.step import EagerStep
+from samestep.core.training.work import Learner
 from samestep.launch.ranks.world import World
 
 BATCH, IN_A_GRAPH = 6, 2

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.base.table import escape
-from samestep.base.version import __version__
+from samestep.base.errors import escape
+from samestep.base.plugins import __version__
 from samestep.shell.cli import VERBS
 from tests.command_line import call, typed
 from tests.reporting.made_runs import write_run

@@ -63,11 +63,9 @@ SHORT_FILES = {
     "__main__": "`python -m samestep`",
     "dist": "the public module of the process group",
     "base.counting": "a bar that readers of data share",
-    "base.version": "the build reads it",
     "core.recipes.small_convnet": "a network, as recipes.resnet is",
     "core.training.elastic_step": "only elastic trainings import it",
     "core.data.augment": "public functions for recipes",
-    "core.data.recipe_splits": "recipes import it, without the sources",
     "scripts.checking.rank": "what `python -m` runs as a rank",
     "show.tracking.trackio": "a tracker is a file",
 }
@@ -163,7 +161,7 @@ def test_only_the_world_talks_to_torch_distributed_and_no_recipe_asks_for_its_ra
 def test_what_needs_no_torch_does_not_import_it():
     """One process imports them all: these verbs and readers begin in tenths of a second."""
     names = """
-        base.errors base.machine base.settings base.version base.words base.run.directory
+        base.errors base.machine base.settings base.plugins base.words base.run.directory
         base.run.files base.run.index base.run.records core.data.catalog core.data.download
         core.recipes.cricket.corpus launch.ranks.launch launch.ranks.nproc launch.ranks.process
         launch.stall.judge launch.stall.pulse launch.stall.stacks shell.cli
@@ -183,10 +181,10 @@ from samestep.shell.cli import main; main(["train", "spiral", "--run-dir", sys.a
     words = [sys.executable, "-c", program, str(tmp_path / "run")]
     printed = subprocess.run(words, check=True, capture_output=True, text=True).stdout
     loaded = {name for name in printed.split() if name.startswith("samestep")}
-    others = "after_epoch batch_transform buffers carried compiled elastic_step gathered logits"
-    others += " loss_terms loader_source picture_making restarts scheduler sharding stream_source"
+    others = "after_epoch batch_transform buffers carried compiled elastic_step gathered"
+    others += " loader_source nproc picture_making regroup scheduler sharding stream_source tree"
     assert {name.rpartition(".")[2] for name in loaded} & {*others.split()} == set()
-    assert 80 < len(loaded) < 130
+    assert 60 < len(loaded) <= 80
 
 
 def test_a_file_is_one_subject_and_a_name_means_one_thing():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.base.version import __version__
+from samestep.base.plugins import __version__
 from tests.needs import needs
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-from samestep.base.version import __version__
+from samestep.base.plugins import __version__
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = "source/examples.zip"

@@ -1,12 +1,14 @@
-"""Print the files of samestep that a step goes through: python tools/walk.py record|batch [FLAGS].
+"""Print the files of samestep on a way: python tools/walk.py record|batch|checkpoint [FLAGS].
 
 `record`: from where the meter counts a step until its record is in events.jsonl, on the screen and
 passed on to trackers. `batch`: from the order of the second epoch to the loss of its first batch.
-FLAGS are those of `samestep train spiral`; a terminal shows the progress bar, too. Both say how
-many modules of samestep were executed before the first step.
+`checkpoint`: from where the loop saves at the end of the second epoch until the checkpoint's record
+is emitted, in its thread, too. FLAGS are those of `samestep train spiral`; a terminal shows the
+progress bar, too. All say how many modules of samestep were executed before the first step.
 """
 
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -15,6 +17,7 @@ from typing import Any
 import samestep
 from samestep.base.phases import Phases
 from samestep.base.run.records import Record
+from samestep.core.session.saver import Saver
 from samestep.core.session.session import Session
 from samestep.core.training import loop
 from samestep.core.training.meter import Meter
@@ -28,7 +31,7 @@ walk: list[str] = []
 recorded: list[int] = []
 modules: list[str] = []
 count_one, emit_one, take_steps = Meter.count, Session.emit, loop.epoch_steps
-lap_one = Phases.lap
+lap_one, save, settle_one = Phases.lap, loop.save_now, Saver.settle
 
 
 def note(frame: FrameType | None, event: str, _: Any) -> None:
@@ -49,7 +52,9 @@ def count(self: Meter, taken: StepsTaken) -> list[Record]:
 
 
 def emit(self: Session, record: Record) -> None:
-    """Emit a record, which ends the walk of a step."""
+    """Emit a record: a checkpoint's walk ends where this begins, a step's where it ends."""
+    if record["event"] == "checkpoint":
+        sys.setprofile(None)
     emit_one(self, record)
     if record["event"] == "step":
         sys.setprofile(None)
@@ -71,12 +76,34 @@ def lap(self: Phases, phase: str) -> None:
     lap_one(self, phase)
 
 
+def save_now(work: Work, state: State, *how: Any) -> None:
+    """Save a checkpoint; follow the second, and its thread."""
+    if state.position.epoch == 2:
+        threading.setprofile(note)
+        sys.setprofile(note)
+    save(work, state, *how)
+    threading.setprofile(None)
+    sys.setprofile(None)
+
+
+def settle(self: Saver) -> None:
+    """Wait for a checkpoint, whose record is then emitted; follow that of the second."""
+    if walk and self.writing is not None:
+        sys.setprofile(note)
+    settle_one(self)
+
+
 if __name__ == "__main__":
-    asked = sys.argv[1] if sys.argv[1:] and sys.argv[1] in ("record", "batch") else "record"
+    ways = ("record", "batch", "checkpoint")
+    asked = sys.argv[1] if sys.argv[1:] and sys.argv[1] in ways else "record"
     flags = [word for word in sys.argv[1:] if word != asked]
     loop.epoch_steps, Phases.lap = epoch_steps, lap  # type: ignore[method-assign]
+    if asked != "batch":
+        Session.emit = emit  # type: ignore[method-assign]
     if asked == "record":
-        Meter.count, Session.emit = count, emit  # type: ignore[method-assign]
+        Meter.count = count  # type: ignore[method-assign]
+    if asked == "checkpoint":
+        loop.save_now, Saver.settle = save_now, settle  # type: ignore[assignment,method-assign]
     code = main(["train", "spiral", "--epochs", "2", "--log-every", "5", *flags])
     steps = [here for before, here in zip(["", *walk], walk, strict=False) if here != before]
     print(f"{len({*steps})} files, {len(steps) - 1} hops:", *steps, sep="\n  ")

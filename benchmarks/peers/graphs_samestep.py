@@ -7,7 +7,7 @@ from common import measure, options
 from small_graphs import BATCH_SIZE, NUM_BATCHES, Graphs
 from torch_geometric.data import Batch
 
-from samestep.core.data.batches import open_source
+from samestep.core.data.recipe_data import open_source
 from samestep.launch.ranks.world import World
 
 asked = options()

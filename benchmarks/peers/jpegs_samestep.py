@@ -16,8 +16,7 @@ import shutil
 import torch
 from common import measure, options, report
 
-from samestep.core.data.batches import open_source
-from samestep.core.data.recipe_splits import load_splits
+from samestep.core.data.recipe_data import load_splits, open_source
 from samestep.core.recipe import find_recipe
 from samestep.launch.ranks.world import World
 

@@ -28,11 +28,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from samestep.base.version import __version__
-
 if TYPE_CHECKING:
     from samestep import dist
     from samestep.base.errors import UserError
+    from samestep.base.plugins import __version__
     from samestep.base.run.records import read_records
     from samestep.base.settings import Settings, may_change
     from samestep.bridges.lightning import LitData, LitRecipe, TrackerLogger
@@ -92,6 +91,7 @@ _HOMES = {
         "scripts.checking.check_report": "CheckReport",
         "core.data.keyed_random": "normal uniform",
         "base.errors": "UserError",
+        "base.plugins": "__version__",
         "bridges.lightning": "LitData LitRecipe TrackerLogger",
         "core.recipe": "Recipe Splits",
         "base.run.records": "read_records",

@@ -13,10 +13,10 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from samestep import UserError, uniform
 from samestep.base.settings import OrderName
 from samestep.core.data import order as order_module
-from samestep.core.data.batches import open_source
 from samestep.core.data.loader_source import LoaderSource
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.order import Ordering, epoch_order, steps_per_epoch
+from samestep.core.data.recipe_data import open_source
 from samestep.launch.ranks.world import World
 from tests.command_line import typed
 from tests.processes import run_ranks
@@ -331,7 +331,7 @@ def test_only_what_is_known_to_be_two_tensors_is_held_in_memory_without_a_copy()
 
 HELD_BY_A_MODULE = """
 import torch
-from samestep.core.data.batches import open_source
+from samestep.core.data.recipe_data import open_source
 from samestep.launch.ranks.world import World
 data = [(torch.zeros(2), 0)] * 8
 source = open_source(data, World(), seed=1, dtype=torch.float32, num_workers=1)

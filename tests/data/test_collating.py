@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from samestep.base import trees
 from samestep.base.errors import UserError
-from samestep.core.data.batches import open_source
 from samestep.core.data.collating import Collating, Packed
+from samestep.core.data.recipe_data import open_source
 from samestep.core.recipe import find_recipe
 from samestep.launch.ranks.world import World
 

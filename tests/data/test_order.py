@@ -14,7 +14,8 @@ from samestep.core.data import keyed_random as keys
 from samestep.core.data import order as orders
 from samestep.core.data.augment import crop, flip, normalise
 from samestep.core.data.keyed_random import mix, sample_keys
-from samestep.core.data.order import Ordering, epoch_order, ordering_of, permuted, share, step_range
+from samestep.core.data.order import Ordering, epoch_order, permuted, share, step_range
+from samestep.core.data.recipe_data import ordering_of
 
 SEEDS = st.integers(0, 2**63 - 2)
 EPOCHS = st.integers(0, 1000)

@@ -13,9 +13,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from samestep import UserError, uniform
 from samestep.base.trees import map_leaves
 from samestep.core.data import memory_source, prefetch
-from samestep.core.data.batches import open_source
-from samestep.core.data.blocks import untimed
+from samestep.core.data.order import untimed
 from samestep.core.data.prefetch import SideStream, on_device
+from samestep.core.data.recipe_data import open_source
 from samestep.launch.ranks.world import World
 from tests import tiny
 from tests.command_line import read_json

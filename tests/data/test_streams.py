@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 from samestep.base.errors import UserError
-from samestep.core.data.batches import is_stream, open_source
 from samestep.core.data.collating import Collating
 from samestep.core.data.order import share
+from samestep.core.data.recipe_data import is_stream, open_source
 from samestep.core.data.stream_lanes import Lane, Route, leads_back, mark_of, num_lanes, num_shards
 from samestep.core.data.stream_source import StreamBatches
 from samestep.core.session.build import _try_out

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from samestep import Settings, UserError
 from samestep.base.run.index import Index, Retention
-from samestep.core.data.batches import open_source
+from samestep.core.data.recipe_data import open_source
 from samestep.core.training.plan import make_plan
 from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position
@@ -112,7 +112,7 @@ def test_the_shares_of_a_step_add_up_to_it_and_are_what_the_ranks_read(training)
         source = open_source(data, own, seed=0, dtype=None, num_workers=0)
         for step, shares in told.items():
             how = {"global_batch": plan.global_batch_size, "drop_last": run.drop_last}
-            blocks = source.blocks(0, step, cut=plan.cut(run), **how)
+            blocks = source.blocks(0, step, cut=plan.cut, **how)
             block = next(single for found in blocks for single in found.singles())
             (mine,) = [s for s in shares.shares if s.first_rank <= rank <= s.last_rank]
             assert block.global_size == shares.samples

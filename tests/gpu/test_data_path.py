@@ -5,9 +5,9 @@ import torch
 from torch.utils.data import Dataset
 
 from samestep.core.data import memory_source
-from samestep.core.data.batches import open_source
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.prefetch import send
+from samestep.core.data.recipe_data import open_source
 from samestep.core.recipes import cifar10
 from samestep.launch.ranks.world import World
 from tests.gpu.trainings import no_synchronisation

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.core.data.blocks import Batch
+from samestep.core.data.source import Batch
 from samestep.core.training import step_graph
 from samestep.core.training.compiled import FullBatches
 from samestep.core.training.evaluation import evaluate

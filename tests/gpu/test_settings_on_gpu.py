@@ -8,8 +8,8 @@ from torch import nn
 
 from samestep import Settings
 from samestep.base.run.checkpoints import on_host
-from samestep.core.data.blocks import Batch
-from samestep.core.training.alike import seed_torch
+from samestep.core.data.keyed_random import seed_torch
+from samestep.core.data.source import Batch
 from samestep.core.training.device import kernels_of, switched
 from samestep.core.training.evaluation import Totals
 from samestep.core.training.optimizer import make_optimizer

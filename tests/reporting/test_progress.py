@@ -10,7 +10,7 @@ from rich.console import Console
 
 from samestep.base.counting import counting
 from samestep.shell.api.call import as_in_fresh_process
-from samestep.show.reporting.progress import BarState, Screen
+from samestep.show.progress import BarState, Screen
 from tests.command_line import call
 from tests.tiny import all_records, read_index, write_recipe
 

@@ -12,10 +12,10 @@ from samestep.base.errors import UserError
 from samestep.base.table import columns_of as cells
 from samestep.base.words import BOTH, FIRST, LABEL, SECOND, Columns, curve_lines, sparkline
 from samestep.cluster.sweeping.side_by_side import best_text
+from samestep.show.progress import metrics_of
 from samestep.show.reporting.charts import MOST_POINTS, grouped_means, make_curve
 from samestep.show.reporting.collect import collect
 from samestep.show.reporting.page import render
-from samestep.show.reporting.progress import metrics_of
 from samestep.show.reporting.run_table import ListedRun, as_json, checkpoint_lines, run_lines
 from tests.reporting.made_runs import write_run
 from tests.reporting.pages import ReadPage

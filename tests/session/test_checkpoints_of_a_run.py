@@ -16,8 +16,7 @@ from samestep.base.run import checkpoints
 from samestep.base.run.checkpoints import FORMAT
 from samestep.base.run.files import check_room
 from samestep.base.run.index import Retention
-from samestep.core.session.free_space import room_notes, state_bytes
-from samestep.core.session.session import Session
+from samestep.core.session.session import Session, room_notes, state_bytes
 from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position
 from samestep.launch.ranks.world import World

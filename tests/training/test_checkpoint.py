@@ -18,7 +18,7 @@ from samestep import UserError
 from samestep.base.run import checkpoints
 from samestep.base.run.index import Entry
 from samestep.base.run.index import read_index as read_written
-from samestep.core.training import stopping
+from samestep.core.training import loop
 from tests import tiny
 from tests.command_line import refusal
 
@@ -315,8 +315,8 @@ def test_checkpoints_come_by_steps_by_epochs_and_by_minutes_and_at_the_end(tmp_p
 
 def test_the_minutes_to_a_checkpoint_count_from_the_one_before(monkeypatch):
     clock = itertools.count(0.0, 25.0)  # each look at the clock is 25 seconds after the last
-    monkeypatch.setattr(stopping, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    minutes = stopping.SaveTimer(1.0)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    minutes = loop.SaveTimer(1.0)
     due = []
     for _ in range(7):
         due.append(minutes.passed())

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from samestep import Settings
-from samestep.core.data.blocks import Batch
+from samestep.core.data.source import Batch
 from samestep.core.training.compiled import FullBatches, compiled_forward
 from samestep.core.training.evaluation import evaluate
 from samestep.core.training.plan import make_plan

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from samestep import Settings, UserError
 from samestep.base.settings import flag_name, merge_layers
-from samestep.core.data.blocks import group_steps, micro_steps
-from samestep.core.data.order import TokenCut, share
+from samestep.core.data.order import TokenCut, group_steps, micro_steps, share
 from samestep.core.session.notes import plan_notes
 from samestep.core.training.plan import is_recorded, learning_rate, make_plan
 from samestep.launch.ranks.world import World
@@ -42,13 +41,13 @@ def test_any_ranks_share_any_batch(batch, world_size, micro_batch, accumulate, v
         world = World(rank=rank, world_size=world_size, virtual_ranks=virtual_ranks)
         blocks = group_steps(torch.arange(PLENTY), 0, 1, batch, world, drop_last=False)
         block = next(blocks)
-        parts = list(micro_steps(block, plan.cut(how), world))
+        parts = list(micro_steps(block, plan.cut, world))
         counted = [part for part in parts if part.weight]
         taken += [index for part in counted for index in part.inputs.tolist()]
         sizes.append(sum(part.rows for part in counted))
         numbers.append(len(parts))
         assert all(part.rows <= plan.micro_batch_size for part in parts)
-        assert {part.rows for part in counted} <= plan.full_micro_steps(how)
+        assert {part.rows for part in counted} <= plan.full_micro_steps()
     assert sorted(taken) == list(range(batch))
     assert plan.micro_batch_size <= (micro_batch or batch)
     assert micro_batch or plan.accumulate <= (accumulate or 1)
@@ -73,7 +72,7 @@ def test_each_step_of_tokens_is_cut_alike(sizes, world_size, accumulate, virtual
     assert plan.total_steps == 2 * len(sizes)
     for size in sizes:
         each = [len(share(range(size), part, parts)) for part in range(parts)]
-        cuts = [plan.cut(how)(rows, size) for rows in each if rows]
+        cuts = [plan.cut(rows, size) for rows in each if rows]
         assert all(
             sum(counted for _, _, counted in cut) == rows
             for cut, rows in zip(cuts, filter(None, each), strict=True)

@@ -5,12 +5,11 @@ import torch
 from torch import nn
 
 from samestep import Settings, UserError
-from samestep.core.data.blocks import Block
-from samestep.core.data.order import share
-from samestep.core.training.alike import seed_torch
-from samestep.core.training.learner import Learner
+from samestep.core.data.keyed_random import seed_torch
+from samestep.core.data.order import Block, share
 from samestep.core.training.optimizer import make_optimizer
 from samestep.core.training.step import EagerStep
+from samestep.core.training.work import Learner
 from samestep.launch.ranks.world import World
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from samestep import read_records
-from samestep.core.data import blocks, source
+from samestep.core.data import order, source
 from samestep.core.session import training_run
 from samestep.core.training.step import EagerStep
 from tests import tiny
@@ -285,8 +285,8 @@ def _no_gradient_sync(patch):
 
 
 def _same_data_on_every_rank(patch):
-    original = blocks.share
-    patch.setattr(blocks, "share", lambda positions, rank, size: original(positions, 0, size))
+    original = order.share
+    patch.setattr(order, "share", lambda positions, rank, size: original(positions, 0, size))
 
 
 def _micro_steps_not_averaged(patch):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from samestep.base.errors import UserError
-from samestep.core.data.blocks import held_parts, part_of
+from samestep.core.data.order import held_parts, part_of
 from samestep.core.training import tree
 from samestep.core.training.buffers import StepBuffers
 from samestep.core.training.tree import TreeReduce, TreeSum, add_up, roots_over

@@ -191,6 +191,13 @@ def printable(text: str, *, lines: bool = False) -> str:
     return (_OF_TEXTS if lines else _OF_LINES).sub("\ufffd", text)
 
 
+def escape(text: str) -> str:
+    """Return a text that rich prints as it is: no markup, and nothing that moves the cursor."""
+    from rich.markup import escape as without_markup  # noqa: PLC0415 - tables need no rich
+
+    return without_markup(printable(text, lines=True))
+
+
 def listed(names: Sequence[str], most: int = 3, between: str = ", ") -> str:
     """Return the first names, and how many more there are."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""

@@ -11,7 +11,7 @@ from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import PurePath
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -19,6 +19,10 @@ from samestep.base.errors import UserError, did_you_mean, in_words
 from samestep.base.settings import flag_name
 from samestep.base.words import as_typed
 
+NumRanks = int | Literal["auto"]
+"""A number of ranks to start; auto: one per GPU, else one per core."""
+HERE = "here"
+"""What `--resume` means without the address of a store."""
 _UNDERSCORES = re.compile(r"^--[\w-]+")
 
 

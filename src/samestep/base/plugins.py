@@ -1,4 +1,4 @@
-"""What installed packages bring: recipes, trackers and verbs, by their entry points.
+"""What is installed: this version, and recipes, trackers and verbs of packages, by entry points.
 
     [project.entry-points."samestep.recipes"]
     resnet50 = "my_package.resnet50"        # a module with `recipe`
@@ -13,6 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from samestep.base.errors import UserError, said
+
+__version__ = "0.1.0"
+"""Of this package; the build reads it here."""
 
 
 class Names(Mapping[str, str]):

@@ -23,6 +23,8 @@ PARENT = "SAMESTEP_PARENT"
 
 JOB_RUN = "SAMESTEP_RUN_DIR"
 """Set, to the run directory, in the ranks of a Slurm job that samestep wrote."""
+HOSTS = "SAMESTEP_HOSTS"
+"""Set by a job's script, where ranks outlive each other: the names of its nodes."""
 TIED_TO = "SAMESTEP_TIED_TO"
 """Set, to the parent's process id, in a training that a sweep starts; it is not a rank of a run."""
 

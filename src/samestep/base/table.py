@@ -11,7 +11,6 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import NamedTuple
 
-from samestep.base.errors import printable
 from samestep.base.words import wrapped
 
 _LEAST_NAME = 16
@@ -162,13 +161,6 @@ def columns_of(text: str) -> int:
         return len(text)
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
     return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
-
-
-def escape(text: str) -> str:
-    """Return a text that rich prints as it is: no markup, and nothing that moves the cursor."""
-    from rich.markup import escape as without_markup  # noqa: PLC0415 - tables need no rich
-
-    return without_markup(printable(text, lines=True))
 
 
 def texts(found: object) -> list[str]:

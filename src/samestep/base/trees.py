@@ -12,7 +12,6 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from samestep.base.errors import UserError
@@ -69,8 +68,6 @@ def narrow(tree: Any, start: int, length: int) -> Any:
 
 def split_rows(tree: Any, rows: int) -> Sequence[Any]:
     """Return consecutive pieces of `rows` rows of each tensor of a tree, as views."""
-    if isinstance(tree, Tensor):
-        return torch.split(tree, rows)
     length = len(tree_leaves(tree)[0])
     return [narrow(tree, start, min(rows, length - start)) for start in range(0, length, rows)]
 

@@ -30,24 +30,10 @@ from samestep.base.errors import (
     said,
     what_to_install,
 )
-from samestep.base.file_kinds import cannot_have_recipe, opens_run, trains_by_trainer
-from samestep.base.nearby import nearby
 from samestep.base.plugins import Names
-from samestep.base.run.user_modules import imports_of
 from samestep.base.settings import ALSO_ACCEPTED, Settings, documented
-from samestep.core.recipe_checks import (
-    check_batch_fields,
-    check_functions,
-    check_loss_fields,
-    check_metrics,
-    check_model,
-    check_options,
-    check_pictures,
-    check_shard,
-    shown,
-    telling_options,
-)
-from samestep.core.recipe_source import all_with_options, moment_asks, schedule_asks, with_options
+from samestep.core import recipe_checks
+from samestep.core.recipe_checks import moment_asks, shown
 
 Accepted = Literal["batchnorm", "dropout"]
 """What may intentionally differ with the number of ranks."""
@@ -288,15 +274,15 @@ class Recipe:
             if accepted not in get_args(Accepted):
                 names = ", ".join(get_args(Accepted))
                 raise UserError(f"Recipe(accepts={self.accepts}): {accepted!r} is none of {names}.")
-        check_batch_fields(self, get_args(LossOver))
-        check_functions(self)
-        check_loss_fields(self)
-        check_shard(self.shard)
+        recipe_checks.check_batch_fields(self, get_args(LossOver))
+        recipe_checks.check_functions(self)
+        recipe_checks.check_loss_fields(self)
+        recipe_checks.check_shard(self.shard)
         named_later = self.evaluate_batch is not None
-        check_metrics(self.metrics, self.lower_is_better, named_later=named_later)
-        check_pictures(self.pictures)
+        recipe_checks.check_metrics(self.metrics, self.lower_is_better, named_later=named_later)
+        recipe_checks.check_pictures(self.pictures)
         if self.options is not None:
-            check_options(self.options, known)
+            recipe_checks.check_options(self.options, known)
 
     @property
     def evaluated_loss(self) -> Callable[..., Any]:
@@ -315,7 +301,7 @@ class Recipe:
 
     def schedule_asks(self) -> tuple[str, ...]:
         """Return what the schedule asks for by name; with `optimizer` it makes a scheduler."""
-        return () if self.schedule is None else schedule_asks(self.schedule)
+        return () if self.schedule is None else recipe_checks.schedule_asks(self.schedule)
 
     def counted_classes(self, splits: Splits) -> tuple[str, ...]:
         """Return the classes that a test counts; with `forward`, targets may be anywhere."""
@@ -331,12 +317,12 @@ class Recipe:
         """Return the recipe's options, of which some are given; None if it has none."""
         if self.options is None:
             return None
-        with telling_options(self.options):
+        with recipe_checks.telling_options(self.options):
             return self.options(**given)
 
     def with_options(self, options: object) -> "Recipe":
         """Return the recipe with the options in each function that asks for them."""
-        found = all_with_options(self, options)
+        found = recipe_checks.all_with_options(self, options)
         same = all(getattr(self, name) == function for name, function in found.items())
         return self if same else replace(self, **found)
 
@@ -350,7 +336,7 @@ class Recipe:
         finally:
             torch.set_num_threads(threads)
         with made_by(self.model):
-            check_model(model, on_meta=on_meta)
+            recipe_checks.check_model(model, on_meta=on_meta)
         return model  # type: ignore[no-any-return]
 
     def complete_options(self, options: Any) -> Any:
@@ -374,7 +360,7 @@ class Recipe:
     def _call(self, name: str, options: object) -> Any:
         """Call one of the functions; an error in its code names the user's line."""
         function = getattr(self, name)
-        called = with_options(name, function, options)
+        called = recipe_checks.with_options(name, function, options)
         try:
             with no_exit(), made_by(function):
                 return called()
@@ -401,6 +387,8 @@ def find_recipe(name: str, original: str | None = None) -> Recipe:
         return _from_file(Path(name), Path(original or name))
     known = _recipes()
     if name not in known:
+        from samestep.base.nearby import nearby  # noqa: PLC0415 - for messages only
+
         if "/" in name or os.sep in name:
             raise UserError(
                 f"There is no run at {name}: no settings.toml is in it. Give the directory of a "
@@ -429,6 +417,10 @@ def being_read() -> Path | None:
 
 
 def _from_file(path: Path, original: Path) -> Recipe:
+    from samestep.base.file_kinds import opens_run  # noqa: PLC0415 - of users' files only
+    from samestep.base.nearby import nearby  # noqa: PLC0415
+    from samestep.base.run.user_modules import imports_of  # noqa: PLC0415
+
     if not path.is_file():
         raise UserError(
             f"There is no file {path}. Give the path of a recipe file, or a name of: "
@@ -483,6 +475,8 @@ def _from_file(path: Path, original: Path) -> Recipe:
 
 def _is_of_trainer(path: Path, original: Path, source: bytes) -> bool:
     """Whether a file is a script that trains by a Trainer; refuse others without a recipe."""
+    from samestep.base.file_kinds import cannot_have_recipe, trains_by_trainer  # noqa: PLC0415
+
     if trains_by_trainer(path, original.parent):  # it would train as it is imported
         return True
     if cannot_have_recipe(source):

@@ -9,7 +9,7 @@ import time
 from types import ModuleType
 
 from samestep.base.errors import AlreadyTold, UserError, did_you_mean
-from samestep.base.plugins import Names
+from samestep.base.plugins import Names, __version__
 from samestep.base.startup import (
     PARENT,
     accept_output,
@@ -17,7 +17,6 @@ from samestep.base.startup import (
     hold_warning,
     postpone_collections,
 )
-from samestep.base.version import __version__
 
 _STARTED_AT = time.time()
 

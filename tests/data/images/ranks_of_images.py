@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from samestep import UserError
-from samestep.core.data.batches import open_source
 from samestep.core.data.images.dataset import PREFIX, ImageFiles
 from samestep.core.data.images.image_files import class_names, find_files
+from samestep.core.data.recipe_data import open_source
 from samestep.core.recipes.images import augment, normalise
 from samestep.launch.ranks.world import World, find_world, join, leave
 

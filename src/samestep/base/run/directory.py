@@ -23,7 +23,7 @@ import msgspec
 
 from samestep.base.errors import UserError, listed
 from samestep.base.machine import usable_cores
-from samestep.base.nearby import nearby
+from samestep.base.plugins import __version__
 from samestep.base.run.files import (
     Held,
     cannot_write,
@@ -44,7 +44,6 @@ from samestep.base.run.summary import (
     first_start,
     read_growing,
 )
-from samestep.base.version import __version__
 
 # What is recorded of the environment. Everything else may hold a secret.
 _ALLOWED = re.compile(
@@ -176,6 +175,8 @@ def no_run(path: Path) -> UserError:
             "the file back from a backup; each checkpoint has its text, too, as `made_with`: "
             "torch.load(FILE)['made_with']."
         )
+    from samestep.base.nearby import nearby  # noqa: PLC0415 - for messages only
+
     why = "no settings.toml is in it" if path.is_dir() else "no such directory"
     name = "Name the directory of a run, like runs/ID."
     return UserError(f"There is no run at {path}: {why}. {name}{nearby(path, 'run')}")

@@ -21,9 +21,6 @@ FILES = (
     *("result.json", RECORDS),
 )
 """What is copied of a run besides its checkpoints, as patterns, the records last."""
-
-HERE = "here"
-"""What `--resume` means without the address of a store."""
 _ANSWER_S = 10.0
 """How long a new run waits for the store's answer whether another run is there."""
 _SECRET = re.compile(r"://[^@]*:[^@]*@|\?")

@@ -12,7 +12,7 @@ from transformers import Trainer
 from samestep.base.errors import UserError
 from samestep.base.patches import patched
 from samestep.bridges.huggingface.trainer_recipe import from_trainer
-from samestep.core.recipe_source import take_script_words
+from samestep.core.recipe_checks import take_script_words
 
 
 class _FoundTrainer(BaseException):

@@ -32,7 +32,7 @@ from torch.utils.data import (
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.bridges.lightning.stand_in import StandIn
-from samestep.core.data.loaders import Unpacked, reads_each_once
+from samestep.core.data.recipe_data import Unpacked, reads_each_once
 from samestep.core.data.samplers import SamplerOrder
 from samestep.core.recipe import Recipe, Splits
 

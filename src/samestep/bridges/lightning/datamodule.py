@@ -11,13 +11,12 @@ from torch import Tensor
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings, merge_layers
 from samestep.base.trees import check_rows, narrow
-from samestep.core.data.batches import open_split
-from samestep.core.data.blocks import Batch, Block, Lap, cut_rows, untimed
-from samestep.core.data.recipe_splits import SPLITS, load_splits
-from samestep.core.data.source import Source
+from samestep.core.data.keyed_random import seed_alike
+from samestep.core.data.order import Block, Lap, cut_rows, untimed
+from samestep.core.data.recipe_data import SPLITS, load_splits, open_split
+from samestep.core.data.source import Batch, Source
 from samestep.core.recipe import Recipe, find_recipe
 from samestep.core.recipes import cifar10
-from samestep.core.training.alike import seed_alike
 from samestep.core.training.apply import Terms, as_scalar, terms_of
 from samestep.core.training.batch_transform import BatchTransform
 from samestep.core.training.device import data_dtype

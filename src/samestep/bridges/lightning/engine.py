@@ -42,7 +42,6 @@ from samestep.core.recipe import Recipe
 from samestep.core.session.build import average_of
 from samestep.core.session.training_run import Engine, Task
 from samestep.core.training.alike import is_checked
-from samestep.core.training.learner import StepResult
 from samestep.core.training.loop import (
     check_weights,
     checkpoint_name,
@@ -53,13 +52,13 @@ from samestep.core.training.loop import (
     told,
 )
 from samestep.core.training.meter import Meter, epoch_record
-from samestep.core.training.objective import check_used
 from samestep.core.training.optimizer import check_trial, optimizer_of
 from samestep.core.training.optimizer_state import Trial
 from samestep.core.training.plan import Plan, is_recorded, learning_rate
 from samestep.core.training.prepare import OneLayout, match_layouts
 from samestep.core.training.snapshot import capture, check_resumable
-from samestep.core.training.work import StepsTaken, close_epoch, epoch_is_full
+from samestep.core.training.step import check_used
+from samestep.core.training.work import StepResult, StepsTaken, close_epoch, epoch_is_full
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.world import World
 

@@ -16,17 +16,18 @@ from samestep.base.errors import UserError, blame, defined_at, made_by
 from samestep.base.settings import Settings
 from samestep.base.trees import describe, map_tensors
 from samestep.bridges.lightning.datamodule import MicroBatch, choose_options, resolve, world_of
-from samestep.core.data.blocks import Batch
-from samestep.core.data.keyed_random import mix, mix_next
-from samestep.core.recipe import Recipe
-from samestep.core.session.trained_model import open_checkpoint
-from samestep.core.training.alike import (
-    random_numbers,
+from samestep.core.data.keyed_random import (
+    mix,
+    mix_next,
     seed_alike,
     seed_rank,
     seed_torch,
     seed_update,
 )
+from samestep.core.data.source import Batch
+from samestep.core.recipe import Recipe
+from samestep.core.session.trained_model import open_checkpoint
+from samestep.core.training.alike import random_numbers
 from samestep.core.training.apply import (
     Moment,
     call,
@@ -41,10 +42,10 @@ from samestep.core.training.apply import (
 )
 from samestep.core.training.evaluation import Totals
 from samestep.core.training.metrics import StepOutputs
-from samestep.core.training.objective import check_trainable
 from samestep.core.training.optimizer import OwnAverage, has_modes, optimizer_of
 from samestep.core.training.plan import GroupRates, Plan, learning_rate
 from samestep.core.training.prepare import place_loss, prepare, share_buffers
+from samestep.core.training.step import check_trainable
 from samestep.launch.ranks.world import World
 
 

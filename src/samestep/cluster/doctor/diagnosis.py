@@ -8,8 +8,8 @@ from operator import attrgetter
 
 from rich.console import Console
 
-from samestep.base.errors import UserError
-from samestep.base.table import Table, escape, text_lines
+from samestep.base.errors import UserError, escape
+from samestep.base.table import Table, text_lines
 from samestep.base.words import wrapped
 from samestep.cluster.doctor import (
     addresses,

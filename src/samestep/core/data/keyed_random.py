@@ -2,16 +2,23 @@
 
 Keys are mixed with SplitMix64 (Steele, Lea & Flood, 2014, "Fast splittable pseudorandom number
 generators"), on Python integers and, the same function, on int64 tensors.
+
+The global generators are seeded by such keys. Ranks draw other numbers in forward, since they hold
+other samples. Whatever changes the weights has to draw the same everywhere, or the weights drift
+apart, and nothing else would show it.
 """
 
 import random
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from samestep.launch.ranks.world import World
 
 T = TypeVar("T")
 
@@ -89,8 +96,83 @@ def _signed(value: int) -> int:
 def seed_reading(drawn: int) -> None:
     """Seed the generators that a data set may draw from, before it gives a sample."""
     torch.default_generator.manual_seed(drawn)
+    _seed_others(drawn)
+
+
+def seed_torch(drawn: int, device: torch.device) -> None:
+    """Seed torch's generator of a device, and that of the CPU.
+
+    `torch.manual_seed` seeds those of all devices: ten times the work, at every step.
+    """
+    torch.default_generator.manual_seed(drawn)
+    if device.type == "cuda":
+        # It makes the generators; later calls return at once.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.default_generators[device.index or 0].manual_seed(drawn)
+    elif device.type == "mps":
+        torch.mps.manual_seed(drawn)
+
+
+def seed_alike(seed: int) -> None:
+    """Seed every global generator alike on all ranks, to make the data and the model."""
+    if torch.accelerator.current_accelerator() is None:
+        # Without a GPU in the build, `manual_seed` keeps a stack trace for the CUDA to come.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+    _seed_others(seed)
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Seed Python's and NumPy's generators for one rank; torch's is seeded at every step."""
+    _seed_others(mix(seed, rank))
+
+
+_mixed = cache(mix)
+
+
+def seed_update(seed: int, step: int, device: torch.device, nth: int = 0) -> None:
+    """Seed every generator alike on all ranks for the `nth` update of a step."""
+    # Five parts: no forward of a rank is seeded alike.
+    drawn = mix_next(mix_next(mix_next(_mixed(seed, 1), step), 0), nth)
+    seed_reading(drawn)
+    if device.type != "cpu":
+        seed_torch(drawn, device)
+
+
+class RankSeeds:
+    """Seed what a rank draws in a step: its own numbers in forward, the ranks' alike elsewhere."""
+
+    def __init__(self, seed: int, world: "World") -> None:
+        self._seed, self._world = seed, world
+        self._of_rank = mix(seed, world.rank)
+        self.step = 0
+        """The step that is being taken, or the newest."""
+
+    def begin(self, step: int) -> None:
+        """Seed a step's forwards, so that dropout resumes exactly."""
+        self.step = step
+        seed_torch(mix_next(self._of_rank, step), self._world.device)
+
+    def begin_part(self, part: int) -> None:
+        """Seed the forwards of a virtual rank: without those, `begin` has seeded the rank's."""
+
+    def begin_loss(self) -> None:
+        """Seed what a loss over the whole batch draws: the same on all ranks."""
+        seed_update(self._seed, self.step, self._world.device, 1)
+
+    def begin_update(self) -> None:
+        """Seed what the update draws: the same on all ranks."""
+        seed_update(self._seed, self.step, self._world.device)
+
+    def end_update(self) -> None:
+        """Seed what user code draws until the next step, differently on each rank."""
+        seed_rank(mix(self._seed, self.step + 1), self._world.rank)
+
+
+def _seed_others(drawn: int) -> None:
     random.seed(drawn)
-    np.random.seed(drawn & 0xFFFFFFFF)  # noqa: NPY002 - what existing data sets draw from
+    np.random.seed(drawn & 0xFFFFFFFF)  # noqa: NPY002 - what existing code draws from
 
 
 def without_draws(read: Callable[[], T]) -> T | None:

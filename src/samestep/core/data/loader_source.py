@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 from samestep.base.errors import UserError, blame, listed
 from samestep.base.startup import forking_servants, stop_signals
 from samestep.base.trees import tree_leaves
-from samestep.core.data.blocks import Block, Read
 from samestep.core.data.collating import Collating, as_pair, name_of, unpacked
 from samestep.core.data.keyed_random import mix, seed_reading, without_draws
+from samestep.core.data.order import Block, Read
 from samestep.core.data.prefetch import on_device
 from samestep.core.data.source import OrderedSource, ReadOptions
 

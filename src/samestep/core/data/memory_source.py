@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice, tee
 from math import gcd, lcm
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from samestep.base.errors import UserError
-from samestep.core.data.blocks import Block, Read, untimed
-from samestep.core.data.prefetch import Pair, on_device
+from samestep.core.data.order import Block, Read, untimed
 from samestep.core.data.source import OrderedSource, ReadOptions
 from samestep.core.recipe import InMemory
 from samestep.launch.ranks.world import World
@@ -90,6 +90,8 @@ class MemorySource(OrderedSource):
     def _read(self, unread: Iterator[Block], _epoch: int) -> Read:
         device, lap = self._world.device, self._reading.lap
         if not self.is_resident:
+            from samestep.core.data.prefetch import on_device  # noqa: PLC0415
+
             blocks, wanted = tee(unread)
             pairs = on_device(map(self._gather, wanted), device, lap)
             for block, (inputs, targets) in zip(blocks, pairs, strict=True):
@@ -126,7 +128,7 @@ class MemorySource(OrderedSource):
                     yield block, mine, wanted
                 row += block.rows
 
-    def _gather(self, block: Block) -> Pair:
+    def _gather(self, block: Block) -> tuple[Tensor, Tensor]:
         """Return the samples of a block in memory that the device can copy from by itself."""
         pinned = self._world.device.type == "cuda"
 
@@ -137,9 +139,11 @@ class MemorySource(OrderedSource):
 
         return rows(self._inputs), rows(self.targets)
 
-    def _read_in_turn(self, batches: Sequence[Sequence[int]]) -> Iterator[Pair]:
+    def _read_in_turn(self, batches: Sequence[Sequence[int]]) -> Iterator[tuple[Any, Any]]:
         pairs = ((_rows(self._inputs, b), _rows(self.targets, b)) for b in batches)
         if not self.is_resident:
+            from samestep.core.data.prefetch import on_device  # noqa: PLC0415
+
             yield from on_device(pairs, self._world.device, untimed)
             return
         for inputs, targets in pairs:

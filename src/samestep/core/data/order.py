@@ -1,27 +1,31 @@
-"""Which samples make up each step: a pure function, so that resuming is arithmetic.
+"""Which samples make up each step, a pure function, and which of them are a rank's.
 
-Every epoch has one global order of all samples. A step takes the next global batch of it, and
-each rank a consecutive share of that. The order knows nothing of ranks, so it is the same on
-any number of them.
+Every epoch has one global order of all samples, so that resuming is arithmetic. A step takes the
+next global batch of it, and each rank a consecutive share of that. The order knows nothing of
+ranks, so it is the same on any number of them. A `Block` is one rank's part of consecutive steps.
 """
 
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samestep.base.errors import UserError, blame, defined_at
-from samestep.base.settings import OrderName, Settings
+from samestep.base.errors import UserError
+from samestep.base.settings import OrderName
+from samestep.base.trees import check_rows, narrow, split_rows
 from samestep.core.data.keyed_random import mix, sample_keys
-from samestep.core.data.samplers import SamplerOrder
-from samestep.core.recipe import InMemory, PerSample, Recipe
+from samestep.core.recipe import InMemory
+
+if TYPE_CHECKING:
+    from samestep.core.data.samplers import SamplerOrder
+    from samestep.launch.ranks.world import World
 
 LAZY_FROM = 1 << 24
 """Training samples from which on a shuffled order is computed where it is asked for: a table
@@ -54,7 +58,7 @@ class Ordering:
     """(samples,) float64, where samples of similar length are put into a batch."""
     batch_tokens: int | None = None
     """The most tokens of a batch, padding included; None where batches are of equal size."""
-    sampler: SamplerOrder | None = None
+    sampler: "SamplerOrder | None" = None
     """Of a loader that the recipe brings."""
 
     @cached_property
@@ -273,67 +277,6 @@ def _shuffled(number: int, seed: int) -> Tensor:
     return torch.randperm(number, generator=torch.Generator().manual_seed(seed))
 
 
-def ordering_of(recipe: Recipe, settings: Settings, data: Any) -> Ordering:
-    """Return how training samples are ordered; `data` is what the recipe's functions are given."""
-    weights = lengths = None
-    if settings.group_by_length or settings.batch_tokens is not None:
-        flag = "group-by-length" if settings.group_by_length else "batch-tokens"
-        lengths = per_sample("lengths", _needed("lengths", recipe, flag), data)
-    if settings.order == "weighted":
-        weights = per_sample("weights", _needed("weights", recipe, "order weighted"), data)
-    order, tokens = settings.order, settings.batch_tokens
-    return Ordering(order=order, weights=weights, lengths=lengths, batch_tokens=tokens)
-
-
-def _needed(name: str, recipe: Recipe, flag: str) -> PerSample:
-    given: PerSample | None = getattr(recipe, name)
-    if given is None:
-        raise UserError(
-            f"--{flag}: the recipe has no {name}. Give it Recipe({name}=…): a number for each "
-            "training sample, or a function of the training data that returns them."
-        )
-    return given
-
-
-def per_sample(name: str, given: PerSample, data: Any, giver: str = "Recipe") -> Tensor:
-    """Return a number for each training sample, (samples,) float64, none negative.
-
-    They are an argument, of this name, of the `giver`.
-    """
-    what, at = f"{giver}({name}=…)", _at(given)
-    size = len(data[0] if isinstance(data, tuple) else data)
-    try:
-        found = given(data) if callable(given) else given
-        numbers = torch.as_tensor(found).detach().cpu().double().contiguous()
-    except Exception as error:
-        remedy = f"It must give a number for each of the {size:,} training samples."
-        blame(f"{what} failed", error, given, remedy=remedy)
-    if numbers.shape != (size,):
-        shape = " × ".join(map(str, numbers.shape)) or "one"
-        raise UserError(
-            f"{what}{at} has {shape} numbers and there are {size:,} training samples: give one "
-            f"for each, ({size},)."
-        )
-    wrong = (~(numbers >= 0) | numbers.isinf()).nonzero().view(-1).tolist()
-    if wrong:
-        first = wrong[0]
-        raise UserError(
-            f"{what}{at} is {float(numbers[first])} for sample {first}"
-            f"{f' and wrong for {len(wrong) - 1:,} others' if len(wrong) > 1 else ''}: each must "
-            "be a finite number of 0 or more."
-        )
-    if name == "weights" and not bool(numbers.any()):
-        raise UserError(
-            f"{what}{at}: all {size:,} weights are 0, so no sample can be drawn. Give some of them "
-            "a weight."
-        )
-    return numbers
-
-
-def _at(given: PerSample | None) -> str:
-    return defined_at(given) if callable(given) else ""
-
-
 def steps_per_epoch(num_samples: int, global_batch: int, *, drop_last: bool = False) -> int:
     """Return the number of global batches in an epoch, an incomplete last one included."""
     return num_samples // global_batch if drop_last else -(-num_samples // global_batch)
@@ -349,6 +292,186 @@ def share(positions: range, rank: int, world_size: int) -> range:
     size, extra = divmod(len(positions), world_size)
     start = positions.start + rank * size + min(rank, extra)
     return range(start, start + size + (rank < extra))
+
+
+Read = Iterator[tuple["Block", Any, Any]]
+"""Blocks of indices, each with the stored inputs and the targets of its samples."""
+Cut = Callable[[int, int], list[tuple[int, int, int]]]
+"""(rows of this rank, samples of the step) → its micro-steps: first row, rows, rows that count."""
+Lap = Callable[[str], None]
+"""Told where reading samples ends ("data") and where copying them to the device does."""
+
+
+def untimed(_phase: str) -> None:
+    """Measure no time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One rank's part of consecutive steps of an epoch, each with the same number of samples."""
+
+    first_step: int
+    """Position in the epoch of the first step."""
+    num_steps: int
+    inputs: Any
+    """(num_steps × rows, …) on the device, ready for the model; a tensor or a tree of tensors.
+    Before the samples are read: their indices, (num_steps × rows,) int64."""
+    targets: Any
+    """(num_steps × rows, …) on the device; None before the samples are read."""
+    rows: int
+    """Rows of this rank in each step."""
+    weight: float
+    """1, or 0 where the rows only stand in for an empty share, so that every rank takes part in
+    the step's collectives."""
+    global_size: int
+    """Samples of each step over all ranks."""
+    parts: "tuple[Block, ...]" = ()
+    """The micro-steps, where each was collated by itself; then `inputs` are the indices still."""
+    last: bool = False
+    """Of a stream: whether it ends with this block."""
+    place: int = 0
+    """Of a micro-step: its virtual rank."""
+    first_row: int = 0
+    """Of a micro-step: its first row in the share of its rank, or virtual rank."""
+
+    def part(self, start: int, num_steps: int) -> "Block":
+        """Return some of the steps, from the `start`-th of this block, without copying."""
+        if num_steps == self.num_steps:
+            return self
+        first, length = start * self.rows, num_steps * self.rows
+        inputs, targets = (narrow(tree, first, length) for tree in (self.inputs, self.targets))
+        of_steps = self.rows, self.weight, self.global_size, self.parts, self.last
+        return Block(self.first_step + start, num_steps, inputs, targets, *of_steps)
+
+    def singles(self) -> Iterator["Block"]:
+        """Yield the steps one by one, without copying; many times faster than `part` by part."""
+        if self.num_steps == 1:
+            yield self
+            return
+        rows = self.rows
+        inputs, targets = (
+            torch.split(tree, rows) if isinstance(tree, Tensor) else split_rows(tree, rows)
+            for tree in (self.inputs, self.targets)
+        )
+        for step, pair in enumerate(zip(inputs, targets, strict=True), start=self.first_step):
+            yield Block(step, 1, *pair, rows, self.weight, self.global_size)
+
+    def with_samples(self, inputs: Any, targets: Any, parts: "tuple[Block, ...]" = ()) -> "Block":
+        """Return this block with its samples; faster than by `replace`."""
+        first, count, rows, size = self.first_step, self.num_steps, self.rows, self.global_size
+        samples = (inputs, targets, rows, self.weight, size, parts)
+        return Block(first, count, *samples, self.last, self.place, self.first_row)
+
+    def steps_of_indices(self) -> Iterator["Block"]:
+        """Yield the steps one by one, before the samples are read."""
+        rows = self.inputs.view(self.num_steps, self.rows).unbind()
+        for step, indices in enumerate(rows, start=self.first_step):
+            yield Block(step, 1, indices, None, self.rows, self.weight, self.global_size)
+
+
+def cut_rows(
+    rows: int, global_size: int, *, batch_size: int, world_size: int = 1, together: bool = False
+) -> list[tuple[int, int, int]]:
+    """Cut a rank's rows of a step into micro-steps of at most `batch_size` rows.
+
+    Each is (first row, rows, rows that count). With `together`, every rank has equally many: where
+    one has no rows left, a row that does not count stands in.
+    """
+    if not together:
+        starts = range(0, rows, batch_size)
+        return [(s, min(batch_size, rows - s), min(batch_size, rows - s)) for s in starts]
+    largest = -(-global_size // world_size)
+    num = -(-largest // batch_size)
+    shares = [share(range(rows), part, num) for part in range(num)]
+    return [(s.start, len(s), len(s)) if len(s) else (0, 1, 0) for s in shares]
+
+
+def cut_block(block: Block, cuts: Sequence[tuple[int, int, int]]) -> Sequence[Block]:
+    """Cut the samples of a rank's step into micro-steps, as `cut_rows` says."""
+    if len(cuts) == 1 and cuts[0] == (0, block.rows, block.rows):
+        return (block,)
+    check_rows((block.inputs, block.targets), block.rows)
+    parts, step, size = [], block.first_step, block.global_size
+    for start, count, counted in cuts:
+        inputs = narrow(block.inputs, start, count)
+        same = block.targets is block.inputs
+        targets = inputs if same else narrow(block.targets, start, count)
+        weight = block.weight if counted else 0.0
+        parts.append(Block(step, 1, inputs, targets, count, weight, size, first_row=start))
+    return parts
+
+
+def group_steps(
+    order: Order, first_step: int, limit: int, global_batch: int, world: "World", *, drop_last: bool
+) -> Iterator[Block]:
+    """Cut an epoch's order into blocks of indices, of at most `limit` steps of equal size."""
+    num_samples = len(order)
+    num_full = num_samples // global_batch
+    mine, weight = _share_or_stand_in(range(global_batch), world)
+    step = first_step
+    while step < num_full:
+        # Aligned to the start of the epoch, so that a resumed epoch has the same blocks.
+        count = min(limit - step % limit, num_full - step)
+        indices = order[step * global_batch : (step + count) * global_batch]
+        if len(mine) < global_batch:
+            indices = indices.view(count, global_batch)[:, mine.start : mine.stop].reshape(-1)
+        yield Block(step, count, indices, None, len(mine), weight, global_batch)
+        step += count
+    if step < steps_per_epoch(num_samples, global_batch, drop_last=drop_last):
+        yield _one_step(order, step, step_range(num_samples, global_batch, step), world)
+
+
+def uneven_steps(
+    order: Order, first_step: int, ends: Sequence[int], world: "World"
+) -> Iterator[Block]:
+    """Cut an epoch's order into steps of any size, each of which ends at a given position."""
+    for step in range(first_step, len(ends)):
+        yield _one_step(order, step, range(ends[step - 1] if step else 0, ends[step]), world)
+
+
+def _one_step(order: Order, step: int, positions: range, world: "World") -> Block:
+    mine, weight = _share_or_stand_in(positions, world)
+    indices = order[mine.start : mine.stop]
+    return Block(step, 1, indices, None, len(mine), weight, len(positions))
+
+
+def micro_steps(block: Block, cut: Cut | None, world: "World") -> Iterator[Block]:
+    """Cut a block of indices into micro-steps: those of each virtual rank, if there are any."""
+    first = 0
+    for part in held_parts(world):
+        rows = block.rows
+        if world.virtual_ranks:
+            rows = len(part_of(range(block.global_size), part, world))
+        for start, count, counted in cut(rows, block.global_size) if cut else [(0, rows, rows)]:
+            weight = block.weight if counted else 0.0
+            whole = count == len(block.inputs)
+            indices = block.inputs if whole else block.inputs[first + start : first + start + count]
+            step, size = block.first_step, block.global_size
+            yield Block(step, 1, indices, None, count, weight, size, place=part, first_row=start)
+        first += rows
+
+
+def held_parts(world: "World", rank: int | None = None) -> range:
+    """Return the parts that a rank computes, by default this one: its own, or virtual ranks."""
+    return share(range(world.num_parts), world.rank if rank is None else rank, world.world_size)
+
+
+def part_of(positions: range, part: int, world: "World") -> range:
+    """Return one part's share of some positions."""
+    return share(positions, part, world.num_parts)
+
+
+def _share_or_stand_in(positions: range, world: "World") -> tuple[range, float]:
+    """Return this rank's positions and weight 1; where it has none, all of them and weight 0.
+
+    Virtual ranks need no stand-in: their collectives do not wait for a backward.
+    """
+    if not world.virtual_ranks:
+        mine = share(positions, world.rank, world.world_size)
+        return (mine, 1.0) if mine else (positions, 0.0)
+    held = held_parts(world)
+    first, last = (part_of(positions, part, world) for part in (held[0], held[-1]))
+    return range(first.start, last.stop), 1.0
 
 
 def split_indices(num_samples: int, fractions: tuple[float, ...], seed: int) -> list[Tensor]:

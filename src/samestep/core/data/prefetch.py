@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from samestep.base.trees import map_leaves, tree_leaves
-from samestep.core.data.blocks import Lap
+from samestep.core.data.order import Lap
 
 Pair = tuple[Any, Any]
 """Inputs and targets of a batch: trees of tensors."""

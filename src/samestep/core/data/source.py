@@ -5,39 +5,52 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, tee
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.trees import describe, map_tensors, tree_leaves
-from samestep.core.data.blocks import (
-    Batch,
-    Block,
-    Cut,
-    Lap,
-    Read,
-    group_steps,
-    held_parts,
-    micro_steps,
-    part_of,
-    uneven_steps,
-    untimed,
-)
 from samestep.core.data.keyed_random import sample_keys
 from samestep.core.data.order import (
     LAZY_FROM,
     SHUFFLED,
+    Block,
+    Cut,
+    Lap,
     Order,
     Ordering,
+    Read,
     TokenCut,
     epoch_order,
+    group_steps,
+    held_parts,
+    micro_steps,
+    part_of,
     share,
+    uneven_steps,
+    untimed,
 )
-from samestep.core.data.prefetch import send
 from samestep.core.recipe import Augment, Collate, Transform
 from samestep.launch.ranks.world import World
+
+
+class Batch(NamedTuple):
+    """Samples to evaluate, on the device."""
+
+    inputs: Any
+    targets: Any
+    samples: int
+    first: int = 0
+    """The place of the first of them in the data."""
+    part: int = 0
+    """The share of the data that they belong to: the rank's, or a virtual rank's."""
+    whole: int | None = None
+    """Of a loss over the whole batch: the number of the batch of the data that they belong to; of
+    carried state: that of the slots in which they follow each other."""
+    closes: bool = True
+    """Whether that loss is due now; else more samples of the batch follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +193,9 @@ class Source(ABC):
     def _ready(self, unread: Iterator[Block], epoch: int) -> Generator[Block]:
         """Yield blocks with what the model takes, from blocks of indices."""
         how, device = self._reading, self._world.device
+        if how.augment is not None:
+            from samestep.core.data.prefetch import send  # noqa: PLC0415
+
         for block, stored, targets in self._read(unread, epoch):
             rows, inputs = block.rows * block.num_steps, stored
             if how.augment is not None:
@@ -276,8 +292,11 @@ class OrderedSource(Source):
     ) -> Generator[tuple[Block, Sequence[Block]]]:
         world = self._world
         order = self.order(epoch, global_batch, drop_last=drop_last)
-        to_device = partial(send, device=self._order_device)
-        order = to_device(order) if isinstance(order, Tensor) else order.placed(to_device)
+        if self._order_device.type != "cpu":
+            from samestep.core.data.prefetch import send  # noqa: PLC0415
+
+            to_device = partial(send, device=self._order_device)
+            order = to_device(order) if isinstance(order, Tensor) else order.placed(to_device)
         most = self.steps_per_block(global_batch)
         ends = self._reading.ordering.ends(self._reading.seed, epoch)
         if ends is not None:

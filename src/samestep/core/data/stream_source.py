@@ -11,13 +11,12 @@ import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from samestep.base.errors import UserError, no_exit
-from samestep.core.data.blocks import Batch, Block, Cut, Read
 from samestep.core.data.collating import Collating, name_of
 from samestep.core.data.keyed_random import mix, seed_reading
 from samestep.core.data.loader_source import blame_worker, ignore_stop_signals, starting_workers
-from samestep.core.data.order import share
+from samestep.core.data.order import Block, Cut, Read, share
 from samestep.core.data.prefetch import Pair, on_device
-from samestep.core.data.source import ReadOptions, Source
+from samestep.core.data.source import Batch, ReadOptions, Source
 from samestep.core.data.stream_lanes import (
     EACH_ALL,
     Lane,

@@ -24,7 +24,7 @@ from samestep.core.data.images.decode import (
 from samestep.core.data.images.image_files import FileList, class_names, find_files
 from samestep.core.data.keyed_random import uniform
 from samestep.core.data.order import split_indices
-from samestep.core.data.recipe_splits import SPLITS
+from samestep.core.data.recipe_data import SPLITS
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.recipes.resnet import Stem, resnet18
 

@@ -15,20 +15,14 @@ from samestep.base.errors import UserError, defined_at, made_by
 from samestep.base.machine import usable_cores
 from samestep.base.phases import make_phases
 from samestep.base.settings import Settings
-from samestep.core.data.batches import is_stream, open_split
-from samestep.core.data.blocks import held_parts
+from samestep.core.data.keyed_random import seed_alike, seed_rank
 from samestep.core.data.memory_source import MemorySource
-from samestep.core.data.recipe_splits import load_splits
+from samestep.core.data.order import held_parts
+from samestep.core.data.recipe_data import is_stream, load_splits, open_split
 from samestep.core.data.source import Source
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.session.request import Request
-from samestep.core.training.alike import (
-    check_same_arithmetic,
-    check_same_model,
-    random_numbers,
-    seed_alike,
-    seed_rank,
-)
+from samestep.core.training.alike import check_same_arithmetic, check_same_model, random_numbers
 from samestep.core.training.apply import (
     Moment,
     applied,
@@ -44,11 +38,10 @@ from samestep.core.training.device import (
     choose_threads,
     data_dtype,
     make_scaler,
+    model_cost,
     return_freed_memory,
 )
 from samestep.core.training.dry_run import Tried, dry_run, of_one_sample
-from samestep.core.training.flops import model_cost
-from samestep.core.training.learner import Learner
 from samestep.core.training.metrics import EpochMetrics, in_training
 from samestep.core.training.model_state import ModelTrial
 from samestep.core.training.optimizer import (
@@ -64,9 +57,8 @@ from samestep.core.training.prepare import Wrap, is_fsdp, make_counter, place_lo
 from samestep.core.training.steps import Compiles, RenewableStep, make_step, what_compiles
 from samestep.core.training.stopping import Watch
 from samestep.core.training.unkept import Unkept
-from samestep.core.training.work import State, Step, Work
+from samestep.core.training.work import Learner, State, Step, Work
 from samestep.launch.ranks.mesh import any_sharded
-from samestep.launch.ranks.nproc import check_workers
 from samestep.launch.ranks.world import World
 
 if TYPE_CHECKING:
@@ -302,6 +294,7 @@ def _make_learner(
         over_batch=recipe.loss_over == "batch",
         # Of mixed samples they would say nothing.
         measured=bool(in_training(recipe.metrics)) and recipe.batch_transform is None,
+        sharded=any_sharded(model),
         alone=ours and isinstance(train, MemorySource),
         average=average_of(model, settings, optimizer, frozen=recipe.after_epoch is not None),
         scaler=make_scaler(settings.precision, world.device),
@@ -336,7 +329,9 @@ def _make_steps(
     bare = replace(learner, wrapped=learner.applied)
     again = RenewableStep(step, lambda: made(replace(bare, wrapped=wrapped(bare.counter))))
     taken = {*recipe.metrics, *tried.parts, *tried.evaluation_parts, *tried.measured}
-    called = AfterEpoch(recipe.after_epoch, bare, world, seed, taken, again.renew)
+    called = AfterEpoch(
+        recipe.after_epoch, bare.model, bare.optimizer, world, seed, taken, again.renew
+    )
     return bare, again, called
 
 
@@ -424,6 +419,8 @@ def _share_cores(request: Request, model: nn.Module, world: World, train: Source
     settings = request.settings
     # A resumed run may be as slow as it was.
     if not isinstance(train, MemorySource) and not (settings.oversubscribe or request.resume):
+        from samestep.launch.ranks.nproc import check_workers  # noqa: PLC0415 - of loaders only
+
         world.on_every(lambda: check_workers(settings.num_workers, neighbours, len(cores)))
     threads = choose_threads(settings.threads, model, len(cores), neighbours)
     torch.set_num_threads(threads)

@@ -16,11 +16,41 @@ import tomli_w
 
 from samestep.base.errors import UserError, defined_at, did_you_mean
 from samestep.base.flags import of_type
-from samestep.base.settings import Settings, own_names
+from samestep.base.run.files import toml_of, yaml_of
+from samestep.base.settings import ALSO_ACCEPTED, Settings, merge_layers, own_names
 from samestep.core.recipe import Recipe
+from samestep.core.recipes import RECIPES
 
 SCRIPT_ARGS = "script_args"
 """In settings.toml, the arguments of a script that builds a Trainer."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return what a file of settings and options says, with its keys as field names.
+
+    A file whose name ends in .yaml or .yml is YAML 1.2, of which samestep[yaml] reads only plain
+    values: `1e-3` is a number and `off` a word. All others are TOML.
+    """
+    table = yaml_of(path) if path.suffix in (".yaml", ".yml") else toml_of(path)
+    options = table.pop("options", {})
+    if not isinstance(options, dict):
+        raise UserError(f"{path}: [options] must be a table of the recipe's options.")
+    return {key.replace("-", "_"): value for key, value in {**table, **options}.items()}
+
+
+def known_of_run(run: Path) -> tuple[Settings, list[str]] | None:
+    """Return a run's settings and the names of its recipe's options, and run no code of its.
+
+    None where the recipe is one of samestep's own, or the run names none.
+    """
+    file = run / "settings.toml"
+    table = read_config(file)
+    if table.pop("recipe", None) in (*RECIPES, None):
+        return None
+    table.pop(SCRIPT_ARGS, None)
+    names = {one.name for one in fields(Settings)} | ALSO_ACCEPTED
+    ours = typed_settings({k: v for k, v in table.items() if k in names}, file)
+    return Settings(**merge_layers(ours)), [k for k in table if k not in names]  # type: ignore[arg-type]
 
 
 def typed(

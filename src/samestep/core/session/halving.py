@@ -17,9 +17,9 @@ _RUNGS = ".rungs"
 """In the sweep's folder: the monitored metric of each training at each rung."""
 
 
-def check_halving(run: Path, factor: int | None) -> None:
+def check_halving(run: Path) -> None:
     """Raise UserError if a run that halves is not a training of a sweep."""
-    if factor is not None and not (run.parent / SWEEP).is_file():
+    if not (run.parent / SWEEP).is_file():
         raise UserError(
             f"--halving compares the trainings of a sweep, and {run} is none. Start it with "
             "`samestep sweep`, or leave --halving out.",
@@ -27,16 +27,12 @@ def check_halving(run: Path, factor: int | None) -> None:
         )
 
 
-def halving_of(
-    run: Path, factor: int | None, mode: str, world: World
-) -> Callable[[int, float], bool]:
-    """Return what says after an evaluation whether to stop; without a factor, it never does.
+def halving_of(run: Path, factor: int, mode: str, world: World) -> Callable[[int, float], bool]:
+    """Return what says after an evaluation whether to stop.
 
     All ranks call it with the number of the evaluation, of those after epochs, and the monitored
     metric. With the factor N, 1, N, N², … are rungs; there only the best 1/N so far continue.
     """
-    if factor is None:
-        return lambda _number, _metric: False
     sign = 1.0 if mode == "min" else -1.0
 
     def is_hopeless(number: int, metric: float) -> bool:

@@ -10,20 +10,17 @@ from torch import nn
 
 from samestep.base.errors import listed
 from samestep.base.run.records import read_records
-from samestep.base.run.user_modules import modules_note
 from samestep.base.settings import Settings
-from samestep.core.data.loaders import Unpacked
 from samestep.core.data.memory_source import MemorySource
+from samestep.core.data.recipe_data import Unpacked
 from samestep.core.session.build import Built
-from samestep.core.session.free_space import room_notes, state_bytes
-from samestep.core.session.recipe_changes import recipe_changes
 from samestep.core.session.request import Request
+from samestep.core.session.session import room_notes, state_bytes
 from samestep.core.training.alike import arithmetic
-from samestep.core.training.joint import kind_of
+from samestep.core.training.optimizer_state import kind_of
 from samestep.core.training.plan import Plan, warmup_steps
 from samestep.core.training.side_effects import batch_norms
 from samestep.core.training.work import Work, is_done
-from samestep.launch.ranks.mesh import any_sharded
 
 _FEW = 8
 """Samples per rank and step below which a note tells how to have more."""
@@ -40,7 +37,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
         )
     notes += [] if built.initial is None else [built.initial.note()]
     by_virtual = "--virtual-ranks N makes it the same on any number of ranks."
-    sharded = any_sharded(work.learner.model)
+    sharded = work.learner.sharded
     by_virtual = f"With --strategy ddp, {by_virtual}" if sharded else by_virtual
     notes += [*built.unkept.notes(by_virtual), *_without_effect(work)]
     if work.world.elastic and (asked := asks_for_ranks(request.recipe.data)):
@@ -67,20 +64,27 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
         notes.append(
             f"The run continues with the recipe as it is now; what has changed: {changes}."
         )
-    elif resumed and (found := recipe_changes(path, request.source)):
-        changes = listed(found, 5)
-        notes.append(
-            f"{request.source} has changed ({changes}); the run continues with its own copy."
-        )
+    notes += _own_code(request, path, resumed=resumed) if request.source.endswith(".py") else []
     average = work.learner.average
     extra = () if average is None else average.state().values()
     held = state_bytes([work.learner.model], [work.learner.optimizer], extra)
-    notes += [*room_notes(path, held), *modules_note(path)]
+    notes += room_notes(path, held)
     if resumed and is_done(work, built.state):
         notes.append(
             "The run is finished. To train further, give a larger --epochs or --max-steps."
         )
     return notes
+
+
+def _own_code(request: Request, path: Path, *, resumed: bool) -> list[str]:
+    """Return notes on a recipe's file: whether it has changed, and what the run has not kept."""
+    from samestep.base.run.user_modules import modules_note  # noqa: PLC0415 - of users' files only
+    from samestep.core.session.recipe_changes import recipe_changes  # noqa: PLC0415
+
+    looks = resumed and not request.recipe_changes
+    changes = listed(recipe_changes(path, request.source), 5) if looks else ""
+    changed = f"{request.source} has changed ({changes}); the run continues with its own copy."
+    return [*([changed] if changes else []), *modules_note(path)]
 
 
 _OF_RANKS = ("get_rank", "get_world_size", "current_world", "RANK", "WORLD_SIZE", "LOCAL_RANK")

@@ -1,11 +1,8 @@
 """How a training ends: the test of its best checkpoint, baselines, pictures, and result.json."""
 
-import contextlib
-import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from signal import Signals
 from threading import Thread
 from typing import Any
@@ -14,60 +11,25 @@ import torch
 
 from samestep.base.errors import UserError, defined_at
 from samestep.base.run.index import read_index
-from samestep.base.startup import PARENT
-from samestep.core.data.batches import open_split
+from samestep.core.data.recipe_data import open_split
 from samestep.core.recipe import Recipe
 from samestep.core.session.build import Built
 from samestep.core.session.request import Request
-from samestep.core.session.restoring import load_first
-from samestep.core.session.session import Session, run_result
-from samestep.core.training.device import data_dtype, peak_memory_bytes
+from samestep.core.session.session import Outcome, Session, training_result
+from samestep.core.training.device import data_dtype
 from samestep.core.training.evaluation import Interruptible
 from samestep.core.training.loop import evaluate_work
 from samestep.core.training.snapshot import load_evaluated, weights_sha256
 from samestep.core.training.stopping import Agreement
 from samestep.core.training.work import State, Work
 from samestep.launch.ranks import watched
-from samestep.launch.ranks.mesh import any_sharded, mesh_of
-from samestep.launch.ranks.process import is_lost_peer, why_failed
+from samestep.launch.ranks.mesh import mesh_of
 from samestep.launch.ranks.world import World
 
 _MEET_EVERY_S = 0.5
 
 Baselines = Mapping[str, Mapping[str, float] | str]
 """Name → its metrics, or why it was not measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a training ended."""
-
-    path: Path
-    signum: int
-    """The signal that stopped it, or 0."""
-
-
-def record_failure(
-    session: Session, request: Request, work: Work, state: State, error: Exception
-) -> None:
-    """Write down why the run failed, as far as the disk allows; a refused run stays as it was."""
-    if session.run is None or not session.begun:
-        return
-    state.stop_reason = f"failed: {why_failed(error)}"
-    with contextlib.suppress(Exception):  # a rank that writes its part may be gone
-        session.saver.settle()
-    # Of a rank that only lost another, who has started the ranks records why: see `ranks.start`.
-    is_effect = PARENT in os.environ and is_lost_peer(error)
-    with contextlib.suppress(UserError):  # first: the weights may wait for a device that hangs
-        step = state.position.step
-        if not is_effect:
-            session.run.append({"event": "stop", "step": step, "reason": state.stop_reason})
-    weights = ""
-    with contextlib.suppress(Exception):  # a model that cannot give its weights
-        if not any_sharded(work.learner.model):  # the other ranks may be gone
-            weights = weights_sha256(work.learner.model)
-    with contextlib.suppress(UserError):
-        session.run.write_result(_result(request, work, state, "failed", weights))
 
 
 def finish_run(
@@ -85,7 +47,7 @@ def finish_run(
     session.world.on_main(session.saver.settle_well)
     work, state, run, test = built.work, built.state, session.run, None
     # The weights where the training ended; the test below loads the best ones.
-    sharded, weights = any_sharded(work.learner.model), ""
+    sharded, weights = work.learner.sharded, ""
     if run is not None or sharded:
         weights = weights_sha256(work.learner.model)
     baselines: Baselines = {}
@@ -95,7 +57,7 @@ def finish_run(
             baselines = _measure_baselines(request, session, state, agreement)
     if run is not None:
         status = "stopped" if state.signum else "completed"
-        result = _result(request, work, state, status, weights, test, first_step_s)
+        result = training_result(request, work, state, status, weights, test, first_step_s)
         result |= {} if session.regroups is None else {"regroups": session.regroups}
         if measured := {n: row for n, row in baselines.items() if not isinstance(row, str)}:
             result["baselines"] = measured
@@ -118,6 +80,8 @@ def _test(
     request: Request, built: Built, session: Session, agreement: Agreement
 ) -> dict[str, Any] | None:
     """Evaluate the best whole checkpoint; return what was measured, None after a stop signal."""
+    from samestep.core.session.restoring import load_first  # noqa: PLC0415 - no step waits for it
+
     work, state, splits = built.work, built.state, built.splits
     world, settings, started = work.world, work.settings, time.perf_counter()
     folder = session.path / "checkpoints"
@@ -200,7 +164,8 @@ def _draw_pictures(
     agreement: Agreement,
 ) -> None:
     """Draw the run's pictures with the weights that were tested, or else with the best ones."""
-    from samestep.core.session import picture_making  # noqa: PLC0415 - no step waits for it
+    from samestep.core.session import picture_making  # noqa: PLC0415 - no step waits for them
+    from samestep.core.session.restoring import load_first  # noqa: PLC0415
 
     work, folder = built.work, session.path / "checkpoints"
     tested = None if test is None else str(test["checkpoint"])
@@ -231,29 +196,3 @@ def _load(work: Work, content: dict[str, Any]) -> None:
     work.learner.moment.after(content["position"])
     if work.learner.average is not None:
         work.learner.average.hold()
-
-
-def _result(
-    request: Request,
-    work: Work,
-    state: State,
-    status: str,
-    weights: str,
-    test: dict[str, Any] | None = None,
-    first_step_s: float | None = None,
-) -> dict[str, Any]:
-    watch = state.watch
-    best = {"metric": watch.metric, "mode": watch.mode, "value": watch.best}
-    return run_result(
-        work.world,
-        state.position,
-        recipe=request.recipe.name,
-        status=status,
-        reason=state.stop_reason,
-        global_batch_size=work.plan.global_batch_size,
-        weights_sha256=weights,
-        test=test,
-        best={**best, "epoch": watch.best_epoch},
-        seconds_to_first_step=first_step_s,
-        peak_memory_bytes=peak_memory_bytes(work.world.device),
-    )

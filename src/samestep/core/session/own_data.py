@@ -13,11 +13,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from samestep.base.errors import UserError, did_you_mean
 from samestep.base.settings import OrderName
-from samestep.core.data.batches import open_source
-from samestep.core.data.blocks import group_steps
 from samestep.core.data.keyed_random import mix, normal, sample_keys, uniform
-from samestep.core.data.order import Ordering, per_sample, steps_per_epoch
+from samestep.core.data.order import Ordering, group_steps, steps_per_epoch
 from samestep.core.data.prefetch import send
+from samestep.core.data.recipe_data import open_source, per_sample
 from samestep.core.data.source import OrderedSource
 from samestep.core.recipe import Collate, PerSample
 from samestep.launch.ranks.world import World

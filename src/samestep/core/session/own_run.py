@@ -14,7 +14,14 @@ from torch import Tensor
 from samestep.base.errors import AlreadyTold, UserError, did_you_mean, raised_at
 from samestep.base.run.files import read_object
 from samestep.base.settings import OrderName
-from samestep.core.data.keyed_random import mix, mix_next
+from samestep.core.data.keyed_random import (
+    mix,
+    mix_next,
+    seed_alike,
+    seed_rank,
+    seed_torch,
+    seed_update,
+)
 from samestep.core.data.order import steps_per_epoch
 from samestep.core.recipe import Collate, PerSample
 from samestep.core.session.declared import checked_settings
@@ -34,15 +41,7 @@ from samestep.core.session.own_session import Options, OwnSession
 from samestep.core.session.own_state import Means, Stateful, check_held, check_names
 from samestep.core.session.saver import say
 from samestep.core.session.session import Stopped
-from samestep.core.training.alike import (
-    check_same,
-    is_checked,
-    random_numbers,
-    seed_alike,
-    seed_rank,
-    seed_torch,
-    seed_update,
-)
+from samestep.core.training.alike import check_same, is_checked, random_numbers
 from samestep.core.training.carried import Carry
 from samestep.core.training.meter import Clock
 from samestep.core.training.plan import is_recorded, steps_between_records

@@ -26,9 +26,9 @@ from samestep.base.run.records import Record
 from samestep.base.run.user_modules import modules_note
 from samestep.base.settings import Backend, Device, Settings, free_names
 from samestep.base.startup import JOB_RUN
+from samestep.core.data.keyed_random import seed_alike
 from samestep.core.session import own_state
 from samestep.core.session.declared import checked_settings
-from samestep.core.session.free_space import room_notes, state_bytes
 from samestep.core.session.gradients import parameters_in
 from samestep.core.session.own_carry import RankState, SlotState, carried_state
 from samestep.core.session.own_state import Means, Stateful, added_up
@@ -41,16 +41,12 @@ from samestep.core.session.session import (
     environment,
     refuse_taken,
     resume_record,
+    room_notes,
     run_result,
     start_record,
+    state_bytes,
 )
-from samestep.core.training.alike import (
-    OF_A_RANK,
-    check_same,
-    check_same_model,
-    check_weights,
-    seed_alike,
-)
+from samestep.core.training.alike import OF_A_RANK, check_same, check_same_model, check_weights
 from samestep.core.training.carried import Carry
 from samestep.core.training.meter import Clock
 from samestep.core.training.model_state import ModelTrial

@@ -21,8 +21,8 @@ from torch.utils.data import TensorDataset
 from samestep.base.errors import UserError, no_exit
 from samestep.base.run.pictures import FOLDER, Album, replace_pictures
 from samestep.base.run.records import Record
-from samestep.core.data.batches import is_stream, open_split
 from samestep.core.data.keyed_random import mix, seed_reading
+from samestep.core.data.recipe_data import is_stream, open_split
 from samestep.core.recipe import Recipe, Splits, is_cross_entropy
 from samestep.core.session.drawing import (
     SampleSubset,

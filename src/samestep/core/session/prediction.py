@@ -16,7 +16,7 @@ from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.machine import usable_cores
 from samestep.base.settings import Device, flag_name
 from samestep.base.trees import describe, map_leaves, tree_leaves
-from samestep.core.data.batches import open_split
+from samestep.core.data.recipe_data import open_split
 from samestep.core.recipe import Recipe, is_cross_entropy
 from samestep.core.session.trained_model import Split, TrainedModel, open_checkpoint, open_data
 from samestep.core.training.apply import applied

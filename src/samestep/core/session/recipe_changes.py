@@ -18,14 +18,13 @@ from samestep.base.run.code_pieces import Pieces, differences, no_user_module, r
 from samestep.base.run.files import read_object, write_text
 from samestep.base.run.user_modules import keep_modules, kept_modules, modules_of
 from samestep.core.recipe import Recipe, find_recipe
+from samestep.core.recipe_checks import FROM_PYTHON
 from samestep.core.session.recipe_pieces import pieces_of
 
 RECIPE_COPY = "recipe.py"
 """A user's recipe file as it was when the run began, in the run's directory."""
 SCRIPT_COPY = "script.py"
 """A user's script with a loop of its own, as it was when the run began."""
-FROM_PYTHON = "python:"
-"""Begins the source of a recipe that was handed over as an object: no file has it."""
 _PIECES = "recipe.json"
 """What the functions and values of such a recipe were."""
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -18,7 +18,7 @@ from samestep.base.run.code_pieces import Pieces, named_pieces
 from samestep.base.run.code_source import NOT_OF_THE_TRAINING, Parts
 from samestep.base.run.user_modules import finder
 from samestep.core.recipe import Recipe
-from samestep.core.recipe_source import without_options
+from samestep.core.recipe_checks import without_options
 from samestep.core.training.side_effects import closure_of
 
 _DEPTH = 8

@@ -5,8 +5,7 @@ the most advanced of them holds. Nothing is read from the disk, and no step is t
 """
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -14,48 +13,18 @@ from torch import Tensor
 from samestep.base.errors import caused
 from samestep.base.run.records import Record
 from samestep.base.trees import map_tensors
-from samestep.core.data.blocks import held_parts
-from samestep.core.recipe import Splits
+from samestep.core.data.order import held_parts
 from samestep.core.session.build import Built
-from samestep.core.session.session import Session
+from samestep.core.session.session import Holding, Session
 from samestep.core.training.loop import RoomNeeded
 from samestep.core.training.snapshot import capture, restore
 from samestep.core.training.work import State, Work
-from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.process import is_lost_peer
 from samestep.launch.ranks.regroup import Membership
 from samestep.launch.ranks.world import World
 
 _OF_A_RANK = ("rng", "loss_sums", "part_sums", "measured", "stream")
 """What each rank adds to a checkpoint."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holding:
-    """What a rank brings into the next group."""
-
-    splits: Splits | None = None
-    """The data, loaded already."""
-    asked: tuple[dict[str, Any], dict[str, Any]] | None = None
-    """Settings and options that began the run. A newcomer reads the run's, with more filled in."""
-    content: Mapping[str, Any] | None = None
-    """Its training, as a checkpoint has it; None if it has none, or a checkpoint is to be read."""
-    parts: tuple[int, ...] = ()
-    """The virtual ranks that it held."""
-    due_again: bool = False
-    """Whether what fell due after its newest step was not done to its end."""
-    was_main: bool = False
-    """Whether it was rank 0."""
-    recent: Mapping[str, Record] = field(default_factory=dict)
-    """The newest record of each kind: rank 0 may have died before it wrote it."""
-
-    @property
-    def progress(self) -> tuple[int, ...]:
-        """How far the training is, to compare with that of other ranks; () for none."""
-        if self.content is None:
-            return ()
-        at = self.content["position"]
-        return at["step"], at["epoch"], int(not self.due_again)
 
 
 def has_parted(error: Exception, membership: Membership, world: World) -> bool:
@@ -81,7 +50,7 @@ def held(built: Built | None, recipe: str, before: Holding, session: Session | N
     if built is None or session is None or not session.begun:
         return before
     work, state, content = built.work, built.state, before.content
-    if session.trained or any_sharded(work.learner.model) or work.learner.carried is not None:
+    if session.trained or work.learner.sharded or work.learner.carried is not None:
         content = None
     elif state.position.step or before.content:
         alone = World(device=work.world.device, virtual_ranks=work.world.virtual_ranks)

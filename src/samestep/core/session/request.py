@@ -9,39 +9,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
 from samestep.base.errors import UserError, did_you_mean
-from samestep.base.run.code_pieces import Pieces
+from samestep.base.flags import HERE
 from samestep.base.run.directory import is_run, no_run
-from samestep.base.run.files import toml_of, yaml_of
-from samestep.base.run.store import HERE, address_of, check_address
 from samestep.base.run.summary import first_start
-from samestep.base.settings import (
-    ALSO_ACCEPTED,
-    Settings,
-    as_table,
-    flag_name,
-    free_names,
-    merge_layers,
-)
-from samestep.base.tracker_choice import check_choice
+from samestep.base.settings import Settings, as_table, flag_name, free_names, merge_layers
 from samestep.core.recipe import Recipe, find_recipe
-from samestep.core.recipe_source import unread_options, with_script_words
+from samestep.core.recipe_checks import FROM_PYTHON, unread_options, with_script_words
 from samestep.core.recipes import RECIPES
 from samestep.core.session.declared import (
     SCRIPT_ARGS,
     check_words,
     options_table,
+    read_config,
     typed,
-    typed_settings,
     words_of,
 )
-from samestep.core.session.recipe_changes import FROM_PYTHON, accepted_changes, copy_of_run
-from samestep.core.session.recipe_pieces import pieces_of
 from samestep.core.training.plan import Plan
+
+if TYPE_CHECKING:
+    from samestep.base.run.code_pieces import Pieces
 
 _COLUMNS = 100
 _SIZES = ("batch_size", "batch_tokens", "micro_batch_size", "accumulate")
@@ -79,7 +70,7 @@ class Request:
     """What differs in the recipe of a resumed run, allowed by --allow-change."""
     script_args: tuple[str, ...] = ()
     """Arguments of a script that builds a Trainer."""
-    pieces: Pieces = field(default_factory=dict)
+    pieces: "Pieces" = field(default_factory=dict)
     """What a recipe made in Python is, before any of its functions ran."""
     resume_from: str | None = None
     """The store that the run is fetched from first."""
@@ -156,21 +147,6 @@ def draft(
     return replace(found, run=run, folder=folder, script_args=tuple(script_args))
 
 
-def known_of_run(run: Path) -> tuple[Settings, list[str]] | None:
-    """Return a run's settings and the names of its recipe's options, and run no code of its.
-
-    None where the recipe is one of samestep's own, or the run names none.
-    """
-    file = run / "settings.toml"
-    table = read_config(file)
-    if table.pop("recipe", None) in (*RECIPES, None):
-        return None
-    table.pop(SCRIPT_ARGS, None)
-    names = {one.name for one in fields(Settings)} | ALSO_ACCEPTED
-    ours = typed_settings({k: v for k, v in table.items() if k in names}, file)
-    return Settings(**merge_layers(ours)), [k for k in table if k not in names]  # type: ignore[arg-type]
-
-
 def _run_of(target: str) -> Path | None:
     """Return the directory of a run; None for a recipe."""
     if target in RECIPES or not Path(target).is_dir():  # a folder of data may be called mnist
@@ -207,12 +183,16 @@ def _recipe_of_run(run: Path, source: str) -> Recipe:
             f"samestep.load({str(run)!r}, recipe=…), and so for train, evaluate and predict; or "
             "write it into a file, and give recipe= that file."
         )
+    from samestep.core.session.recipe_changes import copy_of_run  # noqa: PLC0415 - of runs only
+
     gone = source.endswith(".py") and not Path(source).is_file()
     return (copy_of_run(run, source) if gone else None) or find_recipe(source)
 
 
 def own_recipe(target: str | None, run_dir: object) -> Recipe | None:
     """Return a run's own copy of its recipe: of the run `target`, or else of `run_dir`."""
+    from samestep.core.session.recipe_changes import copy_of_run  # noqa: PLC0415 - of runs only
+
     for run in (target, run_dir):
         if run and run not in RECIPES and is_run(Path(str(run))):
             words = read_config(Path(str(run)) / "settings.toml").get(SCRIPT_ARGS, ())
@@ -224,19 +204,6 @@ def own_recipe(target: str | None, run_dir: object) -> Recipe | None:
 def recipe_named_by(run: Path) -> str:
     """Return the source of the recipe that a run names."""
     return str(read_config(run / "settings.toml").get("recipe"))
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Return what a file of settings and options says, with its keys as field names.
-
-    A file whose name ends in .yaml or .yml is YAML 1.2, of which samestep[yaml] reads only plain
-    values: `1e-3` is a number and `off` a word. All others are TOML.
-    """
-    table = yaml_of(path) if path.suffix in (".yaml", ".yml") else toml_of(path)
-    options = table.pop("options", {})
-    if not isinstance(options, dict):
-        raise UserError(f"{path}: [options] must be a table of the recipe's options.")
-    return {key.replace("-", "_"): value for key, value in {**table, **options}.items()}
 
 
 def finish(
@@ -256,8 +223,11 @@ def finish(
     merged = merge_layers(start.settings_layer, dict(flags))
     if store is not None and merged.get("run_dir") is None:
         flags = {**flags, "run_dir": str(Path("runs", PurePath(store).name))}
-    for address in filter(None, (store, address_of(merged.get("mirror")))):
-        check_address(address)
+    if store is not None or merged.get("mirror"):
+        from samestep.base.run.store import address_of, check_address  # noqa: PLC0415
+
+        for address in filter(None, (store, address_of(merged.get("mirror")))):
+            check_address(address)
     again = partial(_finished, start, flags, options, given, bool(resume), allow_change)
     return replace(again(), resume_from=store, again=again)
 
@@ -305,7 +275,7 @@ def _finished(
     resolved = Settings(**merged)  # type: ignore[arg-type]
     if run is not None:
         _check_same(run, resolved, options, given, allowed)
-    check_choice(resolved)
+    _check_trackers(resolved)
     _refuse_unread(start, options, given)
     return Request(
         recipe=start.recipe.with_options(options),
@@ -315,11 +285,32 @@ def _finished(
         resume=resume,
         allow_change=allowed,
         settings_of=None if resume else start.run,
-        recipe_changes=accepted_changes(run.run, run.source, start.recipe, allowed) if run else (),
+        recipe_changes=() if run is None else _changes(run, start.recipe, allowed),
         script_args=start.script_args,
-        pieces=pieces_of(start.recipe) if start.source.startswith(FROM_PYTHON) else {},
+        pieces=_pieces(start),
         folder=start.folder,
     )
+
+
+def _check_trackers(settings: Settings) -> None:
+    if any(isinstance(v, str) for n, v in vars(settings).items() if n.startswith("track")):
+        from samestep.base.tracker_choice import check_choice  # noqa: PLC0415
+
+        check_choice(settings)
+
+
+def _changes(run: Draft, recipe: Recipe, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    from samestep.core.session.recipe_changes import accepted_changes  # noqa: PLC0415
+
+    return accepted_changes(run.run, run.source, recipe, allowed)
+
+
+def _pieces(start: Draft) -> "Pieces":
+    if not start.source.startswith(FROM_PYTHON):
+        return {}
+    from samestep.core.session.recipe_pieces import pieces_of  # noqa: PLC0415
+
+    return pieces_of(start.recipe)
 
 
 def _with_sizes_of(

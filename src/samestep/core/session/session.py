@@ -3,9 +3,12 @@
 `samestep train` with either engine and `samestep.open_run` write their runs through it.
 """
 
+import contextlib
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +18,57 @@ from torch import Tensor, nn
 from samestep.base.errors import AlreadyTold, UserError
 from samestep.base.run.directory import Heartbeat, Run, is_run, versions
 from samestep.base.run.records import RUN_FORMAT, Record, RecordFile
-from samestep.base.startup import JOB_RUN
+from samestep.base.startup import JOB_RUN, PARENT
+from samestep.base.trees import tree_leaves
+from samestep.base.words import count, size
+from samestep.core.recipe import Splits
+from samestep.core.session.request import Request
 from samestep.core.session.saver import Saver
+from samestep.core.training.device import peak_memory_bytes
+from samestep.core.training.optimizer_state import members_of
 from samestep.core.training.side_effects import differs_by_ranks
+from samestep.core.training.snapshot import weights_sha256
 from samestep.core.training.stopping import Watch
-from samestep.core.training.work import Position
+from samestep.core.training.work import Position, State, Work
 from samestep.launch.ranks import watched
+from samestep.launch.ranks.process import is_lost_peer, why_failed
 from samestep.launch.ranks.world import World
 
 Sink = Callable[[Record], str | None]
 """Takes each record of a run on rank 0; returns, once, why it can take nothing more."""
+_FEW = 4
+"""With room for fewer checkpoints a run says so when it starts."""
+_COPIES = {"Adagrad": 1, "Adafactor": 0, "Lion": 1, "Muon": 1, "Rprop": 2}
+"""How many numbers some optimizers keep for each weight, once they have taken a step."""
+_USUAL_COPIES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What a rank brings into the next group."""
+
+    splits: Splits | None = None
+    """The data, loaded already."""
+    asked: tuple[dict[str, Any], dict[str, Any]] | None = None
+    """Settings and options that began the run. A newcomer reads the run's, with more filled in."""
+    content: Mapping[str, Any] | None = None
+    """Its training, as a checkpoint has it; None if it has none, or a checkpoint is to be read."""
+    parts: tuple[int, ...] = ()
+    """The virtual ranks that it held."""
+    due_again: bool = False
+    """Whether what fell due after its newest step was not done to its end."""
+    was_main: bool = False
+    """Whether it was rank 0."""
+    recent: Mapping[str, Record] = field(default_factory=dict)
+    """The newest record of each kind: rank 0 may have died before it wrote it."""
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """How far the training is, to compare with that of other ranks; () for none."""
+        if self.content is None:
+            return ()
+        at = self.content["position"]
+        return at["step"], at["epoch"], int(not self.due_again)
 
 
 class Session:
@@ -238,9 +282,120 @@ def run_result(
     }
 
 
+def training_result(
+    request: Request,
+    work: Work,
+    state: State,
+    status: str,
+    weights: str,
+    test: dict[str, Any] | None = None,
+    first_step_s: float | None = None,
+) -> dict[str, Any]:
+    """Return what result.json says of how a training of a recipe ended."""
+    watch = state.watch
+    best = {"metric": watch.metric, "mode": watch.mode, "value": watch.best}
+    return run_result(
+        work.world,
+        state.position,
+        recipe=request.recipe.name,
+        status=status,
+        reason=state.stop_reason,
+        global_batch_size=work.plan.global_batch_size,
+        weights_sha256=weights,
+        test=test,
+        best={**best, "epoch": watch.best_epoch},
+        seconds_to_first_step=first_step_s,
+        peak_memory_bytes=peak_memory_bytes(work.world.device),
+    )
+
+
+def record_failure(
+    session: Session, request: Request, work: Work, state: State, error: Exception
+) -> None:
+    """Write down why the run failed, as far as the disk allows; a refused run stays as it was."""
+    if session.run is None or not session.begun:
+        return
+    state.stop_reason = f"failed: {why_failed(error)}"
+    with contextlib.suppress(Exception):  # a rank that writes its part may be gone
+        session.saver.settle()
+    # Of a rank that only lost another, who has started the ranks records why: see `ranks.start`.
+    is_effect = PARENT in os.environ and is_lost_peer(error)
+    with contextlib.suppress(UserError):  # first: the weights may wait for a device that hangs
+        step = state.position.step
+        if not is_effect:
+            session.run.append({"event": "stop", "step": step, "reason": state.stop_reason})
+    weights = ""
+    with contextlib.suppress(Exception):  # a model that cannot give its weights
+        if not work.learner.sharded:  # the other ranks may be gone
+            weights = weights_sha256(work.learner.model)
+    with contextlib.suppress(UserError):
+        session.run.write_result(training_result(request, work, state, "failed", weights))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a training ended."""
+
+    path: Path
+    signum: int
+    """The signal that stopped it, or 0."""
+
+
 class Stopped(AlreadyTold):
     """All ranks have agreed to stop on a signal, and have saved."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
         self.signum = signum
+
+
+def state_bytes(
+    modules: Iterable[nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer],
+    more: Iterable[Tensor] = (),
+) -> int:
+    """Return about how many bytes a checkpoint of these takes, also before the first step.
+
+    An optimizer that has no state yet counts as its class will have it: two numbers per weight
+    unless known otherwise.
+    """
+    total = sum(map(_bytes, more))
+    for module in modules:
+        kept = {id(one): one for one in module.state_dict(keep_vars=True).values()}
+        total += sum(_bytes(one) for one in kept.values() if isinstance(one, Tensor))
+    for optimizer in (one for given in optimizers for one in members_of(given)):
+        held = [leaf for state in optimizer.state.values() for leaf in tree_leaves(state)]
+        total += sum(_bytes(leaf) for leaf in held if isinstance(leaf, Tensor))
+        for group in optimizer.param_groups:
+            new = [p for p in group["params"] if p.requires_grad and p not in optimizer.state]
+            total += _copies(optimizer, group) * sum(map(_bytes, new))
+    return total
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # of a sharded one, all parts
+
+
+def _copies(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> int:
+    """Return how many numbers an optimizer will keep for each weight of a group."""
+    name = type(optimizer).__name__
+    if name == "SGD":
+        return int(bool(group["momentum"]))
+    if name == "RMSprop":
+        return 1 + bool(group["momentum"]) + bool(group["centered"])
+    return _COPIES.get(name, _USUAL_COPIES) + bool(group.get("amsgrad"))
+
+
+def room_notes(folder: Path, checkpoint_bytes: int) -> list[str]:
+    """Return a note if few checkpoints of this size fit on the disk of a folder."""
+    existing = next((place for place in (folder, *folder.parents) if place.is_dir()), None)
+    if existing is None or checkpoint_bytes <= 0:
+        return []
+    free = shutil.disk_usage(existing).free
+    fitting = free // checkpoint_bytes
+    if fitting >= _FEW:
+        return []
+    room = f"room for about {count(fitting, 'checkpoint')}" if fitting else "no room for one"
+    sizes = f"A checkpoint takes about {size(checkpoint_bytes)}; {size(free)} are free"
+    advice = "Free some space, choose another run directory, or keep fewer checkpoints."
+    return [f"{sizes} in {existing}: {room}. {advice}"]

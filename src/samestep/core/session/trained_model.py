@@ -15,13 +15,13 @@ from samestep.base.run import checkpoints
 from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.index import Entry, find_checkpoint
 from samestep.base.settings import Device, Settings
-from samestep.core.data.batches import open_split
-from samestep.core.data.recipe_splits import load_splits
+from samestep.core.data.keyed_random import seed_alike
+from samestep.core.data.recipe_data import load_splits, open_split
 from samestep.core.data.source import Source
 from samestep.core.recipe import Recipe, Splits
+from samestep.core.session.declared import read_config
 from samestep.core.session.recipe_changes import check_recipe_unchanged
-from samestep.core.session.request import draft, read_config
-from samestep.core.training.alike import seed_alike
+from samestep.core.session.request import draft
 from samestep.core.training.apply import Moment, applied, evaluating, measure_of, terms_of
 from samestep.core.training.device import check_precision, choose_threads, data_dtype, switched
 from samestep.core.training.dry_run import fitting_metrics

@@ -9,43 +9,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from samestep.base.errors import no_exit
-from samestep.base.run.code_copy import kept_code
 from samestep.base.run.directory import Run, check_free, git_commit, is_run, new_run_path
 from samestep.base.run.files import write_text
 from samestep.base.run.index import Retention
 from samestep.base.run.records import Record
 from samestep.base.settings import Settings, free_names, order_name
 from samestep.core.recipe import Splits
+from samestep.core.recipe_checks import FROM_PYTHON
 from samestep.core.session.build import Built, build
 from samestep.core.session.declared import kept_options
-from samestep.core.session.halving import check_halving, halving_of
 from samestep.core.session.notes import notes_of
-from samestep.core.session.outcome import Outcome, finish_run, record_failure
-from samestep.core.session.recipe_changes import FROM_PYTHON, keep_recipe
-from samestep.core.session.regrouping import Holding, has_parted, held, regroup_record, take_over
 from samestep.core.session.request import Request, to_toml
-from samestep.core.session.restoring import Loaded, as_built, go_on, remove_unfinished
 from samestep.core.session.session import (
+    Holding,
+    Outcome,
     Session,
     Sink,
     environment,
+    record_failure,
     refuse_taken,
     resume_record,
     start_record,
 )
 from samestep.core.training.alike import OF_A_RANK, arithmetic, check_same
 from samestep.core.training.device import kernels_of, switched
-from samestep.core.training.loop import RunControl, train
+from samestep.core.training.loop import RunControl, SaveTimer, train
 from samestep.core.training.prepare import Wrap, wrap
 from samestep.core.training.snapshot import capture
-from samestep.core.training.stopping import Agreement, ReceivedSignal, SaveTimer
+from samestep.core.training.stopping import Agreement, ReceivedSignal
 from samestep.core.training.work import State, Work
-from samestep.launch.ranks.mesh import any_sharded
-from samestep.launch.ranks.regroup import Membership, is_newcomer
 from samestep.launch.ranks.world import World, gpu_uuid
+
+if TYPE_CHECKING:
+    from samestep.core.session.restoring import Loaded
+    from samestep.launch.ranks.regroup import Membership
 
 Write = Callable[[dict[str, Any], float | None, float], None]
 
@@ -124,7 +124,7 @@ def run_session(
 def run_elastic(
     request: Request,
     world: World,
-    membership: Membership,
+    membership: "Membership",
     *,
     received: ReceivedSignal,
     shown: Callable[[World, Path | None], Shown],
@@ -134,6 +134,8 @@ def run_elastic(
 
     `shown` is asked in each group of ranks, with the run directory once there is one.
     """
+    from samestep.launch.ranks.regroup import is_newcomer  # noqa: PLC0415 - of elastic ranks
+
     holding = Holding()
     if is_newcomer(membership):  # what takes time is done before the others wait for it
         holding = Holding(splits=_warmed_up(request, world))
@@ -159,7 +161,7 @@ def _warmed_up(request: Request, world: World) -> Splits:
 
 
 def _going_on(
-    request: Request, world: World, membership: Membership | None, holding: Holding
+    request: Request, world: World, membership: "Membership | None", holding: Holding
 ) -> Request:
     """Return the request of a run that another group of ranks has begun, if one has."""
     known = "" if membership is None else membership.run()
@@ -185,7 +187,7 @@ def _run(
     received: ReceivedSignal,
     shown: Shown,
     engine: Engine = NATIVE,
-    membership: Membership | None = None,
+    membership: "Membership | None" = None,
     holding: Holding | None = None,
 ) -> Outcome | Holding:
     """Train to the end, or until the ranks part; then return what this one brings to the next."""
@@ -199,7 +201,11 @@ def _run(
             path = named.absolute()  # the recipe's functions may change the working directory
             request = completed(request, world)
             norms = engine.holds_norms
-            fresh = as_built(request, path, world)
+            fresh = request
+            if request.resume:
+                from samestep.core.session.restoring import as_built  # noqa: PLC0415
+
+                fresh = as_built(request, path, world)
             built = build(fresh, world, engine.wrap, holding.splits, holds_norms=norms)
             holding = replace(holding, splits=built.splits)
             session = Session(path, world, shown.begin, shown.sinks)
@@ -209,8 +215,11 @@ def _run(
             return _train(run, received, shown.started_at, engine)
         except Exception as error:
             begun = built if session is not None else None
-            if membership is not None and has_parted(error, membership, world):
-                return held(begun, request.recipe.name, holding, session)
+            if membership is not None:
+                from samestep.core.session.regrouping import has_parted, held  # noqa: PLC0415
+
+                if has_parted(error, membership, world):
+                    return held(begun, request.recipe.name, holding, session)
             if begun is not None and session is not None:
                 record_failure(session, request, begun.work, begun.state, error)
             raise
@@ -230,11 +239,11 @@ class _Run:
     session: Session
     named: Path
     """The run directory, as it is shown."""
-    membership: Membership | None
+    membership: "Membership | None"
     holding: Holding
 
 
-def _begin(run: _Run) -> Loaded | None:
+def _begin(run: _Run) -> "Loaded | None":
     """Bring the training to where it continues, and write its first records.
 
     Returns the checkpoint that it was restored from, if any.
@@ -245,6 +254,8 @@ def _begin(run: _Run) -> Loaded | None:
         return None
     resumed = None
     if request.resume and world.on_main(lambda: is_run(session.path)):
+        from samestep.core.session.restoring import go_on, remove_unfinished  # noqa: PLC0415
+
         resumed = go_on(request, work, state, session.path, world)
         if resumed is not None and work.settings.self_check:
             built.unkept.refuse(request.recipe.loss, request.recipe.model)
@@ -264,12 +275,17 @@ def _begin(run: _Run) -> Loaded | None:
             resume_line["changes"] = resumed.changes
     session.begin(start, resume_line, state.position.step, state.watch)
     if run.membership is not None and session.regroups:
+        from samestep.core.session.regrouping import regroup_record  # noqa: PLC0415
+
         session.emit(regroup_record(run.membership, state.position.step))
     return resumed
 
 
-def _has_taken_over(run: _Run, membership: Membership) -> bool:
+def _has_taken_over(run: _Run, membership: "Membership") -> bool:
     """Continue where the group before was, if a rank of this one holds its training."""
+    from samestep.core.session.regrouping import regroup_record, take_over  # noqa: PLC0415
+    from samestep.core.session.restoring import remove_unfinished  # noqa: PLC0415
+
     session, state = run.session, run.built.state
     session.regroups = membership.regroups
     if not session.regroups:
@@ -292,8 +308,12 @@ def _train(run: _Run, received: ReceivedSignal, started_at: float, engine: Engin
     minutes = SaveTimer(every)
     waits = None if run.membership is None else run.membership.someone_waits
     agreement = Agreement(world, received, minutes.passed if every else None, waits)
-    made_with, sharded = to_toml(request, work.plan), any_sharded(work.learner.model)
-    is_hopeless = halving_of(session.path, request.settings.halving, state.watch.mode, world)
+    made_with, sharded = to_toml(request, work.plan), work.learner.sharded
+    is_hopeless: Callable[[int, float], bool] = lambda _number, _metric: False  # noqa: E731
+    if (factor := request.settings.halving) is not None:
+        from samestep.core.session.halving import halving_of  # noqa: PLC0415 - of a sweep
+
+        is_hopeless = halving_of(session.path, factor, state.watch.mode, world)
 
     def write(content: dict[str, Any], metric: float | None, began: float) -> None:
         session.saver.save(
@@ -327,6 +347,8 @@ def _train(run: _Run, received: ReceivedSignal, started_at: float, engine: Engin
     with no_exit():
         engine.drive(task)
         session.trained = True
+        from samestep.core.session.outcome import finish_run  # noqa: PLC0415 - no step waits for it
+
         first = session.first_record_s
         first_step_s = None if first is None else first - started_at
         outcome = finish_run(request, built, session, agreement, first_step_s)
@@ -382,7 +404,10 @@ def choose_path(request: Request) -> Path:
     path = Path(wanted) if wanted else new_run_path(request.recipe.name)
     if request.folder != Path.cwd():
         path = request.folder / path
-    check_halving(path, request.settings.halving)
+    if request.settings.halving is not None:
+        from samestep.core.session.halving import check_halving  # noqa: PLC0415 - of a sweep
+
+        check_halving(path)
     if not request.resume:
         in_python = request.source.startswith(FROM_PYTHON)
         call = f"samestep.train({str(path)!r}, recipe=…, resume=True)"
@@ -396,12 +421,16 @@ def describe(run: Run, request: Request, built: Built, gpus: Sequence[str] = ())
     world = built.work.world
     write_text(run.path / "settings.toml", to_toml(request, built.work.plan))
     changed = bool(request.recipe_changes)
-    keep_recipe(run.path, request.source, request.recipe, request.pieces, changed=changed)
-    is_file = request.source.endswith(".py")
-    # A job's copy of the code is of the commit at the submit.
-    commit = kept_code(run.path).get("commit") or git_commit(
-        Path(request.source).resolve().parent if is_file else Path.cwd()
-    )
+    is_file, commit = request.source.endswith(".py"), None
+    if is_file or request.source.startswith(FROM_PYTHON):
+        from samestep.core.session.recipe_changes import keep_recipe  # noqa: PLC0415
+
+        keep_recipe(run.path, request.source, request.recipe, request.pieces, changed=changed)
+    if (run.path / "code").is_dir():  # a job's copy of the code is of the commit at the submit
+        from samestep.base.run.code_copy import kept_code  # noqa: PLC0415
+
+        commit = kept_code(run.path).get("commit")
+    commit = commit or git_commit(Path(request.source).resolve().parent if is_file else Path.cwd())
     run.write_environment(
         environment(
             world,
@@ -413,7 +442,7 @@ def describe(run: Run, request: Request, built: Built, gpus: Sequence[str] = ())
 
 
 def _start_record(
-    request: Request, built: Built, path: Path, named: Path, resumed: Loaded | None
+    request: Request, built: Built, path: Path, named: Path, resumed: "Loaded | None"
 ) -> Record:
     work, splits, settings = built.work, built.splits, built.work.settings
     notes = notes_of(request, built, path, resumed=resumed is not None)

@@ -17,7 +17,6 @@ from samestep.base.trees import describe
 from samestep.core.data.keyed_random import mix
 from samestep.core.recipe_checks import check_names
 from samestep.core.training.alike import check_same, random_numbers
-from samestep.core.training.learner import Learner
 from samestep.launch.ranks.mesh import whole
 from samestep.launch.ranks.world import World
 
@@ -40,7 +39,8 @@ class AfterEpoch:
     def __init__(
         self,
         function: Callable[[nn.Module, EpochEnd], Any],
-        learner: Learner,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
         world: World,
         seed: int,
         taken: Collection[str],
@@ -48,7 +48,7 @@ class AfterEpoch:
     ) -> None:
         """`taken` are names that no value may have; `renew` builds the step anew."""
         self._function, self._world, self._seed, self._renew = function, world, seed, renew
-        self._model, self._optimizer = learner.model, learner.optimizer
+        self._model, self._optimizer = model, optimizer
         self._taken = {*TAKEN_NAMES, *taken}
 
     def __call__(

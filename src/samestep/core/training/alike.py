@@ -1,8 +1,4 @@
-"""What has to be alike on all ranks: how they round, what an update draws, and the weights.
-
-Ranks draw other numbers in forward, since they hold other samples. Whatever changes the weights has
-to draw the same everywhere, or the weights drift apart, and nothing else would show it.
-"""
+"""What has to be alike on all ranks: how they round and add up, settings, and the weights."""
 
 import contextlib
 import hashlib
@@ -11,7 +7,6 @@ import random
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError, listed
-from samestep.core.data.keyed_random import mix, mix_next, seed_reading
-from samestep.core.training.joint import Joint
+from samestep.core.data.keyed_random import seed_alike
+from samestep.core.data.order import held_parts
+from samestep.core.training.optimizer_state import Joint
 from samestep.launch.ranks.world import World
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -58,83 +54,6 @@ def _cpu() -> str:
         if found := re.search(r"^model name\s*:(.*)$", text, re.MULTILINE):
             return found[1].strip()
     return platform.processor() or platform.machine()
-
-
-def seed_torch(drawn: int, device: torch.device) -> None:
-    """Seed torch's generator of a device, and that of the CPU.
-
-    `torch.manual_seed` seeds those of all devices: ten times the work, at every step.
-    """
-    torch.default_generator.manual_seed(drawn)
-    if device.type == "cuda":
-        # It makes the generators; later calls return at once.
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.cuda.default_generators[device.index or 0].manual_seed(drawn)
-    elif device.type == "mps":
-        torch.mps.manual_seed(drawn)
-
-
-def seed_alike(seed: int) -> None:
-    """Seed every global generator alike on all ranks, to make the data and the model."""
-    if torch.accelerator.current_accelerator() is None:
-        # Without a GPU in the build, `manual_seed` keeps a stack trace for the CUDA to come.
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
-    _seed_others(seed)
-
-
-def seed_rank(seed: int, rank: int) -> None:
-    """Seed Python's and NumPy's generators for one rank; torch's is seeded at every step."""
-    _seed_others(mix(seed, rank))
-
-
-_mixed = cache(mix)
-
-
-def seed_update(seed: int, step: int, device: torch.device, nth: int = 0) -> None:
-    """Seed every generator alike on all ranks for the `nth` update of a step."""
-    # Five parts: no forward of a rank is seeded alike.
-    drawn = mix_next(mix_next(mix_next(_mixed(seed, 1), step), 0), nth)
-    seed_reading(drawn)
-    if device.type != "cpu":
-        seed_torch(drawn, device)
-
-
-class RankSeeds:
-    """Seed what a rank draws in a step: its own numbers in forward, the ranks' alike elsewhere."""
-
-    def __init__(self, seed: int, world: World) -> None:
-        self._seed, self._world = seed, world
-        self._of_rank = mix(seed, world.rank)
-        self.step = 0
-        """The step that is being taken, or the newest."""
-
-    def begin(self, step: int) -> None:
-        """Seed a step's forwards, so that dropout resumes exactly."""
-        self.step = step
-        seed_torch(mix_next(self._of_rank, step), self._world.device)
-
-    def begin_part(self, part: int) -> None:
-        """Seed the forwards of a virtual rank: without those, `begin` has seeded the rank's."""
-
-    def begin_loss(self) -> None:
-        """Seed what a loss over the whole batch draws: the same on all ranks."""
-        seed_update(self._seed, self.step, self._world.device, 1)
-
-    def begin_update(self) -> None:
-        """Seed what the update draws: the same on all ranks."""
-        seed_update(self._seed, self.step, self._world.device)
-
-    def end_update(self) -> None:
-        """Seed what user code draws until the next step, differently on each rank."""
-        seed_rank(mix(self._seed, self.step + 1), self._world.rank)
-
-
-def _seed_others(drawn: int) -> None:
-    random.seed(drawn)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(drawn & 0xFFFFFFFF)
 
 
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:
@@ -338,6 +257,18 @@ def bits_of(tensors: Sequence[Tensor]) -> Tensor:
         total = bits.sum(dtype=bits.dtype if bits.element_size() > 2 else torch.int64)
         sums.append(total.to(tensors[0].device, torch.int64))
     return torch.stack(sums).cpu()
+
+
+def sum_over_parts(rows: Tensor, world: World) -> Tensor:
+    """Return the sums (values,) of all ranks' rows (parts, values); every rank calls it."""
+    if not world.virtual_ranks:
+        return world.reduce(rows.sum(dim=0))
+    from samestep.core.training.tree import add_up  # noqa: PLC0415 - of virtual ranks
+
+    held = held_parts(world)
+    table = rows.new_zeros(world.num_parts, rows.shape[1])
+    table[held.start : held.stop] = rows
+    return add_up(world.reduce(table).unbind(), lambda left, right: left + right)
 
 
 @contextlib.contextmanager

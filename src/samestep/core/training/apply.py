@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, blame, defined_at, did_you_mean
 from samestep.base.trees import describe, num_rows, tree_leaves
 from samestep.core.recipe import Recipe
-from samestep.core.recipe_source import moment_asks
+from samestep.core.recipe_checks import moment_asks
 
 Terms = Callable[[Any, Any], Any]
 """(inputs, targets) → the number of what a batch's loss is a mean over."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.settings import Settings
 from samestep.base.trees import describe, map_leaves, map_tensors, narrow, tree_leaves
-from samestep.core.data.blocks import Block, held_parts, part_of
 from samestep.core.data.keyed_random import mix
+from samestep.core.data.order import Block, held_parts, part_of
 from samestep.core.training.alike import check_same_tensors, random_numbers
 from samestep.core.training.device import data_dtype
 from samestep.core.training.gathered import gather_rows

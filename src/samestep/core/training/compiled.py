@@ -18,18 +18,15 @@ from samestep.base.phases import Phases
 from samestep.base.run.records import Record
 from samestep.base.settings import Settings
 from samestep.base.trees import map_leaves, narrow, tree_leaves
-from samestep.core.data.blocks import Block
+from samestep.core.data.order import Block
 from samestep.core.training.apply import call
 from samestep.core.training.device import is_small
 from samestep.core.training.evaluation import evaluation_batch
-from samestep.core.training.learner import Learner, StepResult
-from samestep.core.training.objective import CallModel, Objective, plain_call
 from samestep.core.training.plan import Plan
-from samestep.core.training.step import EagerStep
+from samestep.core.training.step import CallModel, EagerStep, Objective, plain_call
 from samestep.core.training.step_graph import StepGraph, why_only_eager
-from samestep.core.training.work import Step, Work
+from samestep.core.training.work import Learner, Step, StepResult, Work
 from samestep.launch.ranks import watched
-from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World
 
 # Measured on small models: 4 steps a graph give most of the gain, 16 no more than 8, and the
@@ -138,7 +135,7 @@ class WholeStep(EagerStep):
         """Return what takes steps with a compiled model, since whole steps cannot be compiled."""
         settings, world = self._settings, self._world
         learner = replace(self._learner, wrapped=compiled)
-        call_model = only_of_sizes(self._plan.full_micro_steps(settings), plain_call(learner))
+        call_model = only_of_sizes(self._plan.full_micro_steps(), plain_call(learner))
         objective = Objective(learner, settings, world, call_model=call_model)
         step = EagerStep(learner, settings, world, self._batch_size, self._phases, objective)
         return ModelStep(step, settings, self._phases, why)
@@ -235,7 +232,7 @@ class FullBatches:
 
 def with_forward(work: Work) -> Work:
     """Return the work with a compiled forward for its evaluations, where that pays."""
-    if work.validation is None or work.learner.own or any_sharded(work.learner.model):
+    if work.validation is None or work.learner.own or work.learner.sharded:
         return work
     model, num_samples = work.learner.model, work.validation.num_samples
     forward = compiled_forward(model, work.settings, work.world, work.plan, num_samples)

@@ -16,10 +16,9 @@ from samestep.base.errors import UserError, defined_at, made_by
 from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.run.records import TAKEN_IN_STEPS, TAKEN_NAMES
 from samestep.base.settings import Precision, Settings
-from samestep.core.data.blocks import Batch
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.order import step_range
-from samestep.core.data.source import Source
+from samestep.core.data.source import Batch, Source
 from samestep.core.recipe import Recipe, Splits, accuracy
 from samestep.core.recipe_checks import check_lower, check_names
 from samestep.core.training.alike import random_numbers
@@ -34,9 +33,8 @@ from samestep.core.training.apply import (
     timed,
     total_of,
 )
-from samestep.core.training.device import autocast
+from samestep.core.training.device import autocast, count_flops
 from samestep.core.training.evaluation import Totals, as_evaluated, outputs_of
-from samestep.core.training.flops import count_flops
 from samestep.core.training.plan import Plan
 from samestep.core.training.side_effects import batch_norms, keep_buffers
 from samestep.core.training.unkept import Unkept, of_buffers, of_forward, of_loss
@@ -238,10 +236,10 @@ def of_one_sample(plan: Plan, settings: Settings) -> UserError | None:
     sizes, whole, remedy = [plan.global_batch_size], "Each step", "Use fewer ranks, "
     if plan.by_tokens is not None:
         sizes, whole = [*{*plan.by_tokens.sizes}], "A step"
-    elif plan.total_steps >= plan.steps_per_epoch and 1 not in plan.full_micro_steps(settings):
+    elif plan.total_steps >= plan.steps_per_epoch and 1 not in plan.full_micro_steps():
         last = step_range(plan.num_samples, plan.global_batch_size, plan.steps_per_epoch - 1)
         sizes, whole, remedy = [len(last)], "The last step of an epoch", "Add --drop-last, "
-    if not any(1 in plan.micro_steps_of(size, settings) for size in sizes):
+    if not any(1 in plan.micro_steps_of(size) for size in sizes):
         return None
     cut = f"{plan.num_samples:,} samples in batches of {plan.global_batch_size:,}"
     ranks = f" on {plan.world_size} ranks" if plan.world_size > 1 else ""

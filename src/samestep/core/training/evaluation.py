@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, blame
 from samestep.base.settings import Precision, Settings
 from samestep.base.trees import describe, narrow
-from samestep.core.data.blocks import Batch, held_parts
-from samestep.core.data.keyed_random import mix, seed_reading
+from samestep.core.data.keyed_random import mix, seed_reading, seed_torch
+from samestep.core.data.order import held_parts
+from samestep.core.data.source import Batch
 from samestep.core.recipe import Reduction
-from samestep.core.training.alike import random_numbers, seed_torch
+from samestep.core.training.alike import random_numbers, sum_over_parts
 from samestep.core.training.apply import (
     Applied,
     Measure,
@@ -26,10 +27,9 @@ from samestep.core.training.apply import (
 )
 from samestep.core.training.device import autocast
 from samestep.core.training.metrics import Confusion, Objects, functions_of, told, values_of
-from samestep.core.training.objective import check_loss
 from samestep.core.training.side_effects import keep_buffers
+from samestep.core.training.step import check_loss
 from samestep.core.training.stopping import Agreement
-from samestep.core.training.tree import sum_over_parts
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.mesh import any_sharded, free_gathered
 from samestep.launch.ranks.world import World

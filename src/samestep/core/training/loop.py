@@ -17,7 +17,7 @@ import torch
 
 from samestep.base.errors import UserError, made_by
 from samestep.base.run.records import Record
-from samestep.core.data.blocks import Block
+from samestep.core.data.order import Block
 from samestep.core.data.source import Source
 from samestep.core.training.alike import is_checked
 from samestep.core.training.evaluation import (
@@ -37,7 +37,7 @@ from samestep.core.training.plan import (
 )
 from samestep.core.training.prepare import share_buffers
 from samestep.core.training.snapshot import check_resumable
-from samestep.core.training.stopping import Agreement, SaveTimer
+from samestep.core.training.stopping import Agreement
 from samestep.core.training.work import (
     Position,
     State,
@@ -49,7 +49,23 @@ from samestep.core.training.work import (
     newest_lr,
 )
 from samestep.launch.ranks import watched
-from samestep.launch.ranks.mesh import is_sharded, parts_of_rank
+from samestep.launch.ranks.mesh import parts_of_rank
+
+
+class SaveTimer:
+    """Whether this many minutes have passed by this process's clock; never for None."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._seconds = math.inf if minutes is None else minutes * 60
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now."""
+        self._began = time.perf_counter()
+
+    def passed(self) -> bool:
+        """Whether they have passed since the last restart."""
+        return time.perf_counter() - self._began >= self._seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,9 +340,10 @@ def checkpoint_name(position: Position) -> str:
 def check_weights(work: Work, state: State) -> None:
     """Check that all weights are finite: a gradient can overflow though its loss was finite."""
     weights = [*work.learner.model.parameters()]
-    checks = [p.isfinite().all() for p in parts_of_rank(weights)]
+    sharded = work.learner.sharded
+    checks = [p.isfinite().all() for p in (parts_of_rank(weights) if sharded else weights)]
     bad = bool(checks) and not bool(torch.stack(checks).all())
-    if any(is_sharded(weight) for weight in weights):
+    if sharded:
         bad = bool(work.world.reduce(torch.tensor(int(bad)), "max"))
     if bad:
         raise _diverged(work, state, "A weight is NaN or infinite")
@@ -435,7 +452,7 @@ def _blocks(work: Work, state: State) -> Iterator[Block]:
         state.position.step_in_epoch,
         global_batch=work.plan.global_batch_size,
         drop_last=settings.drop_last,
-        cut=work.plan.cut(settings),
+        cut=work.plan.cut,
     ):
         if most == 1:
             for piece in block.singles():

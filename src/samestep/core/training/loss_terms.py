@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.core.data.blocks import Block
+from samestep.core.data.order import Block
 from samestep.core.training.apply import as_scalar, of_counted
-from samestep.core.training.objective import Objective
+from samestep.core.training.step import Objective
 from samestep.launch.ranks.mesh import parts_of_rank
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.trees import describe, tree_leaves
 from samestep.core.recipe import is_cross_entropy
-from samestep.core.training.tree import sum_over_parts
+from samestep.core.training.alike import sum_over_parts
 from samestep.launch.ranks.world import World
 
 States = dict[str, dict[str, Any]]

@@ -16,8 +16,7 @@ from samestep.base.errors import UserError, blame, defined_at, listed
 from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.settings import Settings
 from samestep.core.recipe import Recipe
-from samestep.core.training.joint import Joint, joined, kind_of, members_of
-from samestep.core.training.optimizer_state import RATIO, Trial
+from samestep.core.training.optimizer_state import RATIO, Joint, Trial, joined, kind_of, members_of
 from samestep.core.training.plan import GroupRates
 from samestep.launch.ranks.mesh import is_sharded, parts_of_rank, sharded_as, total_norm
 from samestep.launch.ranks.world import World

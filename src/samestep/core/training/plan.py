@@ -4,15 +4,14 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.settings import Settings, flag_name
-from samestep.core.data.blocks import Cut, cut_rows
-from samestep.core.data.order import TokenCut, share, steps_per_epoch
-from samestep.core.recipe_source import schedule_asks
+from samestep.core.data.order import Cut, TokenCut, cut_rows, share, steps_per_epoch
+from samestep.core.recipe_checks import schedule_asks
 
 
 class Due(NamedTuple):
@@ -73,6 +72,8 @@ class Plan:
     """Most samples per micro-step, of a rank or of a virtual one."""
     accumulate: int
     """Most micro-steps per step, of a rank or of a virtual one."""
+    together: bool = False
+    """Whether forwards talk to those of the other ranks: each rank needs equally many of them."""
     steps_per_epoch: int
     """Of a stream `ENDLESS`: it says itself when it ends."""
     epochs: int
@@ -112,24 +113,21 @@ class Plan:
         """Most micro-steps of a step, of all ranks or virtual ones."""
         return self.accumulate * (self.virtual_ranks or self.world_size)
 
-    def full_micro_steps(self, settings: Settings) -> frozenset[int]:
+    def full_micro_steps(self) -> frozenset[int]:
         """Return the sizes of micro-steps in a step with a whole global batch, of any rank."""
         samples = min(self.global_batch_size, self.num_samples or self.global_batch_size)
-        return self.micro_steps_of(samples, settings)
+        return self.micro_steps_of(samples)
 
-    def micro_steps_of(self, samples: int, settings: Settings) -> frozenset[int]:
+    def micro_steps_of(self, samples: int) -> frozenset[int]:
         """Return the sizes of micro-steps in a step of some samples, of any rank."""
         parts = self.virtual_ranks or self.world_size
-        cuts = (
-            self.cut(settings)(len(share(range(samples), part, parts)), samples)
-            for part in (0, parts - 1)
-        )
+        cuts = (self.cut(len(share(range(samples), p, parts)), samples) for p in (0, parts - 1))
         return frozenset(rows for cut in cuts for _, rows, _ in cut)
 
     def record(self) -> dict[str, Any]:
         """Return the plan as records hold it; what is unknown is None."""
         known = asdict(replace(self, schedule=None, by_tokens=None))
-        del known["schedule"], known["schedule_asks"], known["by_tokens"]
+        del known["schedule"], known["schedule_asks"], known["by_tokens"], known["together"]
         if self.virtual_ranks is None:
             del known["virtual_ranks"]
         if self.is_stream:
@@ -138,11 +136,10 @@ class Plan:
             known |= {"total_steps": self.total_steps if self.total_steps < ENDLESS else None}
         return known
 
-    def cut(self, settings: Settings) -> Cut:
-        """Return how a step's rows become micro-steps."""
-        # Forwards that talk to those of the other ranks: every rank needs equally many of them.
-        together = settings.forwards_together and self.world_size > 1
-        how: dict[str, Any] = {"world_size": self.world_size, "together": together}
+    @cached_property
+    def cut(self) -> Cut:
+        """How a step's rows become micro-steps."""
+        how: dict[str, Any] = {"world_size": self.world_size, "together": self.together}
         if self.by_tokens is None:
             return partial(cut_rows, batch_size=self.micro_batch_size, **how)
         parts = self._micro_steps  # of a few long samples, too
@@ -197,6 +194,7 @@ def make_plan(
         global_batch_size=global_batch,
         micro_batch_size=micro_batch,
         accumulate=accumulate,
+        together=settings.forwards_together and world_size > 1,
         steps_per_epoch=per_epoch,
         epochs=epochs,
         total_steps=total,

@@ -10,34 +10,28 @@ import torch
 
 from samestep.base.errors import UserError, defined_at
 from samestep.base.run.checkpoints import FORMAT
-from samestep.core.data.blocks import held_parts
-from samestep.core.data.keyed_random import mix
-from samestep.core.training.alike import (
-    check_weights,
-    may_draw,
-    rng_state,
-    seed_rank,
-    set_rng_state,
-)
-from samestep.core.training.learner import Learner
+from samestep.core.data.keyed_random import mix, seed_rank
+from samestep.core.data.order import held_parts
+from samestep.core.training.alike import check_weights, may_draw, rng_state, set_rng_state
 from samestep.core.training.model_state import load_model
 from samestep.core.training.optimizer import set_lr
 from samestep.core.training.optimizer_state import load_state, what_groups_keep
 from samestep.core.training.plan import learning_rate, warmup_steps
 from samestep.core.training.prepare import match_layouts
 from samestep.core.training.stopping import Watch
-from samestep.core.training.work import Position, State, Sums, Work
-from samestep.launch.ranks.mesh import any_sharded, is_sharded, whole
+from samestep.core.training.work import Learner, Position, State, Sums, Work
+from samestep.launch.ranks.mesh import is_sharded, whole
 
 
 def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     """Return what a checkpoint holds. All ranks call it; each adds its own part."""
-    check_alike(work, state.position.step)
+    position = state.position
+    check_alike(work, position.step)
     learner, plan, settings = work.learner, work.plan, work.settings
     scaler, average, virtual = learner.scaler, learner.average, settings.virtual_ranks is not None
     scheduler, scheduled = learner.scheduler, {}
     if scheduler is None:
-        next_lr = learning_rate(plan, settings, state.position.step, state.validated)
+        next_lr = learning_rate(plan, settings, position.step, state.validated)
         set_lr(learner.optimizer, next_lr)  # the steps do not keep it up to date
     else:
         next_lr, scheduled = scheduler.next_lr, {"scheduler": scheduler.state()}
@@ -51,7 +45,9 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         },
         "measured": state.measured.state(),
         # Where this rank's part of a stream continues.
-        "stream": work.train.marks_at(state.position.epoch, state.position.step_in_epoch),
+        "stream": work.train.marks_at(position.epoch, position.step_in_epoch)
+        if plan.is_stream
+        else {},
     }
     ranks = work.world.gather(mine)
     carried = {} if learner.carried is None else {"carried": learner.carried.state()}
@@ -80,13 +76,13 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         **({"validated": state.validated} if _follows(work) else {}),
         **({} if work.after_epoch is None else {"frozen": work.after_epoch.frozen()}),
         "rng": [rank["rng"] for rank in ranks],
-        "position": asdict(state.position),
+        "position": asdict(position),
         "loss_sums": [rank["loss_sum"] for rank in ranks],
         **({"part_sums": [rank["part_sums"] for rank in ranks]} if learner.parts else {}),
         "terms": state.sums.terms,
         "measured": [part for rank in ranks for part in rank["measured"]],
         "watch": asdict(state.watch),
-        "order": _order(work),
+        "order": work.order,
         "stream": [rank["stream"] for rank in ranks],
     }
 
@@ -98,6 +94,8 @@ def _follows(work: Work) -> bool:
 
 def check_alike(work: Work, step: int) -> None:
     """Check that all ranks have the same weights; with virtual ranks, also buffers."""
+    if not work.world.connected:
+        return
     model = work.learner.model
     # Each rank has a part of its own of what is sharded, so there is nothing to compare.
     named: dict[str, torch.Tensor] = {
@@ -118,17 +116,9 @@ def check_resumable(work: Work, step: int) -> None:
     work.world.on_every(lambda: work.trial.check(work.learner.model, what))
 
 
-def _order(work: Work) -> dict[str, Any]:
-    """Return what the order of samples depends on."""
-    settings, plan = work.settings, work.plan
-    order = {"num_samples": plan.num_samples, "global_batch_size": plan.global_batch_size}
-    order |= {"seed": settings.seed, "drop_last": settings.drop_last}
-    return order | work.train.order_record()
-
-
 def kept_parts(work: Work) -> tuple[str, ...]:
     """Return the parts of a checkpoint that a restored training keeps as they were read."""
-    copies = work.world.device.type != "cpu" or any_sharded(work.learner.model)
+    copies = work.world.device.type != "cpu" or work.learner.sharded
     return () if copies else ("optimizer",)
 
 
@@ -139,7 +129,7 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     """
     check_recipe(saved, recipe)
     check_classes(saved, work.classes)
-    order = _order(work)
+    order = work.order
     for name in order | saved["order"]:
         before, now = saved["order"].get(name), order.get(name)
         if before != now:

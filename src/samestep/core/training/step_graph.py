@@ -15,10 +15,10 @@ from samestep.base.settings import Precision, Settings
 from samestep.base.trees import map_leaves, map_tensors, tree_leaves
 from samestep.core.training.apply import call, takes_keywords
 from samestep.core.training.device import autocast, is_small
-from samestep.core.training.learner import Learner, StepResult
 from samestep.core.training.metrics import StepOutputs
-from samestep.core.training.objective import check_loss
 from samestep.core.training.side_effects import closure_prints, differing, model_prints
+from samestep.core.training.step import check_loss
+from samestep.core.training.work import Learner, StepResult
 
 Kept = Sequence[list[Tensor]]
 """Groups of tensors that a function changes in place, so that they keep their addresses."""

@@ -15,14 +15,12 @@ from torch import nn
 from samestep.base.errors import UserError
 from samestep.base.phases import Phases
 from samestep.base.settings import Settings
-from samestep.core.data.blocks import Block
-from samestep.core.training.alike import RankSeeds
-from samestep.core.training.learner import Learner, StepResult
-from samestep.core.training.objective import CallModel, Objective, plain_call
+from samestep.core.data.keyed_random import RankSeeds
+from samestep.core.data.order import Block
 from samestep.core.training.plan import Plan
 from samestep.core.training.prepare import share_buffers
-from samestep.core.training.step import EagerStep
-from samestep.core.training.work import Step
+from samestep.core.training.step import CallModel, EagerStep, Objective, plain_call
+from samestep.core.training.work import Learner, Step, StepResult
 from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World
 
@@ -81,7 +79,7 @@ def make_step(
 
     if compiles == "step":
         return compiled.WholeStep(learner, settings, world, plan, steps_per_block, phases)
-    around_model = partial(compiled.only_of_sizes, plan.full_micro_steps(settings))
+    around_model = partial(compiled.only_of_sizes, plan.full_micro_steps())
     step = eager_step(learner, settings, world, plan.micro_batch_size, phases, around_model)
     why = ""
     if settings.virtual_ranks is None:

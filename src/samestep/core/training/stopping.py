@@ -83,22 +83,6 @@ class Agreed:
     """Whether the ranks part, and meet again with one that waits to join them."""
 
 
-class SaveTimer:
-    """Whether this many minutes have passed by this process's clock; never for None."""
-
-    def __init__(self, minutes: float | None) -> None:
-        self._seconds = math.inf if minutes is None else minutes * 60
-        self.restart()
-
-    def restart(self) -> None:
-        """Count from now."""
-        self._began = time.perf_counter()
-
-    def passed(self) -> bool:
-        """Whether they have passed since the last restart."""
-        return time.perf_counter() - self._began >= self._seconds
-
-
 class Agreement:
     """Let all ranks act on what one of them knows: a signal it got, or a wish of rank 0.
 

@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from samestep.core.data.blocks import held_parts
+from samestep.core.data.order import held_parts
 from samestep.launch.ranks.world import World
 
 T = TypeVar("T")
@@ -234,13 +234,3 @@ def _views(row: Tensor, bucket: _Bucket, like: Sequence[Tensor]) -> Tensors:
 
 def _empty_like(like: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-
-
-def sum_over_parts(rows: Tensor, world: World) -> Tensor:
-    """Return the sums (values,) of all ranks' rows (parts, values); every rank calls it."""
-    if not world.virtual_ranks:
-        return world.reduce(rows.sum(dim=0))
-    held = held_parts(world)
-    table = rows.new_zeros(world.num_parts, rows.shape[1])
-    table[held.start : held.stop] = rows
-    return add_up(world.reduce(table).unbind(), lambda left, right: left + right)

@@ -19,12 +19,10 @@ from torch import Tensor, nn
 
 from samestep.base.errors import UserError, defined_at, is_not_deterministic, listed
 from samestep.base.settings import Settings
-from samestep.core.data.blocks import Block
-from samestep.core.data.keyed_random import mix, seed_reading
-from samestep.core.training.alike import RankSeeds, bits_of, seed_torch
+from samestep.core.data.keyed_random import RankSeeds, mix, seed_reading, seed_torch
+from samestep.core.data.order import Block
+from samestep.core.training.alike import bits_of
 from samestep.core.training.buffers import StepBuffers, WriteCheck
-from samestep.core.training.learner import Learner, StepResult
-from samestep.core.training.objective import check_used
 from samestep.core.training.side_effects import (
     Prints,
     closure_prints,
@@ -33,8 +31,9 @@ from samestep.core.training.side_effects import (
     optimizer_prints,
     refused_operation,
 )
-from samestep.core.training.step import EagerStep
+from samestep.core.training.step import EagerStep, check_used
 from samestep.core.training.tree import Tensors, TreeReduce, TreeSum, add_tensors
+from samestep.core.training.work import Learner, StepResult
 from samestep.launch.ranks.world import as_if_alone
 
 _OUTSIDE = (

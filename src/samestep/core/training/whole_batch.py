@@ -15,14 +15,14 @@ from torch import Tensor
 
 from samestep.base.errors import UserError, listed
 from samestep.base.trees import tree_leaves
-from samestep.core.data.blocks import Block
+from samestep.core.data.order import Block
 from samestep.core.training.alike import rng_state, set_rng_state
 from samestep.core.training.apply import parts_of, with_parts
 from samestep.core.training.device import autocast
 from samestep.core.training.gathered import gather_rows, joined, rebuilt, rows_of
-from samestep.core.training.objective import Objective, check_trainable
 from samestep.core.training.prepare import share_buffers
 from samestep.core.training.side_effects import keep_buffers
+from samestep.core.training.step import Objective, check_trainable
 
 
 @dataclass(frozen=True)

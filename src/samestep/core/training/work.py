@@ -1,21 +1,24 @@
-"""Where the training stands, and the seconds that its steps have taken."""
+"""What is trained and how, what a step returns, and where the training stands."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.base.phases import Phases
+from samestep.base.run.records import Record
 from samestep.base.settings import Settings
-from samestep.core.data.blocks import Block
+from samestep.core.data.order import Block
 from samestep.core.data.source import Source
-from samestep.core.training.apply import Measure
-from samestep.core.training.flops import ModelCost
-from samestep.core.training.learner import Learner, StepResult
-from samestep.core.training.metrics import EpochMetrics
+from samestep.core.recipe import Reduction
+from samestep.core.training.apply import Measure, Moment, Terms
+from samestep.core.training.device import ModelCost
+from samestep.core.training.metrics import EpochMetrics, StepOutputs
 from samestep.core.training.model_state import ModelTrial
+from samestep.core.training.optimizer import Average, OwnAverage
 from samestep.core.training.plan import ENDLESS, Plan, learning_rate
 from samestep.core.training.stopping import Watch
 from samestep.launch.ranks.world import World
@@ -23,6 +26,8 @@ from samestep.launch.ranks.world import World
 if TYPE_CHECKING:
     from samestep.core.training.after_epoch import AfterEpoch
     from samestep.core.training.batch_transform import BatchTransform
+    from samestep.core.training.carried import Carried
+    from samestep.core.training.scheduler import Scheduler
 
 
 @dataclass(kw_only=True)
@@ -63,6 +68,68 @@ class Sums(NamedTuple):
     """Samples or terms of all ranks."""
     parts: tuple[float, ...] = ()
     """As `loss`, of the losses by name that it is the sum of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """What a step trains: the model, wrapped for all ranks, its loss and the optimizer."""
+
+    model: nn.Module
+    applied: nn.Module
+    """What takes the inputs: the model, or the model by the recipe's `forward`."""
+    wrapped: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+    loss: Callable[[Any, Any], Tensor]
+    moment: Moment = field(default_factory=Moment)
+    """What a loss that asks for it gets."""
+    reduction: Reduction = "mean"
+    """Whether the loss is a mean over samples, or their sum."""
+    parts: tuple[str, ...] = ()
+    """Names of the losses that the loss is the sum of; it has them in `parts`."""
+    terms: Terms | None = None
+    """Counts what the loss of a batch is a mean over, where that is not samples."""
+    counter: nn.Parameter | None = None
+    """Among several ranks: the weight, always 0, whose gradient is the number of terms."""
+    scheduler: "Scheduler | None" = None
+    """What sets the learning rates, if the recipe's schedule makes a scheduler of PyTorch."""
+    optimizer_maker: object = None
+    """The recipe's function that returned the optimizer, if that is its own."""
+    made: Sequence[Mapping[str, Any]] = ()
+    """What the groups of the recipe's own optimizer held when it was new."""
+    average: Average | OwnAverage | None = None
+    """What makes the weights that are evaluated, if they are others than those trained."""
+    own: tuple[str, ...] = ()
+    """What else the recipe defines itself, such as its batches or the optimizer."""
+    carried: "Carried | None" = None
+    """The state of each slot of the global batch, if the recipe carries any."""
+    over_batch: bool = False
+    """Whether the loss is made over the outputs of the whole global batch."""
+    measured: bool = False
+    """Whether metrics over the training epoch need the outputs."""
+    sharded: bool = False
+    """Whether each rank holds a part of the weights."""
+    alone: bool = False
+    """Whether model and loss are the only user code between two steps of an epoch."""
+    makers: tuple[object, ...] = ()
+    """The functions that build the model and read the data, for a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of consecutive steps, left on the device so that the host need not wait."""
+
+    losses: Sequence[Tensor]
+    """This rank's part of each step's mean loss; over all ranks they add up to it. A vector where
+    the loss is a sum of named ones: (1 + names,), their sum first."""
+    grad_norms: Sequence[Tensor] | Tensor | None
+    """Gradient norm of each step before clipping, if requested."""
+    terms: Sequence[Tensor] | None = None
+    """What each step's mean is over, on all ranks together, where that is not samples."""
+    seen: Sequence[StepOutputs] = ()
+    """The outputs, if metrics need them."""
+    notes: tuple[Record, ...] = ()
+    """`compile` records of what was compiled in this call."""
 
 
 class Step(Protocol):
@@ -112,6 +179,14 @@ class Work:
     """Whether a checkpoint leads back to the model's state."""
     forward: Callable[[Any], Any] | None = None
     """What evaluations call in the model's place: the model, compiled for them."""
+
+    @cached_property
+    def order(self) -> dict[str, Any]:
+        """What the order of samples depends on."""
+        plan, settings = self.plan, self.settings
+        order = {"num_samples": plan.num_samples, "global_batch_size": plan.global_batch_size}
+        order |= {"seed": settings.seed, "drop_last": settings.drop_last}
+        return order | self.train.order_record()
 
     def close(self) -> None:
         """Close what reads the data."""

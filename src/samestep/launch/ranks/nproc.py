@@ -3,10 +3,11 @@
 import math
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from samestep.base import words
 from samestep.base.errors import UserError
+from samestep.base.flags import NumRanks
 from samestep.base.machine import free_memory_bytes, quota_cores, usable_cores
 from samestep.base.startup import PARENT
 from samestep.launch.ranks.launch import detect_launch
@@ -17,7 +18,6 @@ RANK_BYTES = 220 << 20
 """Memory that a rank has for itself with a tiny model on the CPU; two of spiral's had 224 MiB."""
 WORKER_BYTES = 13 << 20
 """Memory that a loader process has for itself; it shares most with its rank."""
-NumRanks = int | Literal["auto"]
 
 
 def ranks_to_start(wanted: NumRanks, device: str = "auto", *, oversubscribe: bool = False) -> int:

@@ -9,15 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.base.startup import JOB_RUN, PARENT
+from samestep.base.startup import HOSTS, JOB_RUN, PARENT
 from samestep.launch.ranks.launch import LOOPBACK
 from samestep.launch.ranks.process import MEMBER
 from samestep.launch.ranks.watched import FOLDER
 
-HOSTS = "SAMESTEP_HOSTS"
-"""Set by a job's script, where ranks outlive each other: the names of its nodes."""
 PER_NODE = "SAMESTEP_RANKS_PER_NODE"
-"""Set by the same script: how many ranks each node has."""
+"""Set by the script that sets `HOSTS`: how many ranks each node has."""
 ELASTIC = "SAMESTEP_ELASTIC"
 """Set by the same script: how few and how many ranks may train, as `--elastic` says it."""
 SRUN = "SAMESTEP_SRUN"

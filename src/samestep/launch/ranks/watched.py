@@ -16,13 +16,15 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import samestep
 from samestep.base.errors import UserError
 from samestep.base.startup import JOB_RUN, PARENT
 from samestep.launch.ranks.launch import STEP_ID, Launch, detect_launch
-from samestep.launch.stall.pulse import PEER, TIMED_OUT, Pulse, users_place
-from samestep.launch.stall.stacks import state_of
+
+if TYPE_CHECKING:
+    from samestep.launch.stall.pulse import Pulse
 
 STALLED = 75
 """The exit code of ranks that hung: a failure that may not come again (EX_TEMPFAIL)."""
@@ -57,13 +59,13 @@ _TIMES = {START: 30.0, FIRST_STEP: 30.0, COMPILING: 30.0, END: 30.0} | dict.from
 
 _VERDICT_S = 10.0  # the watchers of all nodes look, one after the other
 
-_own: Pulse | None = None
+_own: "Pulse | None" = None
 _folder = Path()
 _begun = 0
 _terminal = 2
 
 
-def begin(*, alone: bool = False) -> Pulse | None:
+def begin(*, alone: bool = False) -> "Pulse | None":
     """Begin this rank's pulse if there are several ranks, or a job; if `alone`, always."""
     global _own, _folder, _begun  # noqa: PLW0603 - one per process
     if _own is not None:
@@ -74,6 +76,8 @@ def begin(*, alone: bool = False) -> Pulse | None:
         return None
     if launch.world_size == 1 and not alone and JOB_RUN not in os.environ:
         return None
+    from samestep.launch.stall.pulse import Pulse  # noqa: PLC0415 - one rank has none
+
     with contextlib.suppress(OSError):  # a full disk, or no folder for temporary files
         _begun += 1  # the folder of the last one is removed meanwhile
         _folder = _pulses(launch)
@@ -105,6 +109,8 @@ def start_watcher(launch: Launch, stall_s: float | None, least_s: float = 60.0) 
         end()
     if (begin(alone=stall_s is not None) if stall_s != 0 else None) is None:
         return
+    from samestep.launch.stall.stacks import state_of  # noqa: PLC0415 - where ranks are watched
+
     mark = _folder / "watched"
     with contextlib.suppress(OSError, ValueError):
         if not state_of(int(mark.read_text())):  # of an earlier start that was killed
@@ -134,7 +140,7 @@ def start_watcher(launch: Launch, stall_s: float | None, least_s: float = 60.0) 
         watcher.returncode = 0  # no process waits for it: it ends when the ranks have
 
 
-def watch_script(launch: Launch) -> Pulse | None:
+def watch_script(launch: Launch) -> "Pulse | None":
     """Let this rank of a user's script be watched; return its pulse."""
     try:
         stall_s = float(os.environ.get(STALL_S, "nan"))
@@ -205,6 +211,8 @@ def wait_for_verdict(error: BaseException, seconds: float) -> None:
     if _own is None:
         time.sleep(seconds)
         return
+    from samestep.launch.stall.pulse import PEER, TIMED_OUT, users_place  # noqa: PLC0415
+
     frames = traceback.extract_tb(error.__traceback__)
     place = users_place((frame.filename, frame.lineno or 0, "") for frame in reversed(frames))
     with _own.inside("a collective", "", place, PEER):

@@ -25,12 +25,6 @@ from torch.distributed import Store as _Store  # type: ignore[attr-defined]
 from samestep.base.errors import UserError, listed
 from samestep.base.settings import Backend, Device
 from samestep.base.startup import PARENT, resume_collections
-from samestep.launch.ranks.address import (
-    check_gloo_interfaces,
-    interface_towards,
-    resolve,
-    resolve_master,
-)
 from samestep.launch.ranks.launch import Launch, binds_gpus, detect_launch
 
 FEWER_RANKS = (
@@ -427,12 +421,14 @@ def connect(world: World, store: Any, timeout_s: float) -> None:
 
 def choose_interface(world: World) -> None:
     """Let Gloo meet the other nodes through the network that leads to them, unless one is named."""
+    from samestep.launch.ranks import address  # noqa: PLC0415 - of several ranks
+
     if named := os.environ.get("GLOO_SOCKET_IFNAME"):
-        check_gloo_interfaces(named)
+        address.check_gloo_interfaces(named)
     if world.num_nodes > 1:
-        master = resolve_master(world.master_addr)  # PyTorch would ask for minutes
-        own = resolve(socket.gethostname())
-        if not named and (way := interface_towards(master, own)):
+        master = address.resolve_master(world.master_addr)  # PyTorch would ask for minutes
+        own = address.resolve(socket.gethostname())
+        if not named and (way := address.interface_towards(master, own)):
             os.environ["GLOO_SOCKET_IFNAME"] = way
 
 

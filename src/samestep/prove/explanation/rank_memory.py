@@ -16,20 +16,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from samestep.base.machine import free_memory_bytes
 from samestep.base.settings import Settings
 from samestep.base.trees import map_tensors, tree_leaves
-from samestep.core.data.batches import open_split
-from samestep.core.data.blocks import Block, held_parts
+from samestep.core.data.order import Block, held_parts
+from samestep.core.data.recipe_data import open_split
 from samestep.core.session.build import Built
-from samestep.core.session.free_space import state_bytes
 from samestep.core.session.request import Request, to_toml
+from samestep.core.session.session import state_bytes
 from samestep.core.training.batch_transform import BatchTransform
 from samestep.core.training.device import data_dtype
 from samestep.core.training.joint import members_of
-from samestep.core.training.objective import check_used
 from samestep.core.training.optimizer import Average
 from samestep.core.training.plan import Plan, learning_rate
 from samestep.core.training.sharding import find_blocks
 from samestep.core.training.side_effects import RandomDraws, batch_norms, watched
 from samestep.core.training.snapshot import capture
+from samestep.core.training.step import check_used
 from samestep.core.training.steps import eager_step
 from samestep.core.training.tree import TreeSum
 from samestep.launch.ranks.nproc import RANK_BYTES
@@ -301,9 +301,7 @@ def _real_batch(request: Request, built: Built, rows: int) -> Block:
     """Return the first samples of the first epoch as a single process would train on them."""
     settings, plan = built.work.settings, built.work.plan
     if plan.by_tokens is not None:  # samples of any length would be padded to more
-        steps = built.work.train.blocks(
-            0, 0, global_batch=rows, drop_last=False, cut=plan.cut(settings)
-        )
+        steps = built.work.train.blocks(0, 0, global_batch=rows, drop_last=False, cut=plan.cut)
         return replace(next(steps).parts[0], parts=())
     dtype = data_dtype(settings.precision)
     with closing(

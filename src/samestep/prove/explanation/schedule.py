@@ -9,8 +9,7 @@ from operator import attrgetter
 from samestep.base.errors import UserError
 from samestep.base.run.index import Entry, Index, Retention
 from samestep.base.settings import Settings
-from samestep.core.data.blocks import group_steps, micro_steps, part_of
-from samestep.core.data.order import LazyOrder
+from samestep.core.data.order import LazyOrder, group_steps, micro_steps, part_of
 from samestep.core.session.build import Built, planned
 from samestep.core.session.request import Request
 from samestep.core.training.loop import checkpoint_name
@@ -88,7 +87,7 @@ def _shared(
     for rank in range(world.world_size):
         of_rank = replace(world, rank=rank)
         blocks = group_steps(order, step, 1, global_batch, of_rank, drop_last=settings.drop_last)
-        parts = list(micro_steps(next(blocks), plan.cut(settings), of_rank))
+        parts = list(micro_steps(next(blocks), plan.cut, of_rank))
         counted = tuple(part.rows if part.weight else 0 for part in parts)
         virtual = tuple(
             sum(part.rows for part in of_virtual)

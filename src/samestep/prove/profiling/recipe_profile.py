@@ -17,10 +17,9 @@ from samestep.base.run import checkpoints
 from samestep.base.run.directory import Run, new_run_path
 from samestep.base.run.host_copy import HostCopies
 from samestep.base.words import count
-from samestep.core.data.batches import open_split
-from samestep.core.data.blocks import Batch
 from samestep.core.data.memory_source import MemorySource
-from samestep.core.data.source import Source
+from samestep.core.data.recipe_data import open_split
+from samestep.core.data.source import Batch, Source
 from samestep.core.session.build import Built, build
 from samestep.core.session.request import Request
 from samestep.core.session.training_run import choose_path, completed, describe

@@ -16,7 +16,7 @@ from samestep.base.run.files import write_text
 from samestep.base.settings import Settings
 from samestep.base.words import count
 from samestep.core.recipe import Splits
-from samestep.core.recipe_source import with_options
+from samestep.core.recipe_checks import with_options
 from samestep.core.session.request import Request
 from samestep.core.session.training_run import NATIVE, Engine, Shown, Task, run_session
 from samestep.core.training.loop import rehearse

@@ -12,10 +12,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from samestep.base.errors import UserError
 from samestep.base.words import count, ranks
-from samestep.core.data.batches import is_stream
-from samestep.core.data.loaders import Unpacked
-from samestep.core.data.order import per_sample
-from samestep.core.data.recipe_splits import PreparedOnRanks
+from samestep.core.data.recipe_data import PreparedOnRanks, Unpacked, is_stream, per_sample
 from samestep.core.data.stream_lanes import Lane, Route
 from samestep.core.recipe import Recipe, Splits
 

@@ -32,14 +32,14 @@ from samestep.base.errors import AlreadyTold, UserError
 from samestep.base.settings import Device, Precision
 from samestep.base.startup import JOB_RUN
 from samestep.base.trees import map_tensors, tree_leaves
-from samestep.core.data.order import per_sample
+from samestep.core.data.keyed_random import seed_rank
+from samestep.core.data.recipe_data import per_sample
 from samestep.core.session.gradients import Trained, parameters_of
 from samestep.core.session.own_data import OwnBatch
 from samestep.core.session.own_run import OwnRun
 from samestep.core.session.own_session import Options
 from samestep.core.session.own_state import precision_of
 from samestep.core.session.session import Stopped
-from samestep.core.training.alike import seed_rank
 from samestep.core.training.side_effects import ALL_KINDS, Draws, RandomDraws, batch_norms
 from samestep.launch.ranks import process_group
 from samestep.launch.ranks.process import hand_back, leave_for_parent

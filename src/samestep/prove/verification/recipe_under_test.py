@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.base.settings import Precision, Settings, in_precision
 from samestep.base.trees import check_rows, map_leaves, narrow, tree_leaves
-from samestep.core.data.batches import open_split
-from samestep.core.data.blocks import Block
+from samestep.core.data.keyed_random import seed_alike
+from samestep.core.data.order import Block
+from samestep.core.data.recipe_data import open_split
 from samestep.core.data.source import Source
 from samestep.core.recipe import Recipe, Splits
-from samestep.core.training.alike import seed_alike
 from samestep.core.training.apply import Moment, applied, call, evaluating, summed, timed
 from samestep.core.training.batch_transform import BatchTransform
 from samestep.core.training.device import autocast, data_dtype

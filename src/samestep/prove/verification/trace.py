@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from samestep.base.run.records import Record
 from samestep.base.settings import Precision
 from samestep.base.trees import tree_leaves
-from samestep.core.data.blocks import Batch
-from samestep.core.data.source import Source
+from samestep.core.data.source import Batch, Source
 from samestep.core.session.training_run import Engine, Task, engine_named
-from samestep.core.training.learner import Learner
 from samestep.core.training.loop import evaluate_now, evaluate_work, rehearse
 from samestep.core.training.meter import Meter, epoch_record
-from samestep.core.training.work import close_epoch, epoch_is_full
+from samestep.core.training.work import Learner, close_epoch, epoch_is_full
 from samestep.launch.ranks.mesh import whole
 from samestep.prove.verification.short_trainings import ShortTraining
 

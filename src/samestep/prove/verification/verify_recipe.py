@@ -16,18 +16,17 @@ from torch import nn
 
 from samestep.base.errors import UserError
 from samestep.base.settings import Precision, in_precision
-from samestep.core.data.batches import is_stream
-from samestep.core.data.recipe_splits import load_splits
+from samestep.core.data.keyed_random import seed_alike
+from samestep.core.data.recipe_data import is_stream, load_splits
 from samestep.core.recipe import Recipe, Splits
-from samestep.core.recipe_source import with_options
+from samestep.core.recipe_checks import with_options
 from samestep.core.session.request import Request
 from samestep.core.session.training_run import Shown, run_elastic, run_session
-from samestep.core.training.alike import seed_alike
 from samestep.core.training.device import switched
-from samestep.core.training.learner import Learner
 from samestep.core.training.plan import check_virtual
 from samestep.core.training.side_effects import ALL_KINDS, RandomDraws, watched
 from samestep.core.training.stopping import ReceivedSignal
+from samestep.core.training.work import Learner
 from samestep.launch.ranks.process import hand_back
 from samestep.launch.ranks.regroup import Membership
 from samestep.launch.ranks.world import World

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from samestep.base.plugins import __version__
 from samestep.base.run.files import write_text
-from samestep.base.version import __version__
 from samestep.scripts.checking.check_report import CheckReport, shown_file
 from samestep.scripts.checking.findings import RULES, Mistake, Origin
 

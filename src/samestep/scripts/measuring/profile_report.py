@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from samestep.base.table import Cell, Styled, Table, escape, text_lines
+from samestep.base.errors import escape
+from samestep.base.table import Cell, Styled, Table, text_lines
 from samestep.base.words import count, size
 from samestep.scripts.measuring.bottleneck import Bottleneck, milliseconds
 from samestep.scripts.measuring.measured import MeasuredRank, MeasuredSteps

@@ -33,7 +33,7 @@ from samestep.core.training.device import outside_autocast
 from samestep.launch.ranks.process import TASK
 from samestep.launch.ranks.world import in_process_group
 from samestep.shell.api.arguments import AnyPath, AnyRecipe
-from samestep.show.reporting.progress import Nothing
+from samestep.show.progress import Nothing
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from samestep.base.errors import UserError
-from samestep.base.file_kinds import is_recipe_file, loop_of
-from samestep.base.flags import InShell
+from samestep.base.flags import InShell, NumRanks
 from samestep.launch.ranks.launch import detect_launch
-from samestep.launch.ranks.nproc import NumRanks, check_ranks, refuse_inside_launcher
 from samestep.launch.ranks.process import RankLog, rank_of
 from samestep.shell.api.arguments import (
     AnyPath,
@@ -96,7 +94,7 @@ def train(
     from samestep.launch.ranks.world import in_process_group  # noqa: PLC0415
     from samestep.shell.api.call import call_of, check_may_start  # noqa: PLC0415
     from samestep.shell.api.training import train_call  # noqa: PLC0415
-    from samestep.show.reporting.progress import Nothing, Screen  # noqa: PLC0415
+    from samestep.show.progress import Nothing, Screen  # noqa: PLC0415
 
     log = RankLog(rank_of())
     try:
@@ -164,8 +162,10 @@ def verify(
         UserError: it cannot be done, or the recipe cannot be trained in one process.
         KeyboardInterrupt: it was interrupted; the ranks have ended.
     """
+    from samestep.base.file_kinds import loop_of  # noqa: PLC0415 - not for help
+    from samestep.launch.ranks.nproc import refuse_inside_launcher  # noqa: PLC0415
     from samestep.prove.verification.result_table import as_table  # noqa: PLC0415 - they import torch
-    from samestep.shell.api.call import (  # noqa: PLC0415  # noqa: PLC0415
+    from samestep.shell.api.call import (  # noqa: PLC0415
         CALL_FILE,
         as_in_fresh_process,
         call_of,
@@ -284,6 +284,8 @@ def check(
     Raises:
         UserError: the script fails by itself, takes no step, or cannot be run here.
     """
+    from samestep.base.file_kinds import is_recipe_file, loop_of  # noqa: PLC0415 - not for help
+    from samestep.launch.ranks.nproc import refuse_inside_launcher  # noqa: PLC0415
     from samestep.shell.api.call import check_may_start  # noqa: PLC0415 - it imports torch
 
     check_may_start("check")
@@ -322,7 +324,8 @@ def run_check(
     tell: Callable[[str], object] = lambda _text: None,
 ) -> "CheckReport":
     """Check a script or its resume, as `check` has been asked; `tell` gets what it costs."""
-    from samestep.scripts.checking.check_resume import check_resume  # noqa: PLC0415 - not for help
+    from samestep.launch.ranks.nproc import check_ranks  # noqa: PLC0415 - not for help
+    from samestep.scripts.checking.check_resume import check_resume  # noqa: PLC0415
     from samestep.scripts.checking.check_script import check_script  # noqa: PLC0415
 
     check_positive(steps=steps, seconds=seconds, stall_s=stall_s)

@@ -17,11 +17,10 @@ from typing import Any
 from samestep.base.errors import UserError
 from samestep.base.run.records import Record, metric_values
 from samestep.base.words import count
-from samestep.core.data.batches import is_stream
-from samestep.core.data.recipe_splits import SPLITS, load_splits
+from samestep.core.data.keyed_random import seed_alike
+from samestep.core.data.recipe_data import SPLITS, is_stream, load_splits
 from samestep.core.session.request import Request
 from samestep.core.session.training_run import Shown, engine_named, run_session
-from samestep.core.training.alike import seed_alike
 from samestep.core.training.evaluation import evaluation_batch
 from samestep.core.training.stopping import catch_signals
 from samestep.launch.ranks import watched

@@ -15,38 +15,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.base.errors import UserError, blame
+from samestep.base.flags import NumRanks
 from samestep.base.run.records import RecordFile
-from samestep.base.run.store import address_of, check_mirror
 from samestep.base.run.summary import first_start
 from samestep.base.settings import Settings
 from samestep.base.startup import forget_signals
-from samestep.base.tracker_choice import check_installed, chosen
-from samestep.core.session.fetching import fetched
-from samestep.core.session.outcome import Outcome
 from samestep.core.session.request import Request
-from samestep.core.session.session import Sink
+from samestep.core.session.session import Outcome, Sink
 from samestep.core.session.training_run import Shown, engine_named, run_elastic, run_session
 from samestep.core.training.stopping import Again, ReceivedSignal, catch_signals, end_process
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.launch import detect_launch
-from samestep.launch.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_launcher
-from samestep.launch.ranks.process import STARTED_AT, RankLog
-from samestep.launch.ranks.regroup import membership
+from samestep.launch.ranks.process import MEMBER, STARTED_AT, RankLog
 from samestep.launch.ranks.world import World, find_world, join, leave
-from samestep.shell.api.call import (
-    RECORDS,
-    Call,
-    ScreenFile,
-    as_in_fresh_process,
-    receive,
-    request_of,
-    send,
-)
-from samestep.shell.api.trained_run import TrainedRun
-from samestep.show.reporting.progress import Nothing, Screen
+from samestep.show.progress import Nothing, Screen
 
 if TYPE_CHECKING:
     from samestep.launch.ranks.keeper import Elastic
+    from samestep.shell.api.call import Call
+    from samestep.shell.api.trained_run import TrainedRun
 
 _busy = threading.Lock()
 _LOOK_EVERY_S = 0.1
@@ -54,13 +41,16 @@ AnyScreen = Nothing | Screen
 
 
 def train_call(
-    call: Call,
+    call: "Call",
     nproc: NumRanks,
     screen: AnyScreen,
     log: RankLog,
     elastic: "Callable[[int, Settings], Elastic] | None",
-) -> TrainedRun:
+) -> "TrainedRun":
     """Train as a call of `samestep.train` asks, here or on new ranks; return the run."""
+    from samestep.core.session.fetching import fetched  # noqa: PLC0415 - the shell calls a part
+    from samestep.shell.api.call import as_in_fresh_process, request_of  # noqa: PLC0415
+
     if not _busy.acquire(blocking=False):
         raise UserError(
             "samestep.train() was called while this process trains. Wait until that training has "
@@ -92,6 +82,8 @@ def train_call(
 
 def _number(nproc: NumRanks, request: Request) -> int:
     """Return how many ranks to start; 1 if this process is to train."""
+    from samestep.launch.ranks.nproc import ranks_to_start, refuse_inside_launcher  # noqa: PLC0415
+
     settings = request.settings
     if not (nproc == "auto" or (isinstance(nproc, int) and not isinstance(nproc, bool))):
         raise UserError(f'nproc={nproc!r}: it must be a number of ranks, or "auto".')
@@ -102,7 +94,7 @@ def _number(nproc: NumRanks, request: Request) -> int:
     return ranks_to_start(nproc, settings.device, oversubscribe=settings.oversubscribe)
 
 
-def _here(request: Request, screen: AnyScreen, log: RankLog) -> TrainedRun:
+def _here(request: Request, screen: AnyScreen, log: RankLog) -> "TrainedRun":
     """Train in this process, as the one rank or as one of a launcher's."""
     path: Path | None = None
 
@@ -119,9 +111,13 @@ def _here(request: Request, screen: AnyScreen, log: RankLog) -> TrainedRun:
     return _stopped(outcome.path, outcome.signum)
 
 
-def _on_ranks(number: int, call: Call, screen: AnyScreen, elastic: "Elastic | None") -> TrainedRun:
+def _on_ranks(
+    number: int, call: "Call", screen: AnyScreen, elastic: "Elastic | None"
+) -> "TrainedRun":
     """Train on new ranks; a thread shows the records of rank 0 meanwhile."""
     from samestep.launch.ranks.start import run_ranks  # noqa: PLC0415 - a rank starts none
+    from samestep.shell.api.call import RECORDS, send  # noqa: PLC0415
+    from samestep.shell.api.trained_run import TrainedRun  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder, screen:
         file, path, over = Path(folder, "call"), None, threading.Event()
@@ -158,11 +154,13 @@ def _on_ranks(number: int, call: Call, screen: AnyScreen, elastic: "Elastic | No
     return _stopped(path, signum)
 
 
-def _stopped(path: Path, signum: int) -> TrainedRun:
+def _stopped(path: Path, signum: int) -> "TrainedRun":
     """Return the run; a signal other than Ctrl-C now ends this process, as all is saved."""
     if signum not in (0, signal.SIGINT):
         sys.stdout.flush()
         signal.raise_signal(signum)
+    from samestep.shell.api.trained_run import TrainedRun  # noqa: PLC0415 - not for the shell
+
     return TrainedRun(path)
 
 
@@ -208,22 +206,25 @@ class _Reporter:
     def _start(self, going_on: Path | None) -> None:
         on_record = self.request.recipe.on_record
         self.sinks = (self.screen.show, *([partial(_tell, on_record)] if on_record else ()))
-        if chosen(self.request.settings.track):
+        settings = self.request.settings
+        if settings.track:
+            from samestep.base.tracker_choice import chosen  # noqa: PLC0415 - of those that track
+        if settings.track and chosen(settings.track):
             from samestep.show.tracking.processes import TrackerProcesses  # noqa: PLC0415
 
             trackers = TrackerProcesses(
-                self.request.settings,
+                settings,
                 self.request.recipe.name,
                 self.screen.tell,
                 stopped=lambda: bool(self.received.signum),
             )
             self.open_trackers.enter_context(trackers)
             self.sinks += (trackers.take,)
-        if address_of(self.request.settings.mirror) is not None:
+        if settings.mirror not in (None, "none"):
             from samestep.show.mirroring import Mirror  # noqa: PLC0415
 
             stopped = lambda: bool(self.received.signum)  # noqa: E731
-            mirror = Mirror(self.request.settings, self.screen.tell, stopped)
+            mirror = Mirror(settings, self.screen.tell, stopped)
             self.sinks += (self.open_trackers.enter_context(mirror).take,)
         if going_on is not None:
             self.speak()
@@ -250,16 +251,27 @@ def train_as_rank(
     check_engine(request)
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     watched.start_watcher(world, settings.stall_s)
-    member = membership(settings.timeout_s)
+    member = None
+    if MEMBER in os.environ:
+        from samestep.launch.ranks.regroup import membership  # noqa: PLC0415 - of elastic ranks
+
+        member = membership(settings.timeout_s)
     if member is None:
         join(world, settings.timeout_s)
     if request.resume_from:
+        from samestep.core.session.fetching import fetched  # noqa: PLC0415 - rarely needed
+
         request = fetched(request, world if member is None else World())
         settings = request.settings
         check_engine(request)
     engine = engine_named(settings.engine)
-    if member is None:
+    if member is None and settings.track:
+        from samestep.base.tracker_choice import check_installed, chosen  # noqa: PLC0415
+
         world.on_main(lambda: check_installed(chosen(settings.track)))
+    if member is None and settings.mirror is not None:
+        from samestep.base.run.store import check_mirror  # noqa: PLC0415
+
         world.on_main(lambda: check_mirror(settings.mirror, new=not request.resume))
     with catch_signals(again) as received, contextlib.ExitStack() as open_trackers:
         reporter = _Reporter(request, screen, begin, speak, received, open_trackers)
@@ -299,6 +311,8 @@ def check_engine(request: Request) -> None:
 
 def train_received(file: Path, log: RankLog) -> int:
     """Train as a rank that `samestep.train` has started; return the exit code."""
+    from samestep.shell.api.call import RECORDS, ScreenFile, receive, request_of  # noqa: PLC0415
+
     screen = ScreenFile(file.with_name(RECORDS))
     outcome = train_as_rank(request_of(receive(file)), screen, log.move_to, speak=log.give_back)
     from samestep.core.session.picture_making import end_while_drawing  # noqa: PLC0415

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from samestep.base.table import escape
+from samestep.base.errors import escape
 from samestep.base.words import class_table, measured
 from samestep.shell.api.run_functions import evaluate
 from samestep.shell.commands.forms import print_json, rich_console, verb

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from samestep.base.errors import UserError
-from samestep.base.flags import InShell
+from samestep.base.flags import InShell, NumRanks
 from samestep.base.run.directory import is_run
 from samestep.base.settings import Settings
 from samestep.base.tracker_choice import check_installed, chosen
 from samestep.core.recipes import RECIPES
-from samestep.launch.ranks.nproc import NumRanks, ranks_to_start, refuse_inside_launcher
+from samestep.launch.ranks.nproc import ranks_to_start, refuse_inside_launcher
 from samestep.launch.ranks.process import run_as_rank
 from samestep.shell.api.arguments import check_positive
 from samestep.shell.commands.forms import Form, Switch

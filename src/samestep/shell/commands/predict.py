@@ -14,10 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, escape
 from samestep.base.flags import InShell
 from samestep.base.run.files import check_output, write_atomically
-from samestep.base.table import escape
 from samestep.base.words import Columns, measured, word
 from samestep.shell.api.arguments import check_positive
 from samestep.shell.api.run_functions import predict

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from samestep.base.errors import UserError
 from samestep.base.file_kinds import is_recipe_file
+from samestep.base.flags import NumRanks
 from samestep.base.run.directory import is_run, new_run_path
 from samestep.base.settings import Settings
 from samestep.base.startup import PARENT
 from samestep.core.recipes import RECIPES
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.launch import detect_launch
-from samestep.launch.ranks.nproc import NumRanks, check_workers, cores, start_nproc
+from samestep.launch.ranks.nproc import check_workers, cores, start_nproc
 from samestep.launch.ranks.process import (
     TASK,
     RankLog,

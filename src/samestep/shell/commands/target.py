@@ -55,7 +55,8 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
             "options."
         )
         _show_help(form, "TARGET", about, {"settings": Settings()}, arguments)
-    from samestep.core.session.request import draft, finish, known_of_run, own_recipe  # noqa: PLC0415 - it imports torch
+    from samestep.core.session.declared import known_of_run  # noqa: PLC0415 - they import torch
+    from samestep.core.session.request import draft, finish, own_recipe  # noqa: PLC0415
 
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     arguments, words = arguments[:cut], arguments[cut + 1 :]

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+from samestep.base.errors import escape
 from samestep.base.flags import InShell
-from samestep.base.table import escape
 from samestep.launch.ranks.process import print_error
 from samestep.shell.commands.forms import rich_console, verb
 from samestep.show.tracking.processes import send_run

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.base.errors import UserError
+from samestep.base.flags import HERE
 from samestep.base.run.files import shown_path
-from samestep.base.run.store import HERE
 from samestep.base.settings import Settings
-from samestep.base.startup import JOB_RUN
+from samestep.base.startup import HOSTS, JOB_RUN
 from samestep.launch.ranks import watched
-from samestep.launch.ranks.nproc import start_nproc
-from samestep.launch.ranks.places import ELASTIC, places_of
 from samestep.launch.ranks.process import MEMBER, TASK, RankLog, run_as_rank
 from samestep.shell.api.on_ranks import train
 from samestep.shell.commands.forms import Form, Switch, kind_of
@@ -97,6 +95,7 @@ def _check_run_is_seen() -> None:
 def _keep_job(number: int, arguments: list[str]) -> int:
     """Start the ranks of a job, and keep them; what it asks for was checked at the submit."""
     from samestep.launch.ranks.keeper import elastic_of  # noqa: PLC0415 - it imports torch
+    from samestep.launch.ranks.places import ELASTIC  # noqa: PLC0415
     from samestep.launch.ranks.start import start_ranks  # noqa: PLC0415
 
     elastic = elastic_of(os.environ[ELASTIC], number, Settings())
@@ -105,8 +104,11 @@ def _keep_job(number: int, arguments: list[str]) -> int:
 
 def _train(arguments: list[str], log: RankLog) -> int:
     _check_run_is_seen()
-    if (number := places_of(Path()).num_ranks) and MEMBER not in os.environ:
-        return _keep_job(number, arguments)
+    if HOSTS in os.environ and MEMBER not in os.environ:
+        from samestep.launch.ranks.places import places_of  # noqa: PLC0415 - of jobs only
+
+        if number := places_of(Path()).num_ranks:
+            return _keep_job(number, arguments)
     if task := os.environ.get(TASK):
         from samestep.shell.api.training import train_received  # noqa: PLC0415 - it imports torch
 
@@ -114,7 +116,7 @@ def _train(arguments: list[str], log: RankLog) -> int:
     watched.begin()  # a recipe may hang already where it is imported
     command, request = parse(arguments)
     from samestep.shell.api.training import train_as_rank  # noqa: PLC0415 - the help needs no torch
-    from samestep.show.reporting.progress import Screen  # noqa: PLC0415
+    from samestep.show.progress import Screen  # noqa: PLC0415
 
     settings, keeping = request.settings, None
     if command.elastic is not None:
@@ -130,15 +132,18 @@ def _train(arguments: list[str], log: RankLog) -> int:
             replaces=command.elastic_replace,
             limit=command.elastic_limit,
         )
-    code = start_nproc(
-        command.nproc,
-        ["train", *arguments],
-        device=settings.device,
-        oversubscribe=settings.oversubscribe,
-        elastic=keeping,
-    )
-    if code is not None:
-        return code
+    if command.nproc != 1 or keeping is not None:
+        from samestep.launch.ranks.nproc import start_nproc  # noqa: PLC0415 - of several ranks
+
+        code = start_nproc(
+            command.nproc,
+            ["train", *arguments],
+            device=settings.device,
+            oversubscribe=settings.oversubscribe,
+            elastic=keeping,
+        )
+        if code is not None:
+            return code
     if command.smoke:
         from samestep.shell.api.smoke import smoke  # noqa: PLC0415 - rarely needed
 

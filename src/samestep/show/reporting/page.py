@@ -19,9 +19,9 @@ import jinja2
 from markupsafe import Markup
 
 from samestep.base.errors import UserError
+from samestep.base.plugins import __version__
 from samestep.base.run.files import write_text
 from samestep.base.run.records import SYSTEM
-from samestep.base.version import __version__
 from samestep.show.reporting import scaling
 from samestep.show.reporting.collect import Report, collect
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from samestep.base.errors import is_users, listed
 from samestep.base.trees import leaves_of, map_leaves, tree_leaves
-from samestep.core.data.blocks import Block
+from samestep.core.data.order import Block
 from samestep.core.training import side_effects
 from samestep.prove.verification import causes
 from samestep.prove.verification.causes import Cause

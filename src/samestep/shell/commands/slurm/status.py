@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
-from samestep.base.errors import UserError, printable
+from samestep.base.errors import UserError, escape, printable
 from samestep.base.flags import InShell
 from samestep.base.run.directory import seconds_since_sign
-from samestep.base.table import Table, escape, text_lines
+from samestep.base.table import Table, text_lines
 from samestep.base.words import count, duration, measured
 from samestep.cluster.slurm.queue import (
     JobAndRun,

@@ -136,7 +136,7 @@ def _check_training(
     A dry run of a run, which may be a stranger's, runs no code of it.
     """
     if workload.kind == "recipe":
-        from samestep.core.session.request import known_of_run  # noqa: PLC0415
+        from samestep.core.session.declared import known_of_run  # noqa: PLC0415
         from samestep.shell.commands.train import parse  # noqa: PLC0415 - it imports torch
 
         is_theirs = dry_run and target not in RECIPES and is_run(Path(target))

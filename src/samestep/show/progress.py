@@ -16,9 +16,9 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from samestep.base.errors import escape
 from samestep.base.run.records import Record, metric_values, samples_per_step
 from samestep.base.startup import drop_output
-from samestep.base.table import escape
 from samestep.base.words import (
     NOT_FINITE,
     class_table,
