@@ -16,6 +16,7 @@ from samestep.base.run import checkpoints
 from samestep.base.run.checkpoints import FORMAT
 from samestep.base.run.files import check_room
 from samestep.base.run.index import Retention
+from samestep.core.session.saver import Saver
 from samestep.core.session.session import Session, room_notes, state_bytes
 from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position
@@ -85,10 +86,10 @@ def steps_kept(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_a_checkpoint_is_written_named_in_the_index_and_told_with_its_hash(opened, tmp_path, sync):
+def test_a_checkpoint_is_written_named_in_the_index_and_told(opened, tmp_path, sync, monkeypatch):
     session, announced = opened(), []
     place, index = "checkpoints/checkpoint_step_14.pt", tmp_path / "checkpoints" / "index.json"
-    session.run.sync = lambda: announced.append(index.exists())
+    monkeypatch.setattr(f"{Saver.__module__}.sync_path", lambda _: announced.append(index.exists()))
     save(session, 14, metric=0.25, sync=sync)
     session.saver.settle_well()
     assert announced == [False], "the records that lead up to it are on the disk before"

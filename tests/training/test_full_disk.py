@@ -115,7 +115,8 @@ def test_a_checkpoint_without_an_index_leaves_the_full_disk(tmp_path, monkeypatc
         raise UserError("full")
 
     monkeypatch.setattr(saver, "announce", fails)
+    monkeypatch.setattr(saver, "sync_path", print)
     how = {"metric": None, "watch": None, "retention": Retention(), "began": 0.0, "sync": True}
     with pytest.raises(UserError, match="full"):
-        saver.Saver(tmp_path, World(), print, print).save({}, Position(), **how)
+        saver.Saver(tmp_path, World(), print).save({}, Position(), **how)
     assert bool([*tmp_path.glob("*.pt")]) == reaches

@@ -224,19 +224,12 @@ class Run:
             while rest:
                 rest = rest[self._events.write(rest) :]  # a disk that gets full takes a part
             if record["event"] == "stop":
-                self.sync()
+                os.fsync(self._events.fileno())
         except OSError as error:
             with contextlib.suppress(OSError):  # else the next record would follow a torn one
                 self._events.truncate(end)
             raise cannot_write(self.path / "events.jsonl", error) from error
         self._summary.add(record)
-
-    def sync(self) -> None:
-        """Return once the records so far would outlive a crash of the machine."""
-        try:
-            os.fsync(self._events.fileno())
-        except OSError as error:
-            raise cannot_write(self.path / "events.jsonl", error) from error
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write result.json, unless this is a failure after the watcher has written who hung.

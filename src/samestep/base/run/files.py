@@ -33,7 +33,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], _T], *, sync: bool 
                 os.fsync(file.fileno())
         temporary.replace(path)
         if sync:
-            sync_folder(path.parent)
+            sync_path(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):  # where nothing can be written, nothing is there
             temporary.unlink()
@@ -43,10 +43,10 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], _T], *, sync: bool 
     return result
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder, where the system can do that."""
+def sync_path(path: Path) -> None:
+    """Sync a file, or the names in a folder, where the system can do that."""
     if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from samestep.base.errors import UserError
-from samestep.base.run.files import cannot_write, check_room, sha256_of, sync_folder
+from samestep.base.run.files import cannot_write, check_room, sha256_of, sync_path
 from samestep.base.run.host_copy import map_state
 
 _MARK = "in shards: "
@@ -119,8 +119,8 @@ def write(
     mine = [*folder.glob(f"__{rank}_*"), *([folder / _METADATA] if rank == 0 else [])]
     hashes = {path.name: sha256_of(path) for path in mine}
     if rank == 0:
-        sync_folder(folder)
-        sync_folder(folder.parent)
+        sync_path(folder)
+        sync_path(folder.parent)
     gathered: list[Any] = [hashes]
     if group is not None:
         gathered = [None] * dist.get_world_size(group)

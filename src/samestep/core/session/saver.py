@@ -15,7 +15,7 @@ from torch import Tensor
 
 from samestep.base.errors import UserError
 from samestep.base.run import checkpoints
-from samestep.base.run.files import THEN_RESUME
+from samestep.base.run.files import THEN_RESUME, cannot_write, sync_path
 from samestep.base.run.host_copy import HostCopies
 from samestep.base.run.index import Entry, Index, Retention, announce, read_index, remove, shards_of
 from samestep.base.run.records import Record
@@ -58,15 +58,8 @@ class Saver:
     Every rank has one. Rank 0 writes, and of a sharded training each rank its own part.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        world: World,
-        emit: Callable[[Record], None],
-        sync_records: Callable[[], None],
-    ) -> None:
-        self._folder, self._world = folder, world
-        self._emit, self._sync_records = emit, sync_records
+    def __init__(self, folder: Path, world: World, emit: Callable[[Record], None]) -> None:
+        self._folder, self._world, self._emit = folder, world, emit
         self._index = Index()
         self._spared: list[str] = []
         self._copies = HostCopies()
@@ -129,7 +122,7 @@ class Saver:
                 return
             with _cleared_on_error(self._folder / name):
                 digest = checkpoints.save(self._folder, name, content)
-                self._sync_records()  # the records of a run lead up to where it can continue
+                self._sync_records()
                 index = replace(self._index, **judged)
                 whole = replace(entry, sha256=digest, files=files)
                 self._index = announce(self._folder, index, whole, retention, self._spared)
@@ -145,6 +138,14 @@ class Saver:
             return
         record["blocked_seconds"] = time.perf_counter() - began
         self.writing = _Writing(write, record)
+
+    def _sync_records(self) -> None:
+        """Sync what leads up to a checkpoint, before it is announced."""
+        records = self._folder.parent / "events.jsonl"
+        try:
+            sync_path(records)
+        except OSError as error:
+            raise cannot_write(records, error) from error
 
     def _new_name(self, position: Position, *, sharded: bool) -> str:
         """Return a file name that no announced checkpoint has.

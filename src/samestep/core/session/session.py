@@ -97,7 +97,7 @@ class Session:
         self._written: set[tuple[Any, ...]] = set()
         """What was written of the newest step before the ranks found together anew."""
         self._early: list[Record] = []
-        self.saver = Saver(path / "checkpoints", world, self.emit, self._sync_records)
+        self.saver = Saver(path / "checkpoints", world, self.emit)
         world.on_main(self._open)
         world.on_every(lambda: _tell(on_open, path))
         watched.in_run(path)
@@ -147,10 +147,6 @@ class Session:
     def _keep(self, record: Record) -> None:
         if self.run is not None and record["event"] != "progress":
             self.run.append(record)
-
-    def _sync_records(self) -> None:
-        if self.run is not None:
-            self.run.sync()
 
     def go_on(self, record: Record, step: int, watch: Watch, newest: Iterable[Record]) -> None:
         """Continue in another group of ranks: write the `regroup` record.

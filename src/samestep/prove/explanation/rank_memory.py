@@ -23,8 +23,8 @@ from samestep.core.session.request import Request, to_toml
 from samestep.core.session.session import state_bytes
 from samestep.core.training.batch_transform import BatchTransform
 from samestep.core.training.device import data_dtype
-from samestep.core.training.joint import members_of
 from samestep.core.training.optimizer import Average
+from samestep.core.training.optimizer_state import members_of
 from samestep.core.training.plan import Plan, learning_rate
 from samestep.core.training.sharding import find_blocks
 from samestep.core.training.side_effects import RandomDraws, batch_norms, watched
