@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -83,8 +84,10 @@ def generators() -> tuple:
 def test_random_numbers_and_threads_of_the_caller_stay_as_they_were():
     before = generators()
     threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
-    environment = dict(os.environ)
-    trained = samestep.train(made(), epochs=1, threads=threads + 1, quiet=True)
+    environment, seen, plain = dict(os.environ), [], made()
+    noted = replace(plain, data=lambda: seen.append(torch.get_num_threads()) or plain.data())
+    trained = samestep.train(noted, epochs=1, threads=threads + 1, quiet=True)
+    assert set(seen) == {1}, "data has the same bits on any number of ranks"
     samestep.evaluate(trained, recipe=made())
     samestep.load(trained, recipe=made())
     assert generators() == before

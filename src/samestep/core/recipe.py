@@ -328,13 +328,8 @@ class Recipe:
 
     def build_model(self, options: object, *, on_meta: bool = False) -> nn.Module:
         """Return the model that these options describe; `on_meta` without any numbers in it."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # what it computes has the same bits on any number of ranks
-        try:
-            with torch.device("meta") if on_meta else nullcontext():
-                model = self._call("model", options)
-        finally:
-            torch.set_num_threads(threads)
+        with recipe_checks.one_thread(), torch.device("meta") if on_meta else nullcontext():
+            model = self._call("model", options)
         with made_by(self.model):
             recipe_checks.check_model(model, on_meta=on_meta)
         return model  # type: ignore[no-any-return]
@@ -345,7 +340,8 @@ class Recipe:
 
     def load_data(self, options: object) -> Splits:
         """Return the data that these options describe."""
-        data = self._call("data", options)
+        with recipe_checks.one_thread():
+            data = self._call("data", options)
         if not isinstance(data, Splits):
             raise UserError(
                 f"The recipe's data(){defined_at(self.data)} returned {shown(data)}; it must "

@@ -473,3 +473,18 @@ def _names_in(code: Callable[..., Any], name: str, but: str = "") -> set[str] | 
             case ast.Attribute(value=ast.Name(id=found), attr=attribute) if found == name:
                 read.append(attribute)
     return {*read} if len(read) == uses else None
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let PyTorch compute in one thread, as in ranks that are started together: to the same bits.
+
+    In several, PyTorch's first `sqrt` of a process has been off by 2e-4, in one of 1,200 processes
+    on a busy machine (docs/project/log.md).
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
