@@ -618,8 +618,8 @@ TRAININGS = {
     "dino": Training("own loop: DINO, a small MLP", _dino_plain, _dino_ours, 0.97),
     "grpo": Training("own loop: GRPO, a checkpoint every 5 steps", _grpo_plain, _grpo_ours, 0.9),
     "forward-forward": Training("own loop: forward-forward", _forward_plain, _forward_ours, 0.9),
-    "ctc": Training("recipe: an LSTM with CTC, padded", _ctc_plain, _ctc_ours, 1.0),
-    "gpt": Training("recipe: a small GPT, Muon and AdamW", _gpt_plain, _gpt_ours, 1.0),
+    "ctc": Training("recipe: an LSTM with CTC, padded, 60 epochs", _ctc_plain, _ctc_ours, 1.0, 60),
+    "gpt": Training("recipe: a GPT, Muon and AdamW, 60 epochs", _gpt_plain, _gpt_ours, 1.0, 60),
     "trainer": Training("Hugging Face's Trainer, brought", _trainer_plain, _trainer_ours, 1.3),
     "lightning": Training("Lightning's Trainer, brought", _lightning_plain, _lightning_ours, 2.0),
 }
