@@ -260,7 +260,7 @@ _FINITE = json.JSONEncoder(allow_nan=False)
 def _line(record: Record) -> str:
     try:
         return _FINITE.encode(record)
-    except (TypeError, ValueError):  # few have a NaN or a mapping: to look costs more
+    except (TypeError, ValueError):  # rare: a NaN, or a mapping that is not a dict
         return json.dumps(plain(record))
 
 

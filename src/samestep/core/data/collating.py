@@ -112,7 +112,7 @@ class Collating:
 
 
 def _is_of_tensors(sample: Sequence[Any]) -> bool:
-    """Whether `default_collate` would stack such samples, after a long look at each of them."""
+    """Whether `default_collate` would do no more than stack such samples; it is slow to decide."""
     as_ever = default_collate_fn_map[Tensor] is collate_tensor_fn  # users may put in their own
     return as_ever and type(sample[0]) is Tensor and type(sample[1]) is Tensor
 

@@ -220,7 +220,9 @@ class _Reporter:
             )
             self.open_trackers.enter_context(trackers)
             self.sinks += (trackers.take,)
-        if settings.mirror not in (None, "none"):
+        if settings.mirror is not None:
+            from samestep.base.run.store import address_of  # noqa: PLC0415 - of those that copy
+        if settings.mirror is not None and address_of(settings.mirror) is not None:
             from samestep.show.mirroring import Mirror  # noqa: PLC0415
 
             stopped = lambda: bool(self.received.signum)  # noqa: E731
