@@ -3,6 +3,7 @@
 import math
 import socket
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -94,19 +95,24 @@ def test_several_ranks_on_one_apple_gpu_are_told(monkeypatch, wanted, world_size
     assert any("Apple GPU" in note for note in world.notes) == warned
 
 
+def test_before_a_rank_computes_anything_a_vector_function_has_run_on_one_thread():
+    with torch.autograd.profiler.profile() as seen:
+        worlds.find_world("cpu", environment={})
+    first = seen.function_events[-1]
+    assert (first.name, first.thread) == ("aten::sqrt", seen.function_events[0].thread)
+
+
 def test_alone_every_collective_returns_its_input():
     world = worlds.find_world("cpu", environment={})
     worlds.join(world)
     assert not worlds.dist.is_initialized()
     tensor = torch.tensor([1.0, math.inf])
     assert world.is_main
-    assert world.reduce(tensor) is tensor
-    assert world.reduce(tensor, "max") is tensor
+    assert world.reduce(tensor) is world.reduce(tensor, "max") is tensor
     value = object()
-    assert world.broadcast(value) is value
     assert world.gather(value) == [value]
-    assert world.on_main(lambda: value) is value
-    assert world.on_every(lambda: value) is value
+    ways = world.broadcast(value), world.on_main(lambda: value), world.on_every(lambda: value)
+    assert all(result is value for result in ways)
     world.barrier()
     worlds.leave(world)
 
@@ -185,15 +191,8 @@ def test_a_master_needs_an_address_and_a_slow_name_server_is_asked_again(monkeyp
     assert addresses.interface_of("127.0.0.1") == "lo"
     assert addresses.interface_of("192.0.2.77") == ""  # of a net for documentation
     assert addresses.resolve("localhost") in ("127.0.0.1", "::1")
-    answers = iter([socket.gaierror(socket.EAI_AGAIN, "later"), [(0, 0, 0, "", ("10.1.2.3", 0))]])
-
-    def ask(*_, **__):
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(addresses.socket, "getaddrinfo", ask)
+    later, found = socket.gaierror(socket.EAI_AGAIN, "later"), [(0, 0, 0, "", ("10.1.2.3", 0))]
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", Mock(side_effect=[later, found]))
     monkeypatch.setattr(addresses, "time", SimpleNamespace(sleep=lambda _: None))
     assert addresses.resolve_master("node1") == "10.1.2.3"
 

@@ -477,11 +477,7 @@ def _names_in(code: Callable[..., Any], name: str, but: str = "") -> set[str] | 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let PyTorch compute in one thread, as in ranks that are started together: to the same bits.
-
-    In several, PyTorch's first `sqrt` of a process has been off by 2e-4, in one of 1,200 processes
-    on a busy machine (docs/project/log.md).
-    """
+    """Let PyTorch compute in one thread, as in ranks that are started together: the same bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
