@@ -34,12 +34,22 @@ def parameters_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def _parameters_in(module: nn.Module) -> list[Any]:
+    """Return `module.parameters()`, without the name that PyTorch makes for each, in each step."""
+    if type(module).parameters is not nn.Module.parameters:
+        return [*module.parameters()]
+    own: list[Any] = [p for p in module._parameters.values() if p is not None]  # noqa: SLF001
+    for child in module._modules.values():  # noqa: SLF001
+        own += _parameters_in(child) if child is not None else ()
+    return own
+
+
 def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:
     """Return what is to be trained of some modules, optimizers and parameters, each once."""
     found: dict[int, Tensor] = {}
     for one in trained:
         if isinstance(one, nn.Module):
-            parameters: list[Any] = [*one.parameters()]
+            parameters: list[Any] = _parameters_in(one)
         elif isinstance(one, torch.optim.Optimizer):
             parameters = parameters_in(one)
         elif isinstance(one, Tensor):

@@ -403,9 +403,9 @@ def _number(name: str, value: Any) -> float | Tensor:
                 f"run.log({name}=…) was given a tensor of shape {tuple(value.shape)}; log single "
                 "numbers: means over the samples of the batch."
             )
-        if value.device.type == "cpu":
-            return float(value.detach())
-        return value.detach().reshape(()).to(torch.float32, copy=True)
+        if value.device.type != "cpu":
+            return value.detach().reshape(()).to(torch.float32, copy=True)
+        value = value.item()
     try:
         return float(value)
     except (TypeError, ValueError) as error:
