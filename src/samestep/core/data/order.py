@@ -349,10 +349,8 @@ class Block:
             yield self
             return
         rows = self.rows
-        inputs, targets = (
-            torch.split(tree, rows) if isinstance(tree, Tensor) else split_rows(tree, rows)
-            for tree in (self.inputs, self.targets)
-        )
+        inputs = split_rows(self.inputs, rows)
+        targets = inputs if self.targets is self.inputs else split_rows(self.targets, rows)
         for step, pair in enumerate(zip(inputs, targets, strict=True), start=self.first_step):
             yield Block(step, 1, *pair, rows, self.weight, self.global_size)
 

@@ -9,6 +9,7 @@ import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,7 @@ def plain_value(value: Any) -> Any:
     return value
 
 
+@cache  # a loop asks in each epoch
 def _field_types(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
     return {one.name: hints[one.name] for one in fields(kind)}
