@@ -8,6 +8,7 @@ seconds, and so it changes for both. Writes `benchmarks/results/brought.md`.
 
 import argparse
 import copy
+import hashlib
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,8 @@ def main() -> int:
         "  of a process's pairs. samestep records 200 to 500 steps of a training, with losses,",
         "  rates and norms, and each step of one of fewer than 400; most loops record nothing.",
         "- Only GRPO's loop saves checkpoints, both ways: the own one by `torch.save`, without a",
-        "  sync, a hash or an index. samestep's thread may have another core, and counts here.",
+        "  sync, a hash or an index; in the row below it with them, as samestep promises them.",
+        "  samestep's thread may have another core, and counts here.",
         "- The spiral's own loops are benchmarks/peers/spiral_slicing.py and spiral_compiled.py.",
         "- The spiral beside other trainers is in spiral.md, the start in startup.md.",
     ]
@@ -320,7 +323,32 @@ def _policy_loss(model: nn.Module, x: Tensor) -> Tensor:
     return -(gain.flatten() * logits.gather(1, drawn).squeeze(1)).mean()
 
 
-def _grpo_plain(folder: Path) -> Epoch:
+def _save(kept: Any, path: Path) -> None:
+    torch.save(kept, path)
+
+
+def _save_for_good(kept: Any, path: Path) -> None:
+    """Save as samestep does: whole, on the disk, with a hash in an index, or not at all."""
+    new = path.with_suffix(".tmp")
+    torch.save(kept, new)
+    index = {"file": path.name, "sha256": hashlib.sha256(new.read_bytes()).hexdigest()}
+    _sync(new)
+    new.rename(path)
+    _sync(path.parent)
+    new = path.with_name("index.tmp")
+    new.write_text(json.dumps(index))
+    _sync(new)
+    new.rename(path.with_name("index.json"))
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    os.fsync(opened)
+    os.close(opened)
+
+
+def _grpo_plain(folder: Path, save: Callable[[Any, Path], None] = _save) -> Epoch:
     model = _mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     loader, steps = DataLoader(TensorDataset(_points(640)), batch_size=16, shuffle=True), [0]
@@ -333,7 +361,7 @@ def _grpo_plain(folder: Path) -> Epoch:
             steps[0] += 1
             if steps[0] % 5 == 0:
                 kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save(kept, folder / f"step-{steps[0]}.pt")
+                save(kept, folder / f"step-{steps[0]}.pt")
 
     return train_epoch
 
@@ -617,6 +645,12 @@ TRAININGS = {
     ),
     "dino": Training("own loop: DINO, a small MLP", _dino_plain, _dino_ours, 0.97),
     "grpo": Training("own loop: GRPO, a checkpoint every 5 steps", _grpo_plain, _grpo_ours, 0.9),
+    "grpo-synced": Training(
+        "the same, of a loop that syncs and hashes its checkpoints",
+        partial(_grpo_plain, save=_save_for_good),
+        _grpo_ours,
+        0.9,
+    ),
     "forward-forward": Training("own loop: forward-forward", _forward_plain, _forward_ours, 0.9),
     "ctc": Training("recipe: an LSTM with CTC, padded, 60 epochs", _ctc_plain, _ctc_ours, 1.0, 60),
     "gpt": Training("recipe: a GPT, Muon and AdamW, 60 epochs", _gpt_plain, _gpt_ours, 1.0, 60),
