@@ -345,8 +345,6 @@ def open_split(
         collate, data = collate or data.own_collate, data.dataset
     if trains and ordering is SHUFFLED:
         ordering = ordering_of(recipe, settings, data)
-    # With --batch-tokens a step has no fixed number of samples; an evaluation needs one.
-    batch_size = settings.batch_size or settings.batch_size_per_rank or _EVALUATED_TOGETHER
     with made_by(recipe.data):
         return open_source(
             data,
@@ -358,10 +356,15 @@ def open_split(
             augment=recipe.augment,
             collate=collate,
             whole=recipe.forward is not None,
-            loss_batch=batch_size if recipe.loss_over == "batch" else None,
-            slots=batch_size if recipe.carry is not None else None,
+            loss_batch=_together(settings) if recipe.loss_over == "batch" else None,
+            slots=_together(settings) if recipe.carry is not None else None,
             ordering=ordering,
             shuffle_buffer=settings.shuffle_buffer,
             lap=lap,
             split=split,
         )
+
+
+def _together(settings: Settings) -> int:
+    """Return the samples of a step; with --batch-tokens it has no number, and an evaluation one."""
+    return settings.batch_size or settings.batch_size_per_rank or _EVALUATED_TOGETHER

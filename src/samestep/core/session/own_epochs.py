@@ -152,7 +152,7 @@ class OwnEpochs:
         own.begin(order, sizes)
 
     def count(self, num_samples: int) -> None:
-        """Count a step of so many samples over all ranks."""
+        """Count a step, and its samples on all ranks."""
         if self._own.carried is not None:
             self._own.carried.settle()
         position = self._own.position

@@ -60,8 +60,8 @@ _ROOTS = ("op", "reduceOp", "src", "dst", "group_src", "group_dst")
 @contextmanager
 def watch_collectives(pulse: Pulse, on_collective: OnCollective | None = None) -> Iterator[None]:
     """Note the script's collectives and backward passes in a pulse while inside."""
-    # Not by the shared probes of `scripts`, which `launch` may not know: a probe counts calls within
-    # its own functions as nested, and here a call within any of these is nested in it.
+    # Not by the shared probes of `scripts`, which `launch` may not know: to a probe, only calls
+    # within its own function are nested, and here those within any of these functions.
     notes = _Notes(pulse, on_collective)
     ddp = DistributedDataParallel
     inner = [(torch.autograd, "backward", "backward"), (ddp, "__init__", ddp.__name__)]
