@@ -127,23 +127,24 @@ def dry_run(
             _check_pairs(loss_of, outputs, batch.targets, judged)
             if kept is None:
                 kept = of_loss(trial.loss, loss_of, outputs, batch.targets)
-            how = precision, world, recipe.forward
-            look = partial(_unkept, kept, trial.model, tried, evaluated, *how)
+            find_unkept = partial(
+                _unkept, kept, trial.model, tried, evaluated, precision, world, recipe.forward
+            )
             if told_later:
                 names = named(outputs) if parts is None else parts
-                return Tried(metrics, names, forward_flops=flops, unkept=look())
+                return Tried(metrics, names, forward_flops=flops, unkept=find_unkept())
             measure = measure_of(recipe, trial.model) if measures else None
             terms = terms_of(recipe)
             totals = Totals(loss_of, trial.metrics, world, classes, terms, measure=measure)
             totals.add(outputs, batch)
             computed = tuple(totals.objects.check())
-        unkept = look()
+        unkept = find_unkept()
     judged_parts, measured = tuple(totals.parts), tuple(totals.measured)
-    found = Tried(metrics, judged_parts, judged_parts, measured, flops, unkept, computed)
+    tried_out = Tried(metrics, judged_parts, judged_parts, measured, flops, unkept, computed)
     if parts is not None:
-        found = found._replace(parts=parts)
-    _check_names(recipe, found)
-    return found
+        tried_out = tried_out._replace(parts=parts)
+    _check_names(recipe, tried_out)
+    return tried_out
 
 
 class _Trial(NamedTuple):
@@ -281,14 +282,14 @@ def _unkept(
     function: object,
 ) -> Unkept:
     """Return what no checkpoint holds: of the loss, and the buffers of a copy of the model."""
-    found = Unkept(loss)
+    unkept = Unkept(loss)
 
     def forward(samples: int) -> Any:
         return outputs_of(applied, evaluated.peek(samples).inputs, precision, world.device)
 
     applied.train()
-    found = found._replace(**of_buffers(model, forward, _SAMPLES, world))
-    return found._replace(forward=of_forward(model, function, forward, _FEW))
+    unkept = unkept._replace(**of_buffers(model, forward, _SAMPLES, world))
+    return unkept._replace(forward=of_forward(model, function, forward, _FEW))
 
 
 @contextlib.contextmanager
@@ -326,14 +327,14 @@ def _names_of_losses(
         trial.applied.train()
         return forward()
 
-    found, loss = None, timed(trial.loss, Moment())
+    value, loss = None, timed(trial.loss, Moment())
     for make in (*(lambda one=one: one for one in outputs), in_training):
         with contextlib.suppress(Exception):
-            found = loss(make(), targets)
+            value = loss(make(), targets)
             break
-    if not isinstance(found, Mapping):
+    if not isinstance(value, Mapping):
         return ()
-    parts = tuple(parts_of(total_of(found, recipe.loss_weights or {}, found, recipe.loss)))
+    parts = tuple(parts_of(total_of(value, recipe.loss_weights or {}, value, recipe.loss)))
     _check_names(recipe, Tried(recipe.metrics, parts))
     return parts
 

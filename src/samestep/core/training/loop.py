@@ -263,11 +263,11 @@ def measure_by_name(
 
     Without several it is empty.
     """
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, source in work.by_name.items():
         of_it = first if source is work.validation else evaluate_work(work, read(source))
-        found |= {f"{name}/{key}": of_it[key] for key in of_it if key != "samples"}
-    return found
+        values |= {f"{name}/{key}": of_it[key] for key in of_it if key != "samples"}
+    return values
 
 
 def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) -> dict[str, Any]:
@@ -422,8 +422,8 @@ def epoch_steps(work: Work, state: State) -> Iterator[StepsTaken]:
         first = position.step
         after = first + block.num_steps
         if scheduler is None:
-            told = state.validated
-            lrs = [learning_rate(plan, settings, step, told) for step in range(first, after)]
+            validated = state.validated
+            lrs = [learning_rate(plan, settings, step, validated) for step in range(first, after)]
         else:
             lrs = [scheduler.begin_step()]  # one at a time, as what_compiles says
         logged = [s for s in range(first + 1, after + 1) if is_recorded(s, plan.log_every)]

@@ -165,19 +165,19 @@ class Window:
             latest = torch.tensor(-bad if bad else -(2**62))
             step = -int(latest if self._world.elastic else self._world.reduce(latest, "max"))
             what = f"The loss is NaN or infinite at step {step} (learning rate {lr:.3g})."
-            told, number = f"{what} {KEPT} {REMEDIES}", sizes[step - first]
+            message, number = f"{what} {KEPT} {REMEDIES}", sizes[step - first]
             if not number > 0:
-                told = over_nothing(number, f"the global batch of step {step}", self._counts)
-                told = f"{told} {KEPT}"
-            raise UserError(told, on_all_ranks=True)
+                message = over_nothing(number, f"the global batch of step {step}", self._counts)
+                message = f"{message} {KEPT}"
+            raise UserError(message, on_all_ranks=True)
         return losses, sums
 
     def _added_up(self, mine: list[float]) -> list[float]:
         """Return the sums over the ranks; elastic ones have them, and a single one has its own."""
         if self._world.elastic or not self._world.connected:
             return mine
-        found: list[float] = self._world.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
-        return found
+        sums: list[float] = self._world.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+        return sums
 
 
 class Meter:

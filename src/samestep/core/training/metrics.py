@@ -139,21 +139,21 @@ class Objects:
         """Take in a batch."""
         if not self._metrics:
             return
-        with self._taken() as how:
+        with self._taken() as taking:
             for name, metric in self._metrics.items():
-                how.as_logits, how.outside = False, []
+                taking.as_logits, taking.outside = False, []
                 told(f"metric {name!r}", metric.update, outputs, targets)
-                self._update_twin(name, how, outputs, targets)
+                self._update_twin(name, taking, outputs, targets)
 
-    def _update_twin(self, name: str, how: Any, outputs: Any, targets: Any) -> None:
+    def _update_twin(self, name: str, taking: Any, outputs: Any, targets: Any) -> None:
         """Give a metric's twin what the metric was just given, if that may be taken for logits."""
-        found = how.checked(name)
-        if found is None:
+        outside_now = taking.checked(name)
+        if outside_now is None:
             return
-        twin, outside = self._twins.get(name) or (self._new_twin(self._metrics[name]), found)
-        how.as_logits = True
+        twin, outside = self._twins.get(name) or (self._new_twin(self._metrics[name]), outside_now)
+        taking.as_logits = True
         told(f"metric {name!r}", twin.update, outputs, targets)
-        self._twins[name] = twin, outside | found
+        self._twins[name] = twin, outside | outside_now
 
     def _new_twin(self, metric: Any) -> Any:
         twin = copy.deepcopy(metric)
@@ -167,19 +167,19 @@ class Objects:
             own[name] |= {_AS_LOGITS: _states(twin), _OUTSIDE: outside.cpu()}
         return [*self._earlier, own] if own else self._earlier
 
-    def load(self, found: Sequence[States]) -> None:
+    def load(self, states: Sequence[States]) -> None:
         """Replace the state by what `states` returned, on one rank or on several."""
         self.reset()
-        if len(found) == 1:
-            self._put_together(found)
+        if len(states) == 1:
+            self._put_together(states)
         else:
-            self._earlier = list(found)
+            self._earlier = list(states)
 
-    def _put_together(self, found: Sequence[States]) -> None:
+    def _put_together(self, of_ranks: Sequence[States]) -> None:
         """Combine states of ranks, those of twins, too."""
         self._clear()
         for name, metric in self._metrics.items():
-            ranks = [states[name] for states in found if name in states]
+            ranks = [states[name] for states in of_ranks if name in states]
             _put_into(metric, ranks)
             twins = [states[_AS_LOGITS] for states in ranks if _AS_LOGITS in states]
             if twins:
@@ -204,11 +204,11 @@ class Objects:
         ranks = world.gather(self.states() if states is None else states)
         whole = Objects(self._metrics, torch.device("cpu"))
         whole._put_together([states for rank in ranks for states in rank])
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for name, metric in whole._decided().items():
             if name not in without:
-                found |= _numbers(name, metric)
-        return found
+                values |= _numbers(name, metric)
+        return values
 
     def _decided(self) -> dict[str, Any]:
         """Return of each metric what counts: itself or its twin."""
@@ -341,8 +341,8 @@ class EpochMetrics:
         late = {name for name, parts in of_names if parts}
         for part in self._parts:
             part.late = late
-        found = dict(zip(some.functions, totals, strict=False))
-        whole = {n: total / samples for n, total in found.items() if n not in late}
+        sums = dict(zip(some.functions, totals, strict=False))
+        whole = {n: total / samples for n, total in sums.items() if n not in late}
         states = [state for part in self._parts for state in part.objects.states()]
         return {**whole, **some.objects.values(world, late, states)}
 
@@ -424,8 +424,8 @@ class _PartMetrics:
         """Return what a checkpoint keeps of this rank, after `settle`."""
         named: list[States] = [dict(zip(self.functions, self._sums, strict=True))]  # type: ignore[arg-type]
         sums, *states = (
-            {name: value for name, value in found.items() if name not in self.late}
-            for found in named + self.objects.states()
+            {name: value for name, value in values.items() if name not in self.late}
+            for values in named + self.objects.states()
         )
         return {"sums": sums, "states": states, "samples": self._samples}
 

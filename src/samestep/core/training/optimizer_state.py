@@ -123,20 +123,20 @@ def joined(
     names = {id(p): name for name, p in model.named_parameters()}
     owners: dict[int, str] = {}
     for number, one in enumerate(optimizers, 1):
-        told = f"number {number}, {type(one).__name__},"
+        this = f"number {number}, {type(one).__name__},"
         held = [p for group in one.param_groups for p in group["params"]]
         if not (may_unfreeze or any(p.requires_grad for p in held)):
             raise UserError(
-                f"Of the recipe's optimizers{place}, {told} is given nothing to train. Give it "
+                f"Of the recipe's optimizers{place}, {this} is given nothing to train. Give it "
                 "parameters that require a gradient, or leave it out."
             )
         if both := [id(p) for p in held if id(p) in owners]:
             shared = listed([names.get(key, "a parameter") for key in both])
             raise UserError(
-                f"The recipe's optimizers{place} overlap: {owners[both[0]]} and {told} are both "
+                f"The recipe's optimizers{place} overlap: {owners[both[0]]} and {this} are both "
                 f"given {shared}. Give each parameter to one of them."
             )
-        owners |= dict.fromkeys(map(id, held), told)
+        owners |= dict.fromkeys(map(id, held), this)
     if not optimizers:
         raise UserError(f"The recipe's optimizer{place} returned an empty list.")
     return Joint(optimizers) if len(optimizers) > 1 else optimizers[0]
@@ -158,13 +158,13 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def what_groups_keep(
-    optimizer: torch.optim.Optimizer, made: Sequence[Group], scheduled: Collection[str] = ()
+    optimizer: torch.optim.Optimizer, initial: Sequence[Group], scheduled: Collection[str] = ()
 ) -> list[dict[str, Any]]:
     """Return for a checkpoint which entries of each group were gathered since it was made.
 
     Args:
         optimizer: after some steps.
-        made: what `groups_of` returned when it was new.
+        initial: what `groups_of` returned when it was new.
         scheduled: entries that a scheduler sets.
     """
     return [
@@ -179,7 +179,7 @@ def what_groups_keep(
             ),
             "dtypes": _dtypes(group),
         }
-        for group, new in zip(optimizer.param_groups, made, strict=True)
+        for group, new in zip(optimizer.param_groups, initial, strict=True)
     ]
 
 
@@ -200,7 +200,7 @@ def alike(one: Any, other: Any) -> bool:
 def load_state(
     optimizer: torch.optim.Optimizer,
     saved: dict[str, Any],
-    made: Sequence[Group] = (),
+    initial: Sequence[Group] = (),
     kept: Sequence[Group] | None = None,
 ) -> None:
     """Load an optimizer's state; its settings and kernel stay those that it was built with.
@@ -210,7 +210,7 @@ def load_state(
     Args:
         optimizer: a new one.
         saved: what its `state_dict` returned.
-        made: what `groups_of` returned when it was new.
+        initial: what `groups_of` returned when it was new.
         kept: of a recipe's own, what `what_groups_keep` returned; earlier versions have no such.
 
     Raises:
@@ -218,7 +218,7 @@ def load_state(
     """
     several = saved.get("optimizers") if isinstance(saved, dict) else None
     if isinstance(optimizer, Joint) or (several is not None and not _has_its_own(optimizer)):
-        _load_each(members_of(optimizer), several or [saved], made, kept)
+        _load_each(members_of(optimizer), several or [saved], initial, kept)
         return
     own = [dict(group) for group in optimizer.param_groups]
     its: Sequence[Group] = saved.get("param_groups", ()) if isinstance(saved, dict) else ()
@@ -230,15 +230,15 @@ def load_state(
     from samestep.base.patches import patched  # noqa: PLC0415 - to resume only
 
     if RATIO in own[0] or kept is not None or any(RATIO in group for group in its):
-        gathered = _gathered(optimizer, its, made or own, kept)
+        gathered = _gathered(optimizer, its, initial or own, kept)
         same_types = kept is not None and [_dtypes(g) for g in own] == [g["dtypes"] for g in kept]
         try:
             with patched((torch.optim.Optimizer, _POLICY, partial(_placed, same_types))):
                 _load(optimizer, saved, own, its)
         except Exception as error:
             kind = type(optimizer).__name__
-            told = f"The recipe's optimizer, {kind}, failed to load what the checkpoint holds"
-            blame(told, error, type(optimizer).load_state_dict)
+            what = f"The recipe's optimizer, {kind}, failed to load what the checkpoint holds"
+            blame(what, error, type(optimizer).load_state_dict)
         take_settings(optimizer, own, gathered)
         return
     if any(("momentum" in mine) != ("momentum" in one) for mine, one in zip(own, its, strict=True)):
@@ -251,7 +251,7 @@ def load_state(
 def _load_each(
     members: Sequence[torch.optim.Optimizer],
     saved: Sequence[dict[str, Any]],
-    made: Sequence[Group],
+    initial: Sequence[Group],
     kept: Sequence[Group] | None,
 ) -> None:
     if len(members) != len(saved):
@@ -262,7 +262,7 @@ def _load_each(
     start = 0
     for one, state in zip(members, saved, strict=True):
         here = slice(start, start := start + len(one.param_groups))
-        load_state(one, state, made[here], None if kept is None else kept[here])
+        load_state(one, state, initial[here], None if kept is None else kept[here])
 
 
 def _has_its_own(optimizer: torch.optim.Optimizer) -> bool:
@@ -273,19 +273,19 @@ def _has_its_own(optimizer: torch.optim.Optimizer) -> bool:
 def _gathered(
     optimizer: torch.optim.Optimizer,
     its: Sequence[Group],
-    made: Sequence[Group],
+    initial: Sequence[Group],
     kept: Sequence[Group] | None,
 ) -> list[set[str]]:
     """Return what a checkpoint's groups have gathered; refuse another kind of optimizer's."""
     if kept is not None:
-        found = [set(group["gathered"]) for group in kept]
+        gathered = [set(group["gathered"]) for group in kept]
         names = [set(group["made"]) for group in kept]
-        fits = [n - _KERNELS for n in names] == [{*g} - _KERNELS - {"params"} for g in made]
+        fits = [n - _KERNELS for n in names] == [{*g} - _KERNELS - {"params"} for g in initial]
     else:
         # Earlier versions did not say: no argument of the class is gathered, most likely.
         arguments = signature(type(optimizer).__init__).parameters
-        pairs = list(zip(its, made, strict=False))
-        found = [
+        pairs = list(zip(its, initial, strict=False))
+        gathered = [
             {
                 name
                 for name, value in group.items()
@@ -295,7 +295,7 @@ def _gathered(
             }
             for group, new in pairs
         ]
-        found += [set[str]()] * (len(made) - len(found))
+        gathered += [set[str]()] * (len(initial) - len(gathered))
         fits = all(
             not new.keys() - group.keys() - _SET_HERE
             and not _ARGUMENTS & (group.keys() - new.keys())
@@ -308,17 +308,17 @@ def _gathered(
             "does not fit this one. Use the optimizer of the run that wrote it, or start a new "
             "run."
         )
-    return found
+    return gathered
 
 
 def take_settings(
     optimizer: torch.optim.Optimizer, own: Sequence[Group], gathered: Sequence[Collection[str]]
 ) -> None:
     """Give each group its own entries, but for what it has gathered."""
-    for group, mine, found in zip(optimizer.param_groups, own, gathered, strict=True):
-        for name in group.keys() - mine.keys() - {*found}:
+    for group, mine, kept in zip(optimizer.param_groups, own, gathered, strict=True):
+        for name in group.keys() - mine.keys() - {*kept}:
             del group[name]  # a scheduler's that is no longer there
-        group.update({n: v for n, v in mine.items() if n != "params" and n not in found})
+        group.update({n: v for n, v in mine.items() if n != "params" and n not in kept})
 
 
 def _load(
@@ -410,8 +410,8 @@ class Trial:
         except Exception as error:
             cause = error.__cause__ or error
             # Its code may read numbers in tensors, which these have not.
-            told = str(error) if isinstance(error, UserError) else said(cause)
-            return "" if "meta" in f"{error} {said(cause)}".lower() else told
+            message = str(error) if isinstance(error, UserError) else said(cause)
+            return "" if "meta" in f"{error} {said(cause)}".lower() else message
         return difference(saved, back)
 
     def lost_counts(self, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -421,12 +421,12 @@ class Trial:
         """
         if self._twin is None:
             return []
-        found = list[str]()
+        lost = list[str]()
         for one, twin in zip(members_of(optimizer), members_of(self._twin), strict=True):
             back = vars(twin)
             numbers = {n: v for n, v in vars(one).items() if isinstance(v, int | float)}
-            found += [n for n, v in numbers.items() if n[0] != "_" and repr(back.get(n)) != repr(v)]
-        return found
+            lost += [n for n, v in numbers.items() if n[0] != "_" and repr(back.get(n)) != repr(v)]
+        return lost
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:

@@ -22,7 +22,7 @@ _PRODUCTS = tuple(getattr(torch.ops.aten, n) for n in ("mm", "addmm", "bmm", "ba
 
 
 @contextlib.contextmanager
-def sharded_update(told: str, *, looks: bool) -> Iterator[None]:
+def sharded_update(what: str, *, looks: bool) -> Iterator[None]:
     """Within this, let torch's Muon orthogonalise whole matrices; all ranks step.
 
     One at a time is gathered, and each rank computes what a single process would. The momentum
@@ -42,15 +42,15 @@ def sharded_update(told: str, *, looks: bool) -> Iterator[None]:
     if products.found is not None:
         kind = str(products.found).removeprefix("torch.")
         raise UserError(
-            f"{told}, multiplies matrices of which each rank has a part, and adds up what {kind} "
+            f"{what}, multiplies matrices of which each rank has a part, and adds up what {kind} "
             "has rounded: with --strategy fsdp its updates would be other ones, by percents.",
             remedy="Use --strategy ddp, or torch.optim.Muon, for which matrices are gathered.",
             on_all_ranks=True,
         )
 
 
-def _of_whole(original: Callable[..., Tensor], update: Tensor, *how: Any, **more: Any) -> Tensor:
-    return sharded_as(original(whole(update), *how, **more), update)
+def _of_whole(original: Callable[..., Tensor], update: Tensor, *given: Any, **more: Any) -> Tensor:
+    return sharded_as(original(whole(update), *given, **more), update)
 
 
 class _PartialProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]

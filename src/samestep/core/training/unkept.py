@@ -64,7 +64,7 @@ class Unkept(NamedTuple):
 
     def notes(self, remedy: str) -> list[str]:
         """Return what to tell before the first step; `remedy` is for buffers of one rank."""
-        found = {
+        names_by_note = {
             f"The loss changes {listed(self.loss, 3)} from call to call, and no checkpoint holds "
             "it: a resume will be refused. Let the loss name `step` or `epoch` among its "
             "arguments.": self.loss,
@@ -76,7 +76,7 @@ class Unkept(NamedTuple):
             f"The model's buffer {listed(self.of_rank, 3)} is made of rank 0's own samples, so "
             f"this is another training than on one rank. {remedy}": self.of_rank,
         }
-        return [note for note, names in found.items() if names]
+        return [note for note, names in names_by_note.items() if names]
 
 
 def of_loss(
@@ -113,8 +113,8 @@ def of_buffers(
 
     `forward` calls it in training mode with that many samples, of which there are `rows`.
     """
-    lost, made = _watched(model, world)
-    if not (lost | made):
+    lost, own = _watched(model, world)
+    if not (lost | own):
         return {}
     put_back = keep_buffers(model)
     seen: list[dict[str, Tensor]] = []
@@ -138,7 +138,7 @@ def of_buffers(
             n for n, (a, b) in pairs.items() if a.shape == b.shape and not torch.equal(a, b)
         )
 
-    floats = {n for n in made if n in first and first[n].is_floating_point() and half is not again}
+    floats = {n for n in own if n in first and first[n].is_floating_point() and half is not again}
     return {"lost": apart(again, lost), "of_rank": apart(half, floats)}
 
 
@@ -147,14 +147,14 @@ def of_forward(
 ) -> tuple[str, ...]:
     """Return what a copy of a model keeps that decides its outputs; `function` is the recipe's."""
     put_back = keep_buffers(model)
-    made: list[list[Any]] = []
+    outputs_seen: list[list[Any]] = []
     prints: list[dict[str, str]] = []
 
     def look() -> None:
         put_back()
         with random_numbers(0):
             outputs = forward(rows)
-        made.append([t.clone() for t in tree_leaves(outputs) if isinstance(t, Tensor)])
+        outputs_seen.append([t.clone() for t in tree_leaves(outputs) if isinstance(t, Tensor)])
         prints.append(forward_prints(model, function))
 
     with contextlib.suppress(Exception):  # the first step tells how it fails
@@ -162,7 +162,7 @@ def of_forward(
         look()
         if differing(*prints):  # the first call may fill what later ones only read
             look()
-    if len(made) < 3 or all(map(torch.equal, made[1], made[2])):
+    if len(outputs_seen) < 3 or all(map(torch.equal, outputs_seen[1], outputs_seen[2])):
         return ()
     return tuple(n.removeprefix("the model's ") for n in differing(prints[1], prints[2]))
 
@@ -172,8 +172,8 @@ def _watched(model: nn.Module, world: World) -> tuple[set[str], set[str]]:
     names = {n for n, _ in model.named_buffers()}
     several = world.world_size > 1 and not world.virtual_ranks
     norms = tuple(f"{n}." if n else "" for n in batch_norms(model))
-    made = {n for n in names if several and not (norms and n.startswith(norms))}
-    return names - {*model.state_dict()}, made
+    own = {n for n in names if several and not (norms and n.startswith(norms))}
+    return names - {*model.state_dict()}, own
 
 
 def at_first_forward(model: nn.Module, world: World, tell: Callable[[Unkept], None]) -> None:
@@ -225,7 +225,7 @@ def count_of_calls(model: nn.Module, tell: Callable[[list[str]], None]) -> None:
         if len(seen) == _CALLS:
             hook.remove()
             one, other = seen[-2:]
-            if found := [n for n, value in other.items() if repr(one.get(n)) != repr(value)]:
-                tell(found)
+            if changed := [n for n, value in other.items() if repr(one.get(n)) != repr(value)]:
+                tell(changed)
 
     hook = model.register_forward_pre_hook(look)

@@ -62,12 +62,12 @@ def form(corpus: Corpus, kept: KeptForm | None) -> Array:
     """
     kept = kept or KeptForm()
     usual = kept.usual or _USUAL * (OVERS * _WICKETS)
-    found = np.zeros((len(corpus.innings["start"]), WIDTH), np.float32)
+    rows = np.zeros((len(corpus.innings["start"]), WIDTH), np.float32)
     for row, parties in enumerate(_walk(corpus, usual, {}, kept)):
         rated = np.array(parties)
-        found[row, :9] = np.column_stack([rated[:, :2] * _SCALE, np.log1p(rated[:, 2]) / 8]).ravel()
-        found[row, 9:] = rated[:, :2].sum(axis=0) * _SCALE
-    return found
+        rows[row, :9] = np.column_stack([rated[:, :2] * _SCALE, np.log1p(rated[:, 2]) / 8]).ravel()
+        rows[row, 9:] = rated[:, :2].sum(axis=0) * _SCALE
+    return rows
 
 
 def _usual_of(corpus: Corpus, matches: Array) -> tuple[float, ...]:

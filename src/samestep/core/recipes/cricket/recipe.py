@@ -251,7 +251,7 @@ def complete(options: CricketOptions) -> CricketOptions:
     seen = digests(corpus)[np.concatenate([train, parts["validation"]])]
     return replace(
         options,
-        **{name: getattr(options, name) or found for name, found in vars(names).items()},
+        **{name: getattr(options, name) or value for name, value in vars(names).items()},
         form_names=done.names,
         form=done.ratings,
         form_usual=done.usual,
