@@ -165,8 +165,8 @@ class Mirror:
             self._note()
 
     def _changed(self) -> dict[str, Path]:
-        found = (file for pattern in FILES for file in sorted(self._run.glob(pattern)))
-        files = [f for f in found if f.name[0] != "." and f.is_file() and not f.is_symlink()]
+        matches = (file for pattern in FILES for file in sorted(self._run.glob(pattern)))
+        files = [f for f in matches if f.name[0] != "." and f.is_file() and not f.is_symlink()]
         named = {file.relative_to(self._run).as_posix(): file for file in files}
         return {name: file for name, file in named.items() if self._sent.get(name) != _state(file)}
 
@@ -213,8 +213,8 @@ class Mirror:
 
 
 def _state(file: Path) -> tuple[int, int]:
-    found = file.stat()
-    return found.st_mtime_ns, found.st_size
+    stat = file.stat()
+    return stat.st_mtime_ns, stat.st_size
 
 
 def _remove(store: Store, name: str) -> None:

@@ -86,17 +86,17 @@ def checked_settings(given: Mapping[str, Any], call: str) -> dict[str, Any]:
         UserError: one is of another type than the setting, or out of its range.
     """
     types = _field_types(Settings)
-    found = {
+    settings = {
         name: of_type(plain_value(value), types[name], f"{call}({name}={value!r})")
         for name, value in given.items()
     }
     try:
-        Settings(**found)
+        Settings(**settings)
     except UserError as error:
         name = next(iter(error.flags), "")
         must = error.what.partition("; ")[2] or error.what
         raise UserError(f"{call}({name}={given.get(name)!r}): {must}") from error
-    return found
+    return settings
 
 
 def kept_options(recipe: Recipe, options: Any, *, completed: bool = False) -> Any:

@@ -36,7 +36,7 @@ def parameters_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:
     """Return what is to be trained of some modules, optimizers and parameters, each once."""
-    found: dict[int, Tensor] = {}
+    by_id: dict[int, Tensor] = {}
     for one in trained:
         if isinstance(one, nn.Module):
             parameters: list[Any] = [*one.parameters()]
@@ -49,13 +49,13 @@ def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:
                 f"run.backward(loss, …) takes modules, optimizers or parameters, not a "
                 f"{type(one).__name__}."
             )
-        found |= {id(p): p for p in parameters if p.requires_grad}
-    if not found:
+        by_id |= {id(p): p for p in parameters if p.requires_grad}
+    if not by_id:
         raise UserError(
             "run.backward(loss, …) got no parameters to train: name the modules or the optimizers "
             "whose gradients are wanted, as in run.backward(loss, model)."
         )
-    return list(found.values())
+    return list(by_id.values())
 
 
 def weight_of(

@@ -71,8 +71,8 @@ class RankState:
     def _take(self, tree: Any, who: str) -> None:
         leaves = tree_leaves(tree)
         if not (leaves and all(isinstance(leaf, Tensor) for leaf in leaves)):
-            found = describe(tree) if tree is not None else "None (is a `return` missing?)"
-            raise UserError(f"{who} {found}; it must be a tree of tensors.")
+            given = describe(tree) if tree is not None else "None (is a `return` missing?)"
+            raise UserError(f"{who} {given}; it must be a tree of tensors.")
         device = self._world.device
         self._now = map_tensors(lambda leaf: leaf.detach().to(device, copy=True), tree)
 

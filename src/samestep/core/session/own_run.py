@@ -426,8 +426,8 @@ class OwnRun:
         world, step = own.world, own.position.step
         self._batches.passes.add(step)
         weight = weight_of(batch.weight, terms, loss, world)
-        how: Any = {"step": step, "retain_graph": retain_graph, "kept": self._sums}
-        total = backward(loss, parameters, world, weight, **how)
+        options: Any = {"step": step, "retain_graph": retain_graph, "kept": self._sums}
+        total = backward(loss, parameters, world, weight, **options)
         self._loop.backwards += 1
         own.passed.append(parameters)
         seed_update(own.options.seed, step, world.device, self._loop.backwards)

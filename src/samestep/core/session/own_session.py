@@ -173,15 +173,15 @@ class OwnSession:
         def tell(record: Record) -> None:
             say(self.world, f"{record['tracker']}: {record['text']}")
 
-        found = starts(tell=tell, stopped=lambda: bool(self.received.signum))
-        self.session.add_sink(self._trackers.enter_context(found).take)
+        trackers = starts(tell=tell, stopped=lambda: bool(self.received.signum))
+        self.session.add_sink(self._trackers.enter_context(trackers).take)
 
     def _choose_path(self) -> Path:
         options, named = self.options, self.options.path or os.environ.get(JOB_RUN)
         path = Path(named or new_run_path(options.name))
         if not options.resume:
-            how = "Continue it with open_run(…, resume=True), or name another directory."
-            refuse_taken(path, how)
+            remedy = "Continue it with open_run(…, resume=True), or name another directory."
+            refuse_taken(path, remedy)
         elif not named:
             say(self.world, f"{path} is a new run: to continue it, name it in open_run.")
         return path
@@ -243,15 +243,15 @@ class OwnSession:
                 world.take_from_main(parameter.detach())
         resumes = self.options.resume and world.on_main(lambda: is_run(self.path))
         kept = tuple(f"state/{name}" for name in state if name not in self.modules())
-        if resumes and (found := load_newest(self.path, world, own=kept)):
+        if resumes and (loaded := load_newest(self.path, world, own=kept)):
             world.on_main(lambda: remove_unfinished(self.path))
-            world.on_every(lambda: self._restore(found.content))
-            sums = found.content["sums"]
+            world.on_every(lambda: self._restore(loaded.content))
+            sums = loaded.content["sums"]
             if len(sums) == world.world_size:
                 self.means.sums = sums[world.rank]
             elif world.is_main:  # on another number of ranks, it takes all
                 self.means.sums = added_up(sums)
-            self._resumed = found.entry.path, found.problems
+            self._resumed = loaded.entry.path, loaded.problems
             self._saved_at = self.position.epoch, self.position.step
         self.agreement.start(self.position.step)
 
@@ -416,12 +416,12 @@ class OwnSession:
         self.settle()
         folder = self.path / "checkpoints"
         problems: list[str] = []
-        found = load_first(self.world, folder, lambda: [find_checkpoint(folder, "best")], problems)
-        if found is None:
+        loaded = load_first(self.world, folder, lambda: [find_checkpoint(folder, "best")], problems)
+        if loaded is None:
             raise UserError(problems[0], on_all_ranks=True)
         for name, module in self.modules().items():
-            own_state.load_one(name, module, found.content["state"][name])
-        return found.entry.epoch
+            own_state.load_one(name, module, loaded.content["state"][name])
+        return loaded.entry.epoch
 
     def save(self) -> None:
         """Save where the run stands, if it is not saved yet; all ranks call it."""
@@ -478,17 +478,17 @@ class OwnSession:
             more = "With resume=True it continues from there; run.finish() ends it for good."
             say(self.world, f"The run was {reason}. {more}")
         self.session.emit({"event": "stop", "step": step, "reason": reason})
-        how = {"recipe": self.options.name, "status": status, "reason": reason}
+        outcome = {"recipe": self.options.name, "status": status, "reason": reason}
         total = self.order.get("global_batch_size")
-        run.write_result(run_result(self.world, self.position, **how, global_batch_size=total))
+        run.write_result(run_result(self.world, self.position, **outcome, global_batch_size=total))
 
     def close(self, error: BaseException | None) -> None:
         """Stop catching signals, and let another process open the run."""
         self._hook.remove()
-        how: Any = (None, None, None)
+        raised: Any = (None, None, None)
         if error is not None and not isinstance(error, Stopped):
-            how = type(error), error, error.__traceback__
-        self._trackers.__exit__(*how)
+            raised = type(error), error, error.__traceback__
+        self._trackers.__exit__(*raised)
         # After a failure, a signal that no training could act on is kept for who reports that.
-        self._signals.__exit__(*how)
+        self._signals.__exit__(*raised)
         self.session.close()

@@ -161,8 +161,8 @@ def plain(value: Any, name: str = "", *, free: Collection[str] = ()) -> Any:
     if isinstance(value, list | tuple):
         parts = [plain(part, f"{name}[{place}]") for place, part in enumerate(value)]
         return [part for part in parts if part is not None]
-    found = _simple(value)
-    if value is not None and found is None:
+    simple = _simple(value)
+    if value is not None and simple is None:
         raise UserError(
             f"open_run(settings=…): settings{name} is a {type(value).__name__}, which settings."
             "toml cannot hold, so a resumed run could not be compared by it.",
@@ -170,7 +170,7 @@ def plain(value: Any, name: str = "", *, free: Collection[str] = ()) -> Any:
             "may_change=[…].",
         )
     # As a number, NaN differs from itself.
-    return found if not isinstance(found, float) or math.isfinite(found) else str(found)
+    return simple if not isinstance(simple, float) or math.isfinite(simple) else str(simple)
 
 
 def _kept(key: str, value: Any, name: str, free: Collection[str]) -> Any:
@@ -188,8 +188,8 @@ def _opened(value: Any) -> Any:
     Of a set the order differs from process to process.
     """
     if isinstance(value, torch.dtype | torch.device | Enum | date | time | Number | range):
-        found = _simple(plain_value(value))
-        return str(value) if found is None else found
+        simple = _simple(plain_value(value))
+        return str(value) if simple is None else simple
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
     if is_dataclass(value) and not isinstance(value, type):
@@ -207,14 +207,14 @@ def _simple(value: Any) -> str | int | float | None:
 
 def checked_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `run.state` holds, for a checkpoint."""
-    found = {str(name): _simple(value) for name, value in values.items()}
+    simple = {str(name): _simple(value) for name, value in values.items()}
     for name, value in values.items():
-        if value is not None and found[str(name)] is None:
+        if value is not None and simple[str(name)] is None:
             raise UserError(
                 f"run.state[{name!r}] is a {type(value).__name__}; it may hold numbers and texts. "
                 "Of a tensor take .item(); what has a state_dict belongs to run.epochs(…, state=…)."
             )
-    return found
+    return simple
 
 
 def check_order(
@@ -373,11 +373,11 @@ def _add(sums: Sums, name: str, total: float, weight: float) -> None:
 
 def added_up(ranks: list[Sums]) -> Sums:
     """Return the sums of all ranks; names in the order of the first rank."""
-    found: Sums = {}
+    total_of: Sums = {}
     for sums in ranks:
         for name, (total, weight) in sums.items():
-            _add(found, name, total, weight)
-    return found
+            _add(total_of, name, total, weight)
+    return total_of
 
 
 def _means(ranks: list[Sums]) -> dict[str, float]:

@@ -47,8 +47,8 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
         if not file.is_file():
             return []
         return _file_changes(run, kept, file)
-    made = recipe is not None and source.startswith(FROM_PYTHON)
-    before = read_object(run / _PIECES) if made else {}
+    in_python = recipe is not None and source.startswith(FROM_PYTHON)
+    before = read_object(run / _PIECES) if in_python else {}
     form = (before.get("python"), before.get("record"))
     if recipe is None or form != (_PYTHON, _RECORD):  # another Python has other byte code
         return []

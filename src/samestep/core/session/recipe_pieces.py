@@ -57,9 +57,9 @@ class _Walk:
                 self._add(one.name, f"{one.name} = {self._repr(getattr(recipe, one.name), depth)}")
         moved = {name for name in self.pieces if name.partition("[")[0] in self.moving}
         moved -= {one.name for one in fields(recipe)}
-        found = {name: text for name, text in self.pieces.items() if name not in moved}
+        pieces = {name: text for name, text in self.pieces.items() if name not in moved}
         imported = named_pieces(self.imported, finder(None))
-        return found | {name: f"# {_hash(text)}" for name, text in imported.items()}
+        return pieces | {name: f"# {_hash(text)}" for name, text in imported.items()}
 
     def _add(self, name: str, text: str) -> None:
         before = self.pieces.get(name)  # two lambdas have the same name
@@ -184,7 +184,7 @@ def _imported_by(function: types.FunctionType) -> set[Parts]:
     package = function.__globals__.get("__package__") or ""
     known = {**function.__globals__, **closure_of(function)}
     modules = {name for name, one in known.items() if isinstance(one, types.ModuleType)}
-    found = set[Parts]()
+    imported = set[Parts]()
     for one in _with_inner(function.__code__):
         steps = list(dis.get_instructions(one))
         for place, step in enumerate(steps):
@@ -192,31 +192,31 @@ def _imported_by(function: types.FunctionType) -> set[Parts]:
                 rest = itertools.takewhile(
                     lambda s: s.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[place + 1 :]
                 )
-                found.add((*known[step.argval].__name__.split("."), *(s.argval for s in rest)))
+                imported.add((*known[step.argval].__name__.split("."), *(s.argval for s in rest)))
             elif step.opname == "IMPORT_NAME":
                 level, names = (before.argval for before in steps[place - 2 : place])
                 above = package.split(".")[: len(package.split(".")) + 1 - level] if level else ()
                 module = (*above, *filter(None, step.argval.split(".")))
-                found |= {(*module, name) for name in names} if names else {module}
-    return found
+                imported |= {(*module, name) for name in names} if names else {module}
+    return imported
 
 
 def _keys(code: types.CodeType, name: str) -> set[Any] | None:
     """Return the keys by which code reads the dict of this name; None if it has other uses."""
-    found = set[Any]()
+    keys = set[Any]()
     for one in _with_inner(code):
         steps = list(dis.get_instructions(one))
         for step, key, use in zip(steps, steps[1:], [*steps[2:], steps[-1]], strict=False):
             if step.argval == name and step.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"):
                 if key.opname != "LOAD_CONST" or use.opname != "BINARY_SUBSCR":
                     return None
-                found.add(key.argval)
-    return found
+                keys.add(key.argval)
+    return keys
 
 
 def _changed_by(code: types.CodeType) -> set[str]:
     """Return the names of a module, or of an outer function, whose values code changes."""
-    found = set()
+    changed = set()
     for one in _with_inner(code):
         loaded = {}  # where an expression begins → the name that it begins with
         for step in dis.get_instructions(one):
@@ -225,17 +225,17 @@ def _changed_by(code: types.CodeType) -> set[str]:
                 case "LOAD_GLOBAL" | "LOAD_DEREF":
                     loaded[at] = step.argval
                 case "STORE_GLOBAL":
-                    found.add(step.argval)
+                    changed.add(step.argval)
                 case "STORE_DEREF" if step.argval in one.co_freevars:
-                    found.add(step.argval)
+                    changed.add(step.argval)
                 case "STORE_SUBSCR" | "DELETE_SUBSCR" if at in loaded:
-                    found.add(loaded[at])
+                    changed.add(loaded[at])
                 case "STORE_ATTR" if at in loaded:
-                    found |= {loaded[at], f"{loaded[at]}.{step.argval}"}
+                    changed |= {loaded[at], f"{loaded[at]}.{step.argval}"}
                 case "LOAD_ATTR" | "LOAD_METHOD" if at in loaded:
                     if step.argval in _CHANGING or step.argval.endswith("_"):
-                        found.add(loaded[at])
-    return found
+                        changed.add(loaded[at])
+    return changed
 
 
 def _is_plain(value: Any) -> bool:
@@ -255,10 +255,10 @@ def _is_plain(value: Any) -> bool:
 
 def _constants(code: types.CodeType) -> tuple[Any, ...]:
     """Return the constants of code, without its docstring."""
-    found = code.co_consts
+    constants = code.co_consts
     may_have = sys.version_info < (3, 13) or code.co_flags & 0x4000000  # CO_HAS_DOCSTRING
-    is_doc = may_have and code.co_name[0] != "<" and found and isinstance(found[0], str)
-    return found[1:] if is_doc else found
+    is_doc = may_have and code.co_name[0] != "<" and constants and isinstance(constants[0], str)
+    return constants[1:] if is_doc else constants
 
 
 def _is_own(module: str | None) -> bool:

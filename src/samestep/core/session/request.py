@@ -148,8 +148,8 @@ def draft(
         source = str((folder / source).resolve())
     if run is not None and folder != Path.cwd():
         run = folder / run
-    found = _layered(source, recipe, tables)
-    return replace(found, run=run, folder=folder, script_args=tuple(script_args))
+    layered = _layered(source, recipe, tables)
+    return replace(layered, run=run, folder=folder, script_args=tuple(script_args))
 
 
 def _run_of(target: str) -> Path | None:

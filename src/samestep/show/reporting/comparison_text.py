@@ -228,10 +228,10 @@ def _verdict(result: SameTraining, other: str, one: str) -> str:
     size = f"by at most {result.largest:.1e}, at step {result.largest_at:,}"
     explained = f"(rounding explains {result.tolerance:.0e})."
     if result.verdict == "rounding":
-        alike = f"{other} is the same training as {one}, to rounding"
+        same = f"{other} is the same training as {one}, to rounding"
         equal = not result.largest and result.weights_step is not None
         differ = "are equal, the weights are not." if equal else f"differ {size} {explained}"
-        return f"{alike}: the losses of {steps} {differ}"
+        return f"{same}: the losses of {steps} {differ}"
     if result.last_alike is None:
         apart = f"{other} is another training than {one}: of {steps} the losses differ from the"
         return f"{apart} first on, {size} {explained}"
