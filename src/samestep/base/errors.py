@@ -309,13 +309,13 @@ def file_error(error: BaseException) -> UserError | None:
 
 def _in_module(error: BaseException) -> str:
     """Return " in the module CLASS" for the innermost `forward` that raised, or nothing."""
-    found, step = "", error.__traceback__
+    where, step = "", error.__traceback__
     while step is not None:
         code, owner = step.tb_frame.f_code, step.tb_frame.f_locals.get("self")
         if code.co_name == "forward" and owner is not None:
-            found = f" in the module {type(owner).__name__}"
+            where = f" in the module {type(owner).__name__}"
         step = step.tb_next
-    return found
+    return where
 
 
 def is_not_deterministic(error: BaseException) -> bool:
@@ -364,7 +364,7 @@ def defined_at(*makers: object) -> str:
 
     Several are named: " (model: FILE:LINE, data: FILE:LINE)".
     """
-    found = {}
+    names = {}
     for maker in (getattr(maker, "__wrapped__", maker) for maker in makers):
         kind = maker if isinstance(maker, type) else type(maker)
         methods = (getattr(kind, name, None) for name in _METHODS)
@@ -372,10 +372,10 @@ def defined_at(*makers: object) -> str:
             code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
             if code is not None and is_users(code.co_filename):
                 name = getattr(maker, "__name__", kind.__name__)
-                found[f"{code.co_filename}:{code.co_firstlineno}"] = name
+                names[f"{code.co_filename}:{code.co_firstlineno}"] = name
                 break
-    shown = [*found] if len(found) == 1 else [f"{name}: {place}" for place, name in found.items()]
-    return f" ({', '.join(shown)})" if found else ""
+    shown = [*names] if len(names) == 1 else [f"{name}: {place}" for place, name in names.items()]
+    return f" ({', '.join(shown)})" if names else ""
 
 
 _PACKAGES = (os.path.dirname(__file__), os.__file__)  # noqa: PTH120

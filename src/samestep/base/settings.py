@@ -43,10 +43,10 @@ def may_change(default: T) -> T:
 
 def free_names(*kinds: type | None, virtual_ranks: object = None) -> frozenset[str]:
     """Return the names of the fields that may change on resume."""
-    found = (one for kind in kinds if kind is not None for one in fields(kind))
+    every_field = (one for kind in kinds if kind is not None for one in fields(kind))
     return frozenset(
         one.name
-        for one in found
+        for one in every_field
         if (always := one.metadata.get("may_change")) is not None
         and (always or virtual_ranks is None)
     )
@@ -57,7 +57,7 @@ def field_docs(kind: type) -> dict[str, str]:
     import ast  # noqa: PLC0415 - only for help
     import inspect  # noqa: PLC0415
 
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for one in reversed(kind.__mro__):
         try:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
@@ -70,8 +70,8 @@ def field_docs(kind: type) -> dict[str, str]:
                     ast.AnnAssign(target=ast.Name(id=name)),
                     ast.Expr(value=ast.Constant(value=str(text))),
                 ):
-                    found[name] = " ".join(text.split())
-    return found
+                    docs[name] = " ".join(text.split())
+    return docs
 
 
 class _WithFields:
@@ -434,10 +434,10 @@ def own_names(table: Mapping[str, Any], where: object) -> dict[str, Any]:
     `global_batch_size` is `batch_size`; `eval_every = "500steps"` sets `eval_every_steps`; `monitor
     = "loss:min"` sets `mode`, too; a table `track` sets `track` by its `to` and `track_KEY` by KEY.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in table.items():
         for one, given in _fields_set_by(name, value, where).items():
-            before = found.get(one, table.get(one))
+            before = settings.get(one, table.get(one))
             if one != name and before not in (None, given):
                 limit = "; micro_batch_size limits what one rank computes at once"
                 raise UserError(
@@ -445,8 +445,8 @@ def own_names(table: Mapping[str, Any], where: object) -> dict[str, Any]:
                     remedy=f"Keep one of them{limit if one == 'batch_size' else ''}.",
                     flags=[one],
                 )
-            found[one] = given
-    return found
+            settings[one] = given
+    return settings
 
 
 def _fields_set_by(name: str, value: Any, where: object) -> dict[str, Any]:
@@ -461,18 +461,18 @@ def _fields_set_by(name: str, value: Any, where: object) -> dict[str, Any]:
     if name not in MERGED or value is None:
         return {name: value}
     parts = value.split(",") if isinstance(value, str) else value
-    found: dict[str, Any] = {}
+    intervals: dict[str, Any] = {}
     for part in parts if isinstance(parts, list | tuple) else [parts]:
         match = _INTERVAL.fullmatch(str(part).strip())
         unit = match[2] if match else ""
         whole = bool(match) and (unit == "min" or "." not in match[1])  # type: ignore[index]
         one = f"{name}_{_FIELD_OF[unit]}" if whole else ""
-        if one not in Settings.__dataclass_fields__ or one in found:
+        if one not in Settings.__dataclass_fields__ or one in intervals:
             must = f"give a number with its unit, each unit once, as {MERGED[name][0]}"
             raise UserError(f"{where}: {name} = {value!r}: {must}.", flags=[name])
         number = float(match[1])  # type: ignore[index]
-        found[one] = number if unit == "min" else int(number)
-    return found
+        intervals[one] = number if unit == "min" else int(number)
+    return intervals
 
 
 def merge_layers(*layers: dict[str, object]) -> dict[str, object]:

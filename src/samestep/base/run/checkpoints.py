@@ -165,8 +165,8 @@ def why_not_loaded(error: Exception) -> str:
         return f"objects of {met[1]}"
     met = re.search(r"WeightsUnpickler error: (.+)", text)
     line = (met[1] if met else text).splitlines()[0]
-    found = [sentence for sentence in line.split(". ") if "weights_only" not in sentence]
-    return ". ".join(found).rstrip(".") or type(error).__name__
+    sentences = [sentence for sentence in line.split(". ") if "weights_only" not in sentence]
+    return ". ".join(sentences).rstrip(".") or type(error).__name__
 
 
 _LARGE = ("model", "ema", "optimizer", "state")
@@ -255,8 +255,8 @@ def _check_parts(path: Path, state: Mapping[str, Any], entry: Entry) -> None:
 
 def _has(state: Mapping[str, Any], part: str) -> bool:
     first, _, inner = part.partition("/")
-    found = state.get(first)
-    return first in state and (not inner or (isinstance(found, Mapping) and _has(found, inner)))
+    value = state.get(first)
+    return first in state and (not inner or (isinstance(value, Mapping) and _has(value, inner)))
 
 
 def read_file(path: Path) -> Any:

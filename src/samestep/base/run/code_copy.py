@@ -235,12 +235,12 @@ def _folders_of(names: Iterable[str]) -> set[str]:
 
 def _outermost(linked: Mapping[str, str], copied: set[str]) -> dict[str, str]:
     """Return what to link: nothing in a folder that is a link itself, no folder of copied files."""
-    found = dict[str, str]()
+    outermost = dict[str, str]()
     for name in sorted(linked):
         path = PurePosixPath(name)
-        if str(path) not in copied and not any(f"{one}/" in found for one in path.parents):
-            found[name] = linked[name]
-    return found
+        if str(path) not in copied and not any(f"{one}/" in outermost for one in path.parents):
+            outermost[name] = linked[name]
+    return outermost
 
 
 def _check_size(root: Path, names: list[str], sizes: Counter[str]) -> None:
@@ -268,12 +268,12 @@ def import_folders(code: Code, run: Path, *more: Path) -> tuple[str, ...]:
 
     They are those that this process imports from, such as of packages in development, and `more`.
     """
-    copied, found = _folders_of(code.files), []
+    copied, folders = _folders_of(code.files), []
     for folder in [*map(Path, sys.path[1:]), *more]:
         path = folder.resolve()
         if path.is_relative_to(code.root) and str(path.relative_to(code.root)) in copied:
-            found.append(str(run / CODE / path.relative_to(code.root)))
-    return tuple(dict.fromkeys(found))
+            folders.append(str(run / CODE / path.relative_to(code.root)))
+    return tuple(dict.fromkeys(folders))
 
 
 def copy_code(code: Code, run: Path, folders: tuple[str, ...] = ()) -> None:
@@ -335,8 +335,8 @@ def kept_code(run: Path) -> dict[str, Any]:
 def keep_hashes(file: Path, run: Path) -> None:
     """Note what a file and the Python files next to it are, without a copy, as sha256sum does."""
     beside = (path for path in sorted(file.parent.glob("*.py")) if path != file)
-    found = ((_sha256(path), path) for path in (file, *beside) if not {*"\n\\"} & {*str(path)})
-    write_text(run / HASHES, "".join(f"{sha}  {path}\n" for sha, path in found if sha))
+    hashes = ((_sha256(path), path) for path in (file, *beside) if not {*"\n\\"} & {*str(path)})
+    write_text(run / HASHES, "".join(f"{sha}  {path}\n" for sha, path in hashes if sha))
 
 
 def edited_since(run: Path) -> list[str]:

@@ -51,7 +51,7 @@ def named_pieces(names: Iterable[Parts], find: Find) -> Pieces:
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the names of pieces that are not the same, with short values."""
-    found = []
+    changes = []
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
         only_one = old is None or new is None
@@ -61,12 +61,12 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         values = [text.removeprefix(start) for text in (old, new) if text and text[:1] != "#"]
         short = len(values) == 2 and all(len(v) <= _SHOWN and not {*v} & {*"\n#"} for v in values)
         if only_one:
-            found.append(f"{name} ({'new' if old is None else 'gone'})")
+            changes.append(f"{name} ({'new' if old is None else 'gone'})")
         elif short and old and old.startswith(start):
-            found.append(f"{name} (was {values[0]}, is {values[1]})")
+            changes.append(f"{name} (was {values[0]}, is {values[1]})")
         else:
-            found.append(name)
-    return found
+            changes.append(name)
+    return changes
 
 
 def module_path(name: str, file: Path) -> str:
@@ -106,7 +106,7 @@ class _Reach:
         while self.waiting or self._take_subclasses():
             while self.waiting:
                 self._follow_uses(*self.waiting.pop())
-        found: Pieces = {}
+        pieces: Pieces = {}
         for module, places in self.taken.items():
             label = f" in {module_path(module, self.files[module])}" if module else ""
             statements = self.sources[module].statements
@@ -118,8 +118,8 @@ class _Reach:
             ]
             for name, text in parts:  # a name that is given twice has both
                 shown = name + label
-                found[shown] = "\n".join(filter(None, (found.get(shown), text)))
-        return found
+                pieces[shown] = "\n".join(filter(None, (pieces.get(shown), text)))
+        return pieces
 
     def _load(self, module: str) -> ModuleText | None:
         """Return what a module says, if it is the user's own."""
@@ -169,10 +169,12 @@ class _Reach:
         known = {name for _, _, one in classes if one.hooks for name in one.names}
         while more := {n for _, _, one in classes if one.bases & known for n in one.names} - known:
             known |= more
-        found = [(m, p) for m, p, one in classes if one.bases & known and p not in self.taken[m]]
-        for module, place in found:
+        subclasses = [
+            (m, p) for m, p, one in classes if one.bases & known and p not in self.taken[m]
+        ]
+        for module, place in subclasses:
             self._take(module, place)
-        return bool(found)
+        return bool(subclasses)
 
     def _take_all(self, module: str) -> None:
         for place in range(len(self.sources[module].statements)):
@@ -249,11 +251,11 @@ class _Reach:
     def _star_with(self, source: ModuleText, name: str, seen: frozenset[str] = frozenset()) -> str:
         """Return the own module whose names are imported all, and that has this one; else ""."""
         for star in source.stars:
-            found = self._load(star) if star not in seen else None
-            if found is not None and (
-                name in found.places
-                or name in found.bound
-                or self._star_with(found, name, seen | {star})
+            module = self._load(star) if star not in seen else None
+            if module is not None and (
+                name in module.places
+                or name in module.bound
+                or self._star_with(module, name, seen | {star})
             ):
                 return star
         return ""

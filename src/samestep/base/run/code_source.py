@@ -101,12 +101,12 @@ def _package(file: Path, name: str) -> str:
 @lru_cache(maxsize=2000)
 def _all_imports(text: str, package: str) -> frozenset[str]:
     """Return the modules that a file may import; a start of a training waits for it."""
-    found = set[str]()
+    imported = set[str]()
     for match in _MAY_IMPORT.finditer(text):
         with suppress(SyntaxError, ValueError):  # words in a docstring
             nodes = ast.walk(ast.parse(match[1] or f"{match[2]})"))
-            found |= {name for node in nodes for name in _imports(node, package)}
-    return frozenset(found)
+            imported |= {name for node in nodes for name in _imports(node, package)}
+    return frozenset(imported)
 
 
 @lru_cache(maxsize=2000)
@@ -143,7 +143,7 @@ def _parsed(text: str, package: str) -> ModuleText:
         bound=bound,
         stars=tuple(stars),
         imports=frozenset(name for node in outer for name in _imports(node, package)),
-        places={name: tuple(found) for name, found in places.items()},
+        places={name: tuple(pieces) for name, pieces in places.items()},
         unused=frozenset(one.id for one in unused if isinstance(one, ast.Name)),
     )
 
@@ -331,15 +331,15 @@ def _local_names(
     function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, package: str
 ) -> dict[str, Parts | None]:
     """Return the names of a function itself; those that it imports with what they stand for."""
-    found: dict[str, Parts | None] = {}
+    local: dict[str, Parts | None] = {}
     others = set[str]()
     arguments = [one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)]
     body = function.body if isinstance(function.body, list) else [function.body]
     for node in (inner for top in body for inner in _outside_functions(top)):
-        found |= dict.fromkeys(_defined(node))
+        local |= dict.fromkeys(_defined(node))
         if isinstance(node, ast.Import | ast.ImportFrom):
-            found |= _bindings(node, package)
+            local |= _bindings(node, package)
         elif isinstance(node, ast.Global):
             others |= {*node.names}
-    found |= dict.fromkeys(arguments)
-    return {name: target for name, target in found.items() if name not in others}
+    local |= dict.fromkeys(arguments)
+    return {name: target for name, target in local.items() if name not in others}

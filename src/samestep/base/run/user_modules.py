@@ -55,23 +55,23 @@ def modules_of(file: Path, like: UserModules | None = None) -> UserModules:
     if copy is not None:
         return copy
     find = finder(file, like.files if like else ())
-    found, complete = _closure(file, find, ())
-    late = _loaded_by(file, found) - {*found} if like is None and complete else ()
+    modules, complete = _closure(file, find, ())
+    late = _loaded_by(file, modules) - {*modules} if like is None and complete else ()
     loaded = sorted(late) if like is None else like.whole
     whole = tuple(name for name in loaded if find(name) is not None)
     if whole:
-        found, complete = _closure(file, find, whole)
+        modules, complete = _closure(file, find, whole)
     if like is not None and not like.complete:
-        found = {name: path for name, path in found.items() if name in like.files}
-    return UserModules(files=found, whole=whole, complete=complete)
+        modules = {name: path for name, path in modules.items() if name in like.files}
+    return UserModules(files=modules, whole=whole, complete=complete)
 
 
-def _loaded_by(file: Path, found: Collection[str]) -> set[str]:
+def _loaded_by(file: Path, modules: Collection[str]) -> set[str]:
     """Return own modules that reading a recipe's file has imported, and calling its functions."""
     seen = _imported.get(os.path.realpath(file))
     if seen is None:
         return set()
-    tops = {name.partition(".")[0] for name in found}
+    tops = {name.partition(".")[0] for name in modules}
     beside = str(file.parent) + os.sep
     late = {name for name in sys.modules.keys() - seen.before if _is_own(name)}
     late = {n for n in late if n.partition(".")[0] in tops or _origin(n).startswith(beside)}
@@ -80,21 +80,21 @@ def _loaded_by(file: Path, found: Collection[str]) -> set[str]:
 
 def _closure(file: Path, find: Find, also: Collection[str]) -> tuple[dict[str, Path], bool]:
     """Return the modules that a file and `also` lead to, the nearest first; whether it is all."""
-    found, size = dict[str, Path](), 0
+    modules, size = dict[str, Path](), 0
     waiting = deque([("", file)])
     while waiting:
         name, where = waiting.popleft()
         wanted = imported_by(where, name) | {*(() if name else also)}
         parts = (one.split(".") for one in sorted(wanted))
         for module in (".".join(p[: n + 1]) for p in parts for n in range(len(p))):
-            if module in found or (path := find(module)) is None:
+            if module in modules or (path := find(module)) is None:
                 continue
             size += path.stat().st_size
-            if len(found) == MOST_FILES or size > MOST:
-                return found, False
-            found[module] = path
+            if len(modules) == MOST_FILES or size > MOST:
+                return modules, False
+            modules[module] = path
             waiting.append((module, path))
-    return found, True
+    return modules, True
 
 
 # --- where a module is
@@ -194,10 +194,10 @@ def modules_note(run: Path) -> list[str]:
     kept = kept_modules(run) or UserModules()
     files = [path for name in ("recipe.py", "script.py") if (path := run / name).is_file()]
     notes = [
-        f"{path.name} runs code by {found[1]}(), and not by an import: the run neither keeps nor "
+        f"{path.name} runs code by {match[1]}(), and not by an import: the run neither keeps nor "
         "compares that code. Import it by its name, and edits of it are noticed on a resume."
         for path in (*files, *kept.files.values())
-        if (found := _BY_PATH.search(path.read_text(encoding="utf-8", errors="replace")))
+        if (match := _BY_PATH.search(path.read_text(encoding="utf-8", errors="replace")))
     ]
     if kept.complete:
         return notes
@@ -212,10 +212,10 @@ def modules_note(run: Path) -> list[str]:
 def copied_modules(file: Path) -> UserModules | None:
     """Return the modules that a recipe's file in a run's directory was copied with."""
     stem = file.stem.removeprefix("recipe")
-    if file.stem.startswith("recipe") and (found := kept_modules(file.parent, stem)):
-        return found
+    if file.stem.startswith("recipe") and (kept := kept_modules(file.parent, stem)):
+        return kept
     inside = (one.parent for one in file.absolute().parents if one.name == CODE)
-    return next((found for run in inside if (found := kept_modules(run))), None)
+    return next((kept for run in inside if (kept := kept_modules(run))), None)
 
 
 def keep_modules(run: Path, modules: UserModules, number: int | None = None) -> None:
@@ -303,10 +303,10 @@ def imports_of(file: Path, original: Path) -> Iterator[None]:
 
 def _stamp(path: str | Path) -> tuple[int, int]:
     try:
-        found = Path(path).stat()
+        status = Path(path).stat()
     except OSError:
         return 0, 0
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 def _forget(wanted: Mapping[str, Path], others: Collection[str]) -> None:

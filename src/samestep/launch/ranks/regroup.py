@@ -238,12 +238,12 @@ class Membership:
 
 def _sockets() -> dict[int, str]:
     """Return the open sockets of this process, by file descriptor (on Linux)."""
-    found = {}
+    sockets = {}
     for path in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):  # it was the folder itself
             if (what := str(path.readlink())).startswith("socket:"):
-                found[int(path.name)] = what
-    return found
+                sockets[int(path.name)] = what
+    return sockets
 
 
 def membership(timeout_s: float, environment: Mapping[str, str] = os.environ) -> Membership | None:

@@ -157,11 +157,11 @@ class _Watcher:
     def _others_are_still(self) -> bool:
         """Whether the ranks of all other nodes stand still, too, as far as these have told."""
         run, others = self._run, {*range(self._node.num_nodes)} - {self._node.node}
-        found = [read_object(run / HEARTBEAT.format(node=n)) for n in others] if run else []
+        beats = [read_object(run / HEARTBEAT.format(node=n)) for n in others] if run else []
         # A file system may show an old one: its ranks have stood still since then, too.
         return all(
             beat["still_s"] + time.time() - beat["time"] >= beat["limit_s"]
-            for beat in found
+            for beat in beats
             if beat.get("time", 0) > self._began - _LATE_S
         )
 

@@ -122,8 +122,8 @@ class _Notes:
     def functional(self, module: ModuleType) -> list[Patch]:
         """Return the patches of the functional collectives, once a script imports them."""
         names = map("".join, itertools.product(_FUNCTIONAL_COLLECTIVES, _FORMS))
-        found = [(name, vars(module)[name]) for name in names if name in vars(module)]
-        patches: list[Patch] = [(module, name, self.around(name, f)) for name, f in found]
+        functions = [(name, vars(module)[name]) for name in names if name in vars(module)]
+        patches: list[Patch] = [(module, name, self.around(name, f)) for name, f in functions]
         return [*patches, (module, "wait_tensor", self.around_wait)]
 
     def around(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -48,15 +48,15 @@ def write_report(stand: RankStand, folder: Path, run: Path) -> None:
 
 def read_reports(run: Path, since: float) -> list[StandReport]:
     """Return the reports of ranks since a time, in rank order."""
-    found = []
+    reports = []
     for file in run.glob(STAND.format(rank="*")):
         try:
             report = msgspec.json.decode(file.read_bytes(), type=StandReport)
         except (OSError, msgspec.MsgspecError):
             continue
         if report.at >= since:
-            found.append(report)
-    return sorted(found, key=lambda report: report.stand.rank)
+            reports.append(report)
+    return sorted(reports, key=lambda report: report.stand.rank)
 
 
 def _by_wall_clock(pulse: RankPulse) -> RankPulse:
