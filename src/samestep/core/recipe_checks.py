@@ -92,7 +92,7 @@ def shown(value: object) -> str:
 def check_shard(shard: object) -> None:
     """Check that blocks are named by the classes of their modules."""
     classes = shard if isinstance(shard, tuple | list) else (None,)
-    if not all(isinstance(one, type) and issubclass(one, nn.Module) for one in classes):
+    if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
         raise UserError(
             f"Recipe(shard={shard!r:.80}) takes the classes of the model's blocks, in a tuple: "
             "shard=(Block,)."
@@ -348,7 +348,7 @@ def all_with_options(recipe: Any, options: object) -> dict[str, Any]:
     for name in OTHERS:
         value = getattr(recipe, name)
         if isinstance(value, Mapping):
-            functions[name] = {key: with_options(name, one, options) for key, one in value.items()}
+            functions[name] = {key: with_options(name, f, options) for key, f in value.items()}
         elif callable(value):  # some may be numbers instead
             functions[name] = with_options(name, value, options)
     return functions
@@ -359,7 +359,7 @@ def unread_options(recipe: Any) -> tuple[list[str], list[str]]:
 
     A function that hands the options on as a whole may read any of them.
     """
-    known = [one.name for one in fields(recipe.options)]
+    known = [f.name for f in fields(recipe.options)]
     read: set[str] = set()
     without: list[str] = []
     for kind in recipe.options.__mro__[:-1]:

@@ -386,7 +386,7 @@ def _check_followed(learner: Learner, plan: Plan, watch: Watch, splits: Splits) 
             f"The recipe's schedule{place} follows what is validated, and the recipe has no "
             "validation data. Give its Splits(validation=…), or take another schedule."
         )
-    for mode in {one.mode for one in plateaus} - {watch.mode}:
+    for mode in {plateau.mode for plateau in plateaus} - {watch.mode}:
         raise UserError(
             f"ReduceLROnPlateau(mode={mode!r}){place} follows {watch.metric}, of which the "
             f"{'highest' if watch.mode == 'max' else 'lowest'} value is the best. Write "

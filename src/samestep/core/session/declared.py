@@ -48,7 +48,7 @@ def known_of_run(run: Path) -> tuple[Settings, list[str]] | None:
     if table.pop("recipe", None) in (*RECIPES, None):
         return None
     table.pop(SCRIPT_ARGS, None)
-    names = {one.name for one in fields(Settings)} | ALSO_ACCEPTED
+    names = {f.name for f in fields(Settings)} | ALSO_ACCEPTED
     ours = typed_settings({k: v for k, v in table.items() if k in names}, file)
     return Settings(**merge_layers(ours)), [k for k in table if k not in names]  # type: ignore[arg-type]
 
@@ -150,7 +150,7 @@ def plain_value(value: Any) -> Any:
 
 def _field_types(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
-    return {one.name: hints[one.name] for one in fields(kind)}
+    return {f.name: hints[f.name] for f in fields(kind)}
 
 
 def words_of(

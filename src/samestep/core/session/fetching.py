@@ -91,7 +91,7 @@ def _whole(store: Store, folder: Path, index: Index, rules: Retention) -> tuple[
             why = error if isinstance(error, UserError) else f"{store.address} lacks {entry.path}."
             _say(f"passed over: {why}")
             remove(folder / entry.path)
-            others = tuple(one for one in index.checkpoints if one != entry)
+            others = tuple(other for other in index.checkpoints if other != entry)
             index = replace(index, checkpoints=others)
         else:
             whole[entry.path] = entry

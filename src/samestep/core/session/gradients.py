@@ -37,17 +37,17 @@ def parameters_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:
     """Return what is to be trained of some modules, optimizers and parameters, each once."""
     by_id: dict[int, Tensor] = {}
-    for one in trained:
-        if isinstance(one, nn.Module):
-            parameters: list[Any] = [*one.parameters()]
-        elif isinstance(one, torch.optim.Optimizer):
-            parameters = parameters_in(one)
-        elif isinstance(one, Tensor):
-            parameters = [one]
+    for part in trained:
+        if isinstance(part, nn.Module):
+            parameters: list[Any] = [*part.parameters()]
+        elif isinstance(part, torch.optim.Optimizer):
+            parameters = parameters_in(part)
+        elif isinstance(part, Tensor):
+            parameters = [part]
         else:
             raise UserError(
                 f"run.backward(loss, …) takes modules, optimizers or parameters, not a "
-                f"{type(one).__name__}."
+                f"{type(part).__name__}."
             )
         by_id |= {id(p): p for p in parameters if p.requires_grad}
     if not by_id:
@@ -231,7 +231,7 @@ class _Sums:
                 continue
             group = filling.setdefault((p.dtype, p.device), [])
             group.append(p)
-            if sum(one.nbytes for one in group) >= _BUCKET_BYTES:
+            if sum(gradient.nbytes for gradient in group) >= _BUCKET_BYTES:
                 groups.append(filling.pop((p.dtype, p.device)))
         groups += filling.values()
         if _is_large(groups[-1][0]):
@@ -277,7 +277,7 @@ class _Sums:
         bucket.fill()
         self._zeroed(bucket.flat)
         if bucket is self._buckets[-1]:
-            used = [p.grad is not None for one in self._buckets for p in one.parameters]
+            used = [p.grad is not None for sent in self._buckets for p in sent.parameters]
             self._used.fill_(1) if all(used) else self._used.copy_(torch.tensor(used))
             self._loss.copy_(self._own_loss)
             self._step.fill_(self._step_now)
@@ -340,8 +340,8 @@ def backward(
     try:
         mine.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     finally:
-        for one in ours:
-            one.remove()
+        for hook in ours:
+            hook.remove()
         for h, those in zip(hooks, taken, strict=True):
             h.update(those)
     total = sums.finish()

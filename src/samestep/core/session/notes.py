@@ -208,6 +208,6 @@ def _other_bits(work: Work, path: Path) -> list[str]:
     now = arithmetic(work.world.device)
     if not starts or starts[-1] == now:
         return []
-    before, after = (" on ".join(one.values()) for one in (starts[-1], now))
+    before, after = (" on ".join(machine.values()) for machine in (starts[-1], now))
     was = f"The run was trained with PyTorch {before}; here it is {after}."
     return [f"{was} From here on it is the same training to rounding, not to the last bit."]

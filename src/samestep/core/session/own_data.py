@@ -177,9 +177,9 @@ class OpenedData:
         places = group_steps(order, first_step, 1, size, self._world, drop_last=drop_last)
         blocks = source.blocks(epoch, first_step, global_batch=size, drop_last=drop_last)
         singles = (single for block in blocks for single in block.parts or block.singles())
-        for place, one in zip(places, singles, strict=True):
-            share = one.weight, one.rows, one.global_size
-            yield self._batch(one.inputs, *share, epoch, place.inputs)
+        for place, read in zip(places, singles, strict=True):
+            share = read.weight, read.rows, read.global_size
+            yield self._batch(read.inputs, *share, epoch, place.inputs)
 
     def once(self, batch_size: int, epoch: int) -> Iterator[OwnBatch]:
         """Yield this rank's share of all samples, each once."""

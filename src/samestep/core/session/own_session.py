@@ -103,10 +103,8 @@ class Options:
         """Refuse what another rank was given otherwise; all ranks call it."""
         free = OF_A_RANK.union(self.may_change)
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_MAIN}
-        given |= {
-            f"settings[{name!r}]": one for name, one in self.settings.items() if name not in free
-        }
-        given = {name: one for name, one in given.items() if name not in OF_A_RANK}
+        given |= {f"settings[{name!r}]": v for name, v in self.settings.items() if name not in free}
+        given = {name: v for name, v in given.items() if name not in OF_A_RANK}
         check_same(given, world, "The arguments of open_run")
 
 
@@ -209,26 +207,26 @@ class OwnSession:
         Those that are NaN or infinite do not count, as a GradScaler leaves out that step.
         """
         waiting: dict[int, Tensor] = {}
-        for one in self.passed:
-            if isinstance(one, torch.optim.Optimizer):
-                for p in parameters_in(one):
+        for part in self.passed:
+            if isinstance(part, torch.optim.Optimizer):
+                for p in parameters_in(part):
                     waiting.pop(id(p), None)
             else:
-                waiting |= {id(p): p for p in one}
-        stepping = [one for one in self.state.values() if isinstance(one, torch.optim.Optimizer)]
-        grads = [p.grad for one in stepping for p in parameters_in(one) if id(p) in waiting]
+                waiting |= {id(p): p for p in part}
+        stepping = [part for part in self.state.values() if isinstance(part, torch.optim.Optimizer)]
+        grads = [p.grad for part in stepping for p in parameters_in(part) if id(p) in waiting]
         total = sum(float(grad.detach().abs().sum()) for grad in grads if grad is not None)
         return 0 < total < math.inf
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the modules of the state."""
-        return {name: one for name, one in self.state.items() if isinstance(one, nn.Module)}
+        return {name: part for name, part in self.state.items() if isinstance(part, nn.Module)}
 
     def track(self, state: Mapping[str, Stateful], num_epochs: int) -> None:
         """Take the state that checkpoints hold; restore it if the run is resumed."""
         world = self.world
         world.on_every(lambda: own_state.check_state(state))
-        kinds = {f"state[{name!r}]": type(one).__name__ for name, one in state.items()}
+        kinds = {f"state[{name!r}]": type(part).__name__ for name, part in state.items()}
         check_same({"num_epochs": num_epochs, **kinds}, world, "The arguments of run.epochs")
         self._check_values()
         self.state = dict(state)
@@ -296,7 +294,7 @@ class OwnSession:
             "format": checkpoints.FORMAT,
             "program": self.options.name,
             "settings": dict(self.options.settings),
-            "state": {name: own_state.state_of(name, one) for name, one in self.state.items()},
+            "state": {name: own_state.state_of(name, part) for name, part in self.state.items()},
             "position": asdict(self.position),
             "order": self.order,
             "sums": sums,
@@ -325,7 +323,7 @@ class OwnSession:
             say(world, " ".join([goes_on, *problems]))
             resume = resume_record(world, position.step, checkpoint, problems)
         everything: Iterable[Any] = self.state.values()
-        parameters = [p for one in everything for p in getattr(one, "parameters", tuple)()]
+        parameters = [p for part in everything for p in getattr(part, "parameters", tuple)()]
         optimizers = [o for o in self.state.values() if isinstance(o, torch.optim.Optimizer)]
         notes = room_notes(self.path, state_bytes(self.modules().values(), optimizers))
         notes += modules_note(self.path)

@@ -251,7 +251,7 @@ def _look(source: PictureSource, album: Album) -> None:
     some = _some_of(data, _NUM_IMAGES if kind == "images" else _NUM_POINTS, seed)
     pairs: list[tuple[Tensor, Tensor]] = []
     for *pair, count in source.ask(some):
-        if not all(isinstance(one, Tensor) and one.dim() and len(one) == count for one in pair):
+        if not all(isinstance(t, Tensor) and t.dim() and len(t) == count for t in pair):
             return  # no plain tensors
         pairs.append((pair[0].detach().cpu(), pair[1].detach().cpu()))
     if not pairs:

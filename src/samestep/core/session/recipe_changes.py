@@ -54,7 +54,7 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
         return []
     then, now = before["pieces"], pieces_of(recipe)
     # A field that the run's version did not have yet is not a change where it has its default.
-    left = {one.name for one in fields(recipe) if getattr(recipe, one.name) is one.default}
+    left = {f.name for f in fields(recipe) if getattr(recipe, f.name) is f.default}
     now = {name: text for name, text in now.items() if name in then or name not in left}
     return differences(then, now)
 
@@ -67,7 +67,7 @@ def _file_changes(run: Path, kept: Path, file: Path, *, main_block: bool = False
         return differences(then, now)
     both = ((kept, copies), (file, modules_of(file, like=copies)))
     then, now = (
-        reached_pieces(one, of.files.get, of.whole, main_block=main_block) for one, of in both
+        reached_pieces(path, of.files.get, of.whole, main_block=main_block) for path, of in both
     )
     return differences(then, now)
 

@@ -98,7 +98,7 @@ class Draft:
 
     def asked(self, name: str, flags: Mapping[str, object]) -> Any:
         """Return a setting as flags or a layer have it, if no other setting replaces it."""
-        return next((one[name] for one in (flags, *self.layers[::-1]) if name in one), None)
+        return next((layer[name] for layer in (flags, *self.layers[::-1]) if name in layer), None)
 
     def options(self) -> Any:
         """Return the recipe's options as they are without flags, or None if it has none."""
@@ -352,7 +352,7 @@ def _refuse_unread(start: Draft, options: Any, given: set[str]) -> None:
 def _names_of(recipe: Recipe) -> set[str]:
     """Return the names of all settings and options."""
     own = fields(recipe.options) if recipe.options is not None else ()
-    return {one.name for one in (*fields(Settings), *own)}
+    return {f.name for f in (*fields(Settings), *own)}
 
 
 def _names_allowed(text: str, recipe: Recipe) -> tuple[str, ...]:

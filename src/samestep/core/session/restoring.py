@@ -122,8 +122,8 @@ def _raise_damage(*ended: Future[Any] | None) -> None:
     That one would be lost to this version's next checkpoint if it were passed over: to read it
     raises, on every rank.
     """
-    for one in ended:
-        error = None if one is None else one.exception()
+    for future in ended:
+        error = None if future is None else future.exception()
         if error is not None and not isinstance(error, checkpoints.NewerFormat):
             raise error
 

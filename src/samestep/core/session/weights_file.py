@@ -95,7 +95,7 @@ def load_into(
     entry = find_checkpoint(run / "checkpoints", checkpoint)
     modules = _modules_in(load(run / "checkpoints", entry))
     if part is None and len(modules) > 1:
-        wrong = {name: misfits(one, model.state_dict()) for name, one in modules.items()}
+        wrong = {name: misfits(state, model.state_dict()) for name, state in modules.items()}
         fitting = [name for name in modules if not wrong[name]]
         if len(fitting) != 1:
             fits = "; ".join(f"{name!r}: {what[0]}" for name, what in wrong.items() if what)
@@ -118,14 +118,14 @@ def weights_in(content: Mapping[str, Any]) -> dict[str, Any]:
     modules = _modules_in(content)
     if len(modules) == 1:
         return dict(next(iter(modules.values())))
-    return {f"{name}.{key}": value for name, one in modules.items() for key, value in one.items()}
+    return {f"{name}.{key}": value for name, own in modules.items() for key, value in own.items()}
 
 
 def _modules_in(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weights of each module of a loop's own state, or those of a recipe's model."""
     if "state" not in content:
         return {"model": evaluated_weights(dict(content))}
-    return {name: one for name, one in content["state"].items() if _is_of_a_module(one)}
+    return {name: state for name, state in content["state"].items() if _is_of_a_module(state)}
 
 
 def _is_of_a_module(state: Any) -> bool:

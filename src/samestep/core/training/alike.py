@@ -38,7 +38,7 @@ def check_same_arithmetic(world: World) -> None:
     ranks = world.gather(arithmetic(world.device))
     for rank, other in enumerate(ranks):
         if other != ranks[0]:
-            first, this = (", ".join(one.values()) for one in (ranks[0], other))
+            first, this = (", ".join(rank_has.values()) for rank_has in (ranks[0], other))
             raise UserError(
                 f"--virtual-ranks: rank {rank} computes with {this}, rank 0 with {first}, and they "
                 "round differently.",
@@ -109,8 +109,8 @@ def check_same(values: Mapping[str, Any], world: World, of: str, *, where: str =
         return
     ranks = world.gather(shown)
     differences = []
-    for name in dict.fromkeys(name for one in ranks for name in one):
-        texts = [one.get(name, "not there") for one in ranks]
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        texts = [rank.get(name, "not there") for rank in ranks]
         other = next((r for r, text in enumerate(texts) if text != texts[0]), 0)
         if other:
             differences.append(
@@ -128,10 +128,10 @@ def check_same(values: Mapping[str, Any], world: World, of: str, *, where: str =
 def _as_text(value: Any) -> str:
     """Return a value as ranks compare it, and as a message shows it."""
     if isinstance(value, Mapping):
-        pairs = sorted((str(name), _as_text(one)) for name, one in value.items())
+        pairs = sorted((str(name), _as_text(item)) for name, item in value.items())
         return f"{{{', '.join(f'{name}: {text}' for name, text in pairs)}}}"
     if isinstance(value, list | tuple | set | frozenset):
-        texts = [_as_text(one) for one in value]
+        texts = [_as_text(item) for item in value]
         return f"[{', '.join(sorted(texts) if isinstance(value, set | frozenset) else texts)}]"
     if isinstance(value, str | Path) and _OF_A_MACHINE.fullmatch(str(value)):
         return "a path or a device"
@@ -158,7 +158,7 @@ def check_same_tensors(
     if not world.connected:
         return
     rounds = world.gather(arithmetic(world.device) | {"threads": str(torch.get_num_threads())})
-    if all(one == rounds[0] for one in rounds):
+    if all(digest == rounds[0] for digest in rounds):
         pairs = zip(tensors, bits_of(tensors).tolist(), strict=True)
         forms = [f"{t.dtype} {tuple(t.shape)} with bits {bits}" for t, bits in pairs]
         check_same({f"tensor {n}": form for n, form in enumerate(forms)}, world, of, where=where)
@@ -240,8 +240,8 @@ def _other_setting(
     ours: list[dict[str, str]], theirs: list[dict[str, str]]
 ) -> tuple[str, str, str] | None:
     """Return the first entry of optimizers' groups that differs, and both values."""
-    for one, other in zip(ours, theirs, strict=False):
-        for name, value in one.items():
+    for mine, other in zip(ours, theirs, strict=False):
+        for name, value in mine.items():
             if value != other.get(name):
                 return name, value, str(other.get(name))
     return None

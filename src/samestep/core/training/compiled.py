@@ -170,7 +170,7 @@ def _one_by_one(
     return StepResult(
         [loss for result in results for loss in result.losses],
         norms or None,
-        seen=[one for result in results for one in result.seen],
+        seen=[outputs for result in results for outputs in result.seen],
         notes=tuple(note for result in results for note in result.notes),
     )
 

@@ -172,12 +172,12 @@ def _copied(
     """Return copies; None if some part cannot be copied, and is first tried when it counts."""
     try:
         kept = (takes, model) if any_sharded(model) else model.parameters()
-        shared: dict[int, object] = {id(one): one for one in kept}
-        one: nn.Module
+        shared: dict[int, object] = {id(copied): copied for copied in kept}
+        copied: nn.Module
         others: Any
-        one, *others = copy.deepcopy((model, loss, judged, dict(metrics)), shared)
-        takes = takes if one is model else applied(one, recipe)
-        return _Trial(one, takes, *others)
+        copied, *others = copy.deepcopy((model, loss, judged, dict(metrics)), shared)
+        takes = takes if copied is model else applied(copied, recipe)
+        return _Trial(copied, takes, *others)
     except Exception as error:
         if measures:
             raise UserError(
@@ -311,7 +311,7 @@ def _undisturbed(takes: nn.Module, model: nn.Module) -> Iterator[None]:
 def _plain(module: nn.Module) -> dict[str, Any]:
     """Return what a module may count in attributes of its own."""
     kinds = (int, float, str, Tensor, type(None))
-    return {n: one for n, one in vars(module).items() if n[0] != "_" and isinstance(one, kinds)}
+    return {n: v for n, v in vars(module).items() if n[0] != "_" and isinstance(v, kinds)}
 
 
 def _names_of_losses(
@@ -328,7 +328,7 @@ def _names_of_losses(
         return forward()
 
     value, loss = None, timed(trial.loss, Moment())
-    for make in (*(lambda one=one: one for one in outputs), in_training):
+    for make in (*(lambda output=output: output for output in outputs), in_training):
         with contextlib.suppress(Exception):
             value = loss(make(), targets)
             break
@@ -413,12 +413,12 @@ def _check_pairs(
     places = torch.arange(1.0, outputs.numel() + 1, device=outputs.device)
     spread = (0.5 + 0.4 * places.sin()).view(outputs.shape).to(outputs.dtype)
     try:
-        one, other = float(trial(spread, targets)), float(trial(spread, turned))
+        first, other = float(trial(spread, targets)), float(trial(spread, turned))
         blank = float(trial(spread, torch.zeros_like(targets)))
     except Exception:
         return  # it fails by itself, or takes other outputs than these
-    looks = one != 0 and abs(one - blank) > 1e-6 * abs(one)  # at its targets at all
-    if looks and abs(one - other) <= 1e-6 * abs(one):
+    looks = first != 0 and abs(first - blank) > 1e-6 * abs(first)  # at its targets at all
+    if looks and abs(first - other) <= 1e-6 * abs(first):
         raise UserError(
             f"The recipe's loss{defined_at(loss)} does not tell which target belongs to which "
             f"output: outputs are {tuple(outputs.shape)} and targets {tuple(targets.shape)}, so "

@@ -289,8 +289,8 @@ class Totals:
                 counted = torch.as_tensor(each, device=batch_loss.device)
                 batch_loss = of_counted(batch_loss, (), counted)
             sums[0] += batch_loss.to(home).to(torch.float64) * each
-            for name, one in parts_of(batch_loss).items():
-                self._named(self.parts, name).add_(one.to(home).to(torch.float64) * each)
+            for name, summand in parts_of(batch_loss).items():
+                self._named(self.parts, name).add_(summand.to(home).to(torch.float64) * each)
         if self._confusion is not None:
             self._confusion.add(outputs, targets)
         sums[-2] += terms

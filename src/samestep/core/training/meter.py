@@ -120,7 +120,7 @@ class Window:
         lists = (self._losses, self._terms, [] if norms is None else [*norms])
         columns = [torch.stack(of) if of else None for of in lists]
         losses, terms, norms_ = (
-            None if one is None else one.to("cpu", non_blocking=not waits) for one in columns
+            None if c is None else c.to("cpu", non_blocking=not waits) for c in columns
         )
         copied = None
         if not waits and losses is not None and self._losses[0].is_cuda:
@@ -152,7 +152,7 @@ class Window:
         parts = parts if terms else (0.0,) * (len(rows[0]) - 1)
         for (loss, *named), size in zip(rows, sizes, strict=True):
             loss_sum += loss * size
-            parts = tuple(part + one * size for part, one in zip(parts, named, strict=False))
+            parts = tuple(part + added * size for part, added in zip(parts, named, strict=False))
             terms += size
         sums = Sums(loss_sum, terms, parts)
         pairs = enumerate(zip(rows, sizes, strict=True))

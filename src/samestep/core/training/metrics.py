@@ -218,7 +218,7 @@ class Objects:
     def check(self) -> list[str]:
         """Check that each metric computes numbers, where it can compute yet; return their names."""
         decided = self._decided().items()
-        return [one for name, metric in decided for one in _numbers(name, metric, early=True)]
+        return [number for name, metric in decided for number in _numbers(name, metric, early=True)]
 
 
 def _states(metric: Any) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def _numbers(name: str, metric: Any, *, early: bool = False) -> dict[str, float]
             return {}
         blame(f"The recipe's metric {name!r} failed to compute", error)
     several = getattr(metric, "evaluated_alone", False)
-    return {n: _number(n, one) for n, one in (value if several else {name: value}).items()}
+    return {n: _number(n, item) for n, item in (value if several else {name: value}).items()}
 
 
 def _number(name: str, value: Any) -> float:
@@ -316,8 +316,8 @@ class EpochMetrics:
     def add(self, seen: Sequence[StepOutputs]) -> None:
         """Keep outputs; measure them once there are many."""
         alone = len(self._parts) == 1
-        for one in seen:
-            self._parts[0 if alone else one.part - self._first].add(one)
+        for outputs in seen:
+            self._parts[0 if alone else outputs.part - self._first].add(outputs)
 
     def settle(self) -> None:
         """Update the sums; the host waits for the device."""
@@ -379,16 +379,16 @@ class _PartMetrics:
         """Metrics that the recipe gained within the epoch: they have not seen all of it."""
         self.objects.reset()
 
-    def add(self, one: StepOutputs) -> None:
+    def add(self, step: StepOutputs) -> None:
         """Keep outputs; measure them once there are many, or their form changes."""
-        self._samples += one.samples
-        if len(self._seen) == self._most or (self._seen and not _alike(one, self._seen[0])):
+        self._samples += step.samples
+        if len(self._seen) == self._most or (self._seen and not _alike(step, self._seen[0])):
             self._look()
         if not self._seen:
-            leaves = [leaf for leaf in tree_leaves(one.outputs) if isinstance(leaf, Tensor)]
+            leaves = [leaf for leaf in tree_leaves(step.outputs) if isinstance(leaf, Tensor)]
             each = max(1, sum(leaf.nbytes for leaf in leaves))
             self._most = max(1, min(self._most_steps, _MOST_BYTES // each))
-        self._seen.append(one)
+        self._seen.append(step)
 
     def _look(self) -> None:
         """Measure the kept outputs, batches of one form."""
@@ -397,8 +397,8 @@ class _PartMetrics:
             return
         outputs, targets, samples, _part = seen[0]
         if len(seen) > 1:
-            outputs = torch.cat([one.outputs for one in seen])
-            targets = torch.cat([one.targets for one in seen])
+            outputs = torch.cat([step.outputs for step in seen])
+            targets = torch.cat([step.targets for step in seen])
         count = samples * len(seen)
         with torch.no_grad():
             self.objects.update(outputs, targets)
@@ -436,10 +436,10 @@ class _PartMetrics:
             return
         self._samples = sum(rank["samples"] for rank in ranks)
         self._sums = [sum(rank["sums"].get(n, 0.0) for rank in ranks) for n in self.functions]
-        self.objects.load([one for rank in ranks for one in rank["states"]])
+        self.objects.load([states for rank in ranks for states in rank["states"]])
         for rank in ranks:
             if rank["samples"]:
-                known = {*rank["sums"], *(name for one in rank["states"] for name in one)}
+                known = {*rank["sums"], *(name for states in rank["states"] for name in states)}
                 self.late |= set(self.names) - known
 
 

@@ -43,7 +43,7 @@ def load_model(
     wrong = misfits(saved, own)
     given = copy.copy(saved)  # with the versions of its modules, which are in an attribute
     if any(is_sharded(value) for value in own.values()):
-        given.update({n: sharded_as(one, own[n]) for n, one in saved.items() if n in own})
+        given.update({n: sharded_as(tensor, own[n]) for n, tensor in saved.items() if n in own})
     # A module may keep what `set_extra_state` gives it.
     given.update({n: own_memory(part) for n, part in saved.items() if n.endswith(EXTRA_STATE)})
     try:

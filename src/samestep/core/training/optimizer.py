@@ -103,8 +103,8 @@ def optimizer_of(
     except Exception as error:
         blame("The recipe's optimizer failed", error, recipe.optimizer)
     several = returned if isinstance(returned, list | tuple) else [returned]
-    for one in several:
-        _check_kind(one, place)
+    for member in several:
+        _check_kind(member, place)
     optimizer = joined(several, model, place, may_unfreeze=recipe.after_epoch is not None)
     _check_covers(optimizer, model, place)
     for group in optimizer.param_groups:
@@ -165,11 +165,11 @@ def has_modes(optimizer: Any) -> bool:
 
 
 def _switch(optimizer: torch.optim.Optimizer, mode: Literal["train", "eval"]) -> None:
-    for one in filter(has_modes, members_of(optimizer)):
+    for member in filter(has_modes, members_of(optimizer)):
         try:
-            getattr(one, mode)()
+            getattr(member, mode)()
         except Exception as error:
-            kind = type(one)
+            kind = type(member)
             blame(f"The recipe's optimizer, {kind.__name__}, failed in {mode}()", error, kind)
 
 
@@ -209,13 +209,13 @@ def rates_of(
     if not isinstance(optimizer, Joint):
         return {}
     rates, seen, place = dict[str, float](), Counter[str](), 0
-    for one in members_of(optimizer):
-        seen[kind := type(one).__name__] += 1
+    for member in members_of(optimizer):
+        seen[kind := type(member).__name__] += 1
         rate = lr.each[place] if isinstance(lr, GroupRates) else lr
-        ratio = 1.0 if scheduled else one.param_groups[0][RATIO]
+        ratio = 1.0 if scheduled else member.param_groups[0][RATIO]
         if ratio is not None:
             rates[f"lr_{kind}" + (f"_{seen[kind]}" if seen[kind] > 1 else "")] = rate * ratio
-        place += len(one.param_groups)
+        place += len(member.param_groups)
     return rates
 
 

@@ -60,12 +60,12 @@ class Joint(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The groups of all, the first optimizer's first."""
-        return [group for one in self.optimizers for group in one.param_groups]
+        return [group for member in self.optimizers for group in member.param_groups]
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
         """What they keep of each parameter."""
-        return {key: kept for one in self.optimizers for key, kept in one.state.items()}
+        return {key: kept for member in self.optimizers for key, kept in member.state.items()}
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter(self.optimizers)
@@ -82,18 +82,18 @@ class Joint(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for one in self.optimizers:
-            one.step()
+        for member in self.optimizers:
+            member.step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each, by its own `state_dict`."""
-        return {"optimizers": [one.state_dict() for one in self.optimizers]}
+        return {"optimizers": [member.state_dict() for member in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
-        for one, saved in zip(self.optimizers, state_dict["optimizers"], strict=True):
-            one.load_state_dict(saved)
+        for member, saved in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            member.load_state_dict(saved)
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -103,7 +103,7 @@ def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the class of an optimizer, for a reader; of several "Muon + AdamW"."""
-    return " + ".join(type(one).__name__ for one in members_of(optimizer))
+    return " + ".join(type(member).__name__ for member in members_of(optimizer))
 
 
 def joined(
@@ -122,9 +122,9 @@ def joined(
     """
     names = {id(p): name for name, p in model.named_parameters()}
     owners: dict[int, str] = {}
-    for number, one in enumerate(optimizers, 1):
-        this = f"number {number}, {type(one).__name__},"
-        held = [p for group in one.param_groups for p in group["params"]]
+    for number, optimizer in enumerate(optimizers, 1):
+        this = f"number {number}, {type(optimizer).__name__},"
+        held = [p for group in optimizer.param_groups for p in group["params"]]
         if not (may_unfreeze or any(p.requires_grad for p in held)):
             raise UserError(
                 f"Of the recipe's optimizers{place}, {this} is given nothing to train. Give it "
@@ -241,7 +241,7 @@ def load_state(
             blame(what, error, type(optimizer).load_state_dict)
         take_settings(optimizer, own, gathered)
         return
-    if any(("momentum" in mine) != ("momentum" in one) for mine, one in zip(own, its, strict=True)):
+    if any(("momentum" in mine) != ("momentum" in old) for mine, old in zip(own, its, strict=True)):
         return
     _load(optimizer, saved, own, its)
     for group, mine in zip(optimizer.param_groups, own, strict=True):
@@ -260,9 +260,9 @@ def _load_each(
             f"{len(members)}. Use those of the run that wrote it, or start a new run."
         )
     start = 0
-    for one, state in zip(members, saved, strict=True):
-        here = slice(start, start := start + len(one.param_groups))
-        load_state(one, state, initial[here], None if kept is None else kept[here])
+    for member, state in zip(members, saved, strict=True):
+        here = slice(start, start := start + len(member.param_groups))
+        load_state(member, state, initial[here], None if kept is None else kept[here])
 
 
 def _has_its_own(optimizer: torch.optim.Optimizer) -> bool:
@@ -332,8 +332,8 @@ def _load(
         optimizer.load_state_dict(own_memory(saved))
         return
     groups = [
-        one | {name: mine[name] for name in _KERNELS if name in mine}
-        for mine, one in zip(own, map(dict, its), strict=True)
+        group | {name: mine[name] for name in _KERNELS if name in mine}
+        for mine, group in zip(own, map(dict, its), strict=True)
     ]
     saved = {**saved, "state": _sharded_state(optimizer, saved)}
     optimizer.load_state_dict({**saved, "param_groups": groups})
@@ -422,28 +422,28 @@ class Trial:
         if self._twin is None:
             return []
         lost = list[str]()
-        for one, twin in zip(members_of(optimizer), members_of(self._twin), strict=True):
+        for member, twin in zip(members_of(optimizer), members_of(self._twin), strict=True):
             back = vars(twin)
-            numbers = {n: v for n, v in vars(one).items() if isinstance(v, int | float)}
+            numbers = {n: v for n, v in vars(member).items() if isinstance(v, int | float)}
             lost += [n for n, v in numbers.items() if n[0] != "_" and repr(back.get(n)) != repr(v)]
         return lost
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     """Return a copy of an optimizer without memory; None if it holds what cannot be copied."""
-    twins = {id(one): (one, object.__new__(type(one))) for one in with_inner(optimizer)}
+    twins = {id(member): (member, object.__new__(type(member))) for member in with_inner(optimizer)}
     memo: dict[int, Any] = {key: twin for key, (_, twin) in twins.items()}
     try:
-        for one, _ in twins.values():
-            for parameter in (p for group in one.param_groups for p in group["params"]):
+        for member, _ in twins.values():
+            for parameter in (p for group in member.param_groups for p in group["params"]):
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-            for name, value in vars(one).items():
+            for name, value in vars(member).items():
                 if name.startswith("_optimizer_step_"):  # hooks, which may hold anything
                     memo[id(value)] = OrderedDict()
         with Hollowing():
-            for one, twin in twins.values():
-                vars(twin).update({n: copy.deepcopy(v, memo) for n, v in vars(one).items()})
+            for member, twin in twins.values():
+                vars(twin).update({n: copy.deepcopy(v, memo) for n, v in vars(member).items()})
     except Exception:  # it may hold locks, streams or groups of ranks
         return None
     return twins[id(optimizer)][1]
@@ -458,6 +458,6 @@ def with_inner(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimiz
         return
     for value in vars(optimizer).values():
         inside = value.values() if isinstance(value, dict) else value
-        for one in inside if isinstance(inside, list | tuple) else [inside]:
-            if isinstance(one, torch.optim.Optimizer):
-                yield one
+        for inner in inside if isinstance(inside, list | tuple) else [inside]:
+            if isinstance(inner, torch.optim.Optimizer):
+                yield inner

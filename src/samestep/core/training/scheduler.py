@@ -40,7 +40,7 @@ class Scheduler:
         schedule, before = plan.schedule, self._as_they_are()
         returned = self._called("The recipe's schedule failed", lambda: schedule(**asked))
         several = returned if isinstance(returned, list | tuple) else [returned]
-        self.parts = [self._checked(one) for one in several]
+        self.parts = [self._checked(part) for part in several]
         """The scheduler, or one for each of several optimizers, and after what it is stepped."""
         self._check_optimizers()
         self._built = self._as_they_are()
@@ -138,9 +138,9 @@ class Scheduler:
 
     def _check_optimizers(self) -> None:
         """Check that each optimizer has one scheduler at most, and that no other has one."""
-        members, taken = {id(one) for one in members_of(self._optimizer)}, set[int]()
+        members, taken = {id(s) for s in members_of(self._optimizer)}, set[int]()
         for scheduler, _ in self.parts:
-            its, name = {id(one.optimizer) for one in _all_of(scheduler)}, type(scheduler).__name__
+            its, name = {id(s.optimizer) for s in _all_of(scheduler)}, type(scheduler).__name__
             its = members if its == {id(self._optimizer)} else its
             if not its <= members - taken:
                 raise UserError(
@@ -206,7 +206,7 @@ def _holds_tensors(name: str, value: Any) -> bool:
 
 def _all_of(whole: Any) -> list[Any]:
     """Return a scheduler and those that it is made of."""
-    return [whole, *(inner for one in getattr(whole, "_schedulers", ()) for inner in _all_of(one))]
+    return [whole, *(inner for s in getattr(whole, "_schedulers", ()) for inner in _all_of(s))]
 
 
 def _plain(value: Any) -> Any:
@@ -214,7 +214,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if type(value) is dict:
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_plain(one) for one in value)
+        return type(value)(_plain(item) for item in value)
     return value

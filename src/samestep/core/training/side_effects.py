@@ -93,7 +93,7 @@ def kept_by(loss: object) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     while isinstance(loss, functools.partial | MethodType):
         if isinstance(loss, functools.partial):
-            kept |= {f"argument {n}": one for n, one in enumerate(loss.args)} | loss.keywords
+            kept |= {f"argument {n}": v for n, v in enumerate(loss.args)} | loss.keywords
         loss = loss.func if isinstance(loss, functools.partial) else loss.__self__
     if isinstance(loss, FunctionType):
         return kept | _kept_by_function(loss, set())
@@ -101,10 +101,10 @@ def kept_by(loss: object) -> dict[str, Any]:
     plain = getattr(loss, "__dict__", {}).items()
     for kind in type(loss).__mro__[::-1]:
         if kind.__module__ != "builtins" and not kind.__module__.startswith("torch."):
-            kept |= {n: one for n, one in vars(kind).items() if n[0] != "_" and _may_count(one)}
+            kept |= {n: v for n, v in vars(kind).items() if n[0] != "_" and _may_count(v)}
     method = getattr(type(loss), "forward" if isinstance(loss, nn.Module) else "__call__", None)
     kept |= _kept_by_function(method, set()) if isinstance(method, FunctionType) else {}
-    return kept | named | {n: one for n, one in plain if n not in _OF_ANY_MODULE}
+    return kept | named | {n: v for n, v in plain if n not in _OF_ANY_MODULE}
 
 
 def _kept_by_function(function: FunctionType, seen: set[FunctionType]) -> dict[str, Any]:
@@ -113,10 +113,10 @@ def _kept_by_function(function: FunctionType, seen: set[FunctionType]) -> dict[s
     own = function.__globals__
     used = {n: own[n] for n in function.__code__.co_names if n in own}
     kept: dict[str, Any] = {}
-    for one in used.values():
-        if isinstance(one, FunctionType) and one.__globals__ is own and one not in seen:
-            kept |= _kept_by_function(one, seen)
-    kept |= {n: one for n, one in used.items() if _may_count(one, own.get("__name__"))}
+    for value in used.values():
+        if isinstance(value, FunctionType) and value.__globals__ is own and value not in seen:
+            kept |= _kept_by_function(value, seen)
+    kept |= {n: value for n, value in used.items() if _may_count(value, own.get("__name__"))}
     named = function.__code__.co_varnames[: function.__code__.co_argcount]
     defaults = function.__defaults__ or ()
     kept |= zip(named[len(named) - len(defaults) :], defaults, strict=True)
@@ -127,7 +127,7 @@ def _may_count(value: object, module: object = None) -> bool:
     """Whether a function may count in a global: a number, a few, or an object of its module."""
     if isinstance(value, list | dict | deque):
         inside = [*value.values()] if isinstance(value, dict) else value
-        return len(inside) <= _FEW and all(isinstance(one, int | float) for one in inside)
+        return len(inside) <= _FEW and all(isinstance(number, int | float) for number in inside)
     if isinstance(value, Tensor):
         return value.numel() <= _FEW
     counts = isinstance(value, int | float | count | GeneratorType)
@@ -444,7 +444,7 @@ def _forward_of(again: Callable[[], Any]) -> list[Frame]:
             except RuntimeError as error:
                 if not is_not_deterministic(error):
                     return []
-    text = "".join(str(one.message) for one in warned if "Error detected in" in str(one.message))
+    text = "".join(str(w.message) for w in warned if "Error detected in" in str(w.message))
     return [(file, int(line)) for file, line in _FRAME.findall(text)]
 
 

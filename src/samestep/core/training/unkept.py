@@ -98,7 +98,7 @@ def of_loss(
             kept.append(kept_by(loss))
     if len(kept) < 2 or not (changed := differing(*prints)):
         return ()
-    counts = [f"the loss's {n}" for n, one in kept[1].items() if isinstance(one, int | float)]
+    counts = [f"the loss's {n}" for n, value in kept[1].items() if isinstance(value, int | float)]
     return tuple(
         name.removeprefix("the loss's ")
         for name in changed
@@ -224,8 +224,8 @@ def count_of_calls(model: nn.Module, tell: Callable[[list[str]], None]) -> None:
         )
         if len(seen) == _CALLS:
             hook.remove()
-            one, other = seen[-2:]
-            if changed := [n for n, value in other.items() if repr(one.get(n)) != repr(value)]:
+            before, after = seen[-2:]
+            if changed := [n for n, value in after.items() if repr(before.get(n)) != repr(value)]:
                 tell(changed)
 
     hook = model.register_forward_pre_hook(look)

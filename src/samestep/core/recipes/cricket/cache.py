@@ -168,9 +168,9 @@ def _read_all(
     with contextlib.ExitStack() as stack:
         pipe, idle = subprocess.PIPE, []
         for _ in range(jobs):  # Ctrl-C is for the one that waits
-            one = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, start_new_session=True)
-            idle.append(one)
-            stack.callback(one.communicate)  # lets it end
+            reader = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, start_new_session=True)
+            idle.append(reader)
+            stack.callback(reader.communicate)  # lets it end
         pool = stack.enter_context(ThreadPoolExecutor(jobs))
         stack.callback(pool.shutdown, cancel_futures=True)
 
