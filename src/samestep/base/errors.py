@@ -147,7 +147,7 @@ _WORDS: dict[object, str] = {
 
 def in_words(kind: Any) -> str:
     """Return what a value of a declared type is, as a message says it, or an empty text."""
-    inner = [one for one in get_args(kind) if one not in (type(None), ...)]
+    inner = [part for part in get_args(kind) if part not in (type(None), ...)]
     if {*inner} == {int, float}:
         return _WORDS[float]
     if get_origin(kind) in (Union, UnionType, Annotated):
@@ -166,7 +166,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     if (field := _OF_A_RECIPE.get(name.lower())) in names:
         return f"Recipe({field}=…) sets it. "
     meant = known_elsewhere(name, names)
-    within = [one for one in names if len(name) > 3 and name in one]
+    within = [known for known in names if len(name) > 3 and name in known]
     # Below it a long name is another word; of two letters one may be wrong.
     cutoff = 0.0 if within else 0.6 if len(name) > 3 else 0.5
     close = difflib.get_close_matches(name, within or names, n=1, cutoff=cutoff)

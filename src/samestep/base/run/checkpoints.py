@@ -155,7 +155,7 @@ def _is_plain(state: Any, depth: int = 0) -> bool:
         return False
     if kind in (dict, OrderedDict):
         return all(type(k) in _PLAIN and _is_plain(v, depth + 1) for k, v in state.items())
-    return kind in (list, tuple) and all(_is_plain(one, depth + 1) for one in state)
+    return kind in (list, tuple) and all(_is_plain(item, depth + 1) for item in state)
 
 
 def why_not_loaded(error: Exception) -> str:

@@ -156,9 +156,9 @@ def _known_to_git(root: Path) -> tuple[list[str], set[str], dict[str, str]]:
                 continue
             inner, inner_kept, inner_linked = _known_to_git(path)
             start = f"{name.rstrip('/')}/"
-            names += [start + one for one in inner]
-            kept |= {start + one for one in inner_kept}
-            linked |= {start + one: why for one, why in inner_linked.items()}
+            names += [start + inside for inside in inner]
+            kept |= {start + inside for inside in inner_kept}
+            linked |= {start + inside: why for inside, why in inner_linked.items()}
         elif name not in kept and (run := _run_above(root, name, runs)):
             linked[run] = "a run"
         else:
@@ -230,7 +230,7 @@ def _why_left_out(path: Path, num_bytes: int, *, known: bool) -> str:
 def _folders_of(names: Iterable[str]) -> set[str]:
     """Return the folders that files are in, and those above them; "." is the root."""
     inner = {PurePosixPath(name).parent for name in names}
-    return {str(folder) for one in inner for folder in (one, *one.parents)}
+    return {str(folder) for path in inner for folder in (path, *path.parents)}
 
 
 def _outermost(linked: Mapping[str, str], copied: set[str]) -> dict[str, str]:
@@ -238,7 +238,7 @@ def _outermost(linked: Mapping[str, str], copied: set[str]) -> dict[str, str]:
     outermost = dict[str, str]()
     for name in sorted(linked):
         path = PurePosixPath(name)
-        if str(path) not in copied and not any(f"{one}/" in outermost for one in path.parents):
+        if str(path) not in copied and not any(f"{up}/" in outermost for up in path.parents):
             outermost[name] = linked[name]
     return outermost
 

@@ -94,8 +94,8 @@ class _Reach:
     def pieces_of(self, file: Path, whole: Iterable[str] = ()) -> Pieces:
         self.files[""], self.sources[""] = file, source_of(file)
         self._run("")
-        for place, one in enumerate(self.sources[""].statements):
-            if not one.names or not one.names <= self.sources[""].unused:
+        for place, statement in enumerate(self.sources[""].statements):
+            if not statement.names or not statement.names <= self.sources[""].unused:
                 self._take("", place)
         self._use("", ("recipe",))  # another module may have it
         for name in whole:
@@ -110,7 +110,7 @@ class _Reach:
         for module, places in self.taken.items():
             label = f" in {module_path(module, self.files[module])}" if module else ""
             statements = self.sources[module].statements
-            parts = [one for place in sorted(places) for one in statements[place].pieces]
+            parts = [piece for place in sorted(places) for piece in statements[place].pieces]
             parts += [
                 (f"{_IMPORT}{name}", f"{_IMPORT}{name} = {what}")
                 for (where, name), what in sorted(self.stands_for.items())
@@ -144,8 +144,8 @@ class _Reach:
         self.taken[module] = set()
         for name in sorted(source.imports):
             self._run_all(name)
-        for place, one in enumerate(source.statements):
-            if one.acts or any(self._registers(module, chain) for chain in one.decorators):
+        for place, part in enumerate(source.statements):
+            if part.acts or any(self._registers(module, chain) for chain in part.decorators):
                 self._take(module, place)
         return True
 
@@ -161,17 +161,15 @@ class _Reach:
     def _take_subclasses(self) -> bool:
         """Let subclasses of a class that registers them count; return whether any were new."""
         classes = [
-            (module, place, one)
+            (module, place, s)
             for module in [*self.taken]
-            for place, one in enumerate(self.sources[module].statements)
-            if one.bases or one.hooks
+            for place, s in enumerate(self.sources[module].statements)
+            if s.bases or s.hooks
         ]
-        known = {name for _, _, one in classes if one.hooks for name in one.names}
-        while more := {n for _, _, one in classes if one.bases & known for n in one.names} - known:
+        known = {name for _, _, s in classes if s.hooks for name in s.names}
+        while more := {n for _, _, s in classes if s.bases & known for n in s.names} - known:
             known |= more
-        subclasses = [
-            (m, p) for m, p, one in classes if one.bases & known and p not in self.taken[m]
-        ]
+        subclasses = [(m, p) for m, p, s in classes if s.bases & known and p not in self.taken[m]]
         for module, place in subclasses:
             self._take(module, place)
         return bool(subclasses)
@@ -190,12 +188,12 @@ class _Reach:
             self.waiting.append((module, place))
 
     def _follow_uses(self, module: str, place: int) -> None:
-        one = self.sources[module].statements[place]
-        for name in sorted(one.imports):
+        statement = self.sources[module].statements[place]
+        for name in sorted(statement.imports):
             self._run_all(name)
-        for parts in sorted(one.uses):
+        for parts in sorted(statement.uses):
             self._use(module, parts)
-        for parts in sorted(one.inner_uses):
+        for parts in sorted(statement.inner_uses):
             self.follow(parts)
 
     def _use(self, module: str, parts: Parts) -> None:
@@ -261,7 +259,7 @@ class _Reach:
         return ""
 
 
-def _is_main(one: Statement) -> bool:
+def _is_main(statement: Statement) -> bool:
     """Whether a statement is the block that an import does not run."""
-    name, text = one.pieces[0] if one.pieces else ("", "")
+    name, text = statement.pieces[0] if statement.pieces else ("", "")
     return name == _MAIN and "\nelse:" not in text and "\nelif " not in text

@@ -60,15 +60,15 @@ def split(content: Any) -> tuple[Any, dict[str, DTensor]]:
 
 def own_parts(shards: Mapping[str, DTensor]) -> dict[str, Tensor]:
     """Return this rank's parts of sharded tensors, on their device."""
-    return {name: one.to_local().detach() for name, one in shards.items()}
+    return {name: shard.to_local().detach() for name, shard in shards.items()}
 
 
 def with_parts(shards: Mapping[str, DTensor], parts: Mapping[str, Tensor]) -> dict[str, DTensor]:
     """Return sharded tensors of which this rank's parts are others, such as copies on the host."""
     # By its class: `from_local` would move the parts to the mesh's device.
     return {
-        name: DTensor(parts[name], one._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # noqa: SLF001
-        for name, one in shards.items()
+        name: DTensor(parts[name], s._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # noqa: SLF001
+        for name, s in shards.items()
     }
 
 
@@ -93,7 +93,7 @@ def write(
             ):  # PyTorch's writer would make a removed run's folders anew
                 missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
                 raise cannot_write(folder, missing)
-            check_room(folder.parent, sum(one.numel() * one.itemsize for one in shards.values()))
+            check_room(folder.parent, sum(s.numel() * s.itemsize for s in shards.values()))
         except UserError as error:
             problem = [(error.what, error.remedy)]
     if group is not None:
@@ -125,7 +125,7 @@ def write(
     if group is not None:
         gathered = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, hashes, group=group)
-    return {name: digest for one in gathered for name, digest in sorted(one.items())}
+    return {name: digest for s in gathered for name, digest in sorted(s.items())}
 
 
 class _KeptError(io.BufferedWriter):
@@ -247,7 +247,7 @@ def _metadata(folder: Path) -> Any:
     except Exception as error:  # whatever a damaged pickle raises
         raise UserError(f"{path} cannot be loaded safely: {error}.") from error
     good = isinstance(metadata, Metadata) and all(
-        isinstance(one, TensorStorageMetadata) for one in metadata.state_dict_metadata.values()
+        isinstance(t, TensorStorageMetadata) for t in metadata.state_dict_metadata.values()
     )
     parts = (part.relative_path for part in (metadata.storage_data or {}).values()) if good else ()
     if not good or any("/" in place or "\\" in place for place in parts):

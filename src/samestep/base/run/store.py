@@ -124,14 +124,14 @@ class Store:
             if not self._files.async_impl:
                 self._files.rm(self._key(name), recursive=True)
                 return
-            for one in self._names(name) or [name]:  # not all stores delete several at once
-                self._files.rm_file(self._key(one))
+            for key in self._names(name) or [name]:  # not all stores delete several at once
+                self._files.rm_file(self._key(key))
 
     def files(self) -> Iterator[str]:
         """Yield the names of what is copied besides checkpoints, in the order of `FILES`."""
         names = [name for name in self._names("") if ".." not in PurePosixPath(name).parts]
         for pattern in FILES:
-            yield from (one for one in names if fnmatch(one, pattern.replace("**/", "")))
+            yield from (file for file in names if fnmatch(file, pattern.replace("**/", "")))
 
     def _names(self, folder: str) -> list[str]:
         self._files.invalidate_cache()

@@ -85,7 +85,7 @@ def _closure(file: Path, find: Find, also: Collection[str]) -> tuple[dict[str, P
     while waiting:
         name, where = waiting.popleft()
         wanted = imported_by(where, name) | {*(() if name else also)}
-        parts = (one.split(".") for one in sorted(wanted))
+        parts = (module_name.split(".") for module_name in sorted(wanted))
         for module in (".".join(p[: n + 1]) for p in parts for n in range(len(p))):
             if module in modules or (path := find(module)) is None:
                 continue
@@ -127,10 +127,10 @@ def finder(file: Path | None, also: Collection[str] = ()) -> Find:
 def _top(name: str, beside: list[str]) -> tuple[Path | None, Sequence[str] | None]:
     """Return the file of a module without a dot, and the folders where its modules are."""
     spec = None
-    for one in sys.meta_path:
-        if spec is None and one is not _copies and hasattr(one, "find_spec"):
-            is_usual = one is importlib.machinery.PathFinder
-            spec = one.find_spec(name, [*beside, *sys.path] if is_usual else None)
+    for finder in sys.meta_path:
+        if spec is None and finder is not _copies and hasattr(finder, "find_spec"):
+            is_usual = finder is importlib.machinery.PathFinder
+            spec = finder.find_spec(name, [*beside, *sys.path] if is_usual else None)
     if spec is None:
         return None, None
     is_python = spec.has_location and str(spec.origin).endswith(".py")
@@ -168,7 +168,7 @@ def _is_own(name: str) -> bool:
     """Whether a module that is imported is the user's own."""
     origin = _origin(name)
     is_never = name.partition(".")[0] in _NEVER
-    return origin.endswith(".py") and not is_never and not any(one in origin for one in _LIBRARIES)
+    return origin.endswith(".py") and not is_never and not any(lib in origin for lib in _LIBRARIES)
 
 
 # --- what a run keeps
@@ -182,8 +182,8 @@ def kept_modules(run: Path, suffix: str = "") -> UserModules | None:
     if not isinstance(table, dict):
         return None
     return UserModules(
-        files={name: run / code / one["file"] for name, one in table.items()},
-        originals={name: Path(one["from"]) for name, one in table.items()},
+        files={name: run / code / module["file"] for name, module in table.items()},
+        originals={name: Path(module["from"]) for name, module in table.items()},
         whole=tuple(facts["whole"]),
         complete=facts["complete"],
     )
@@ -214,7 +214,7 @@ def copied_modules(file: Path) -> UserModules | None:
     stem = file.stem.removeprefix("recipe")
     if file.stem.startswith("recipe") and (kept := kept_modules(file.parent, stem)):
         return kept
-    inside = (one.parent for one in file.absolute().parents if one.name == CODE)
+    inside = (folder.parent for folder in file.absolute().parents if folder.name == CODE)
     return next((kept for run in inside if (kept := kept_modules(run))), None)
 
 
@@ -353,24 +353,24 @@ class _Copies(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         files, originals = self.modules.files, self.modules.originals
         if (file := files.get(name)) is not None:
-            both = [str(one.parent) for one in (file, originals[name])]
+            both = [str(module.parent) for module in (file, originals[name])]
             return importlib.util.spec_from_file_location(
                 name,
                 file,
                 loader=_CopyLoader(name, str(file), originals[name]),
                 submodule_search_locations=both if file.name == "__init__.py" else None,
             )
-        inner = [one for one in files if one.startswith(f"{name}.")]
+        inner = [module for module in files if module.startswith(f"{name}.")]
         if not inner:
             return None
         spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        levels = {one: one.count(".") - name.count(".") for one in inner}
+        levels = {module: module.count(".") - name.count(".") for module in inner}
         spec.submodule_search_locations = list(
             dict.fromkeys(
-                str(at.parents[levels[one] - (at.name != "__init__.py")])
+                str(at.parents[levels[module] - (at.name != "__init__.py")])
                 for of in (files, originals)
-                for one in inner
-                for at in (of[one],)
+                for module in inner
+                for at in (of[module],)
             )
         )
         return spec

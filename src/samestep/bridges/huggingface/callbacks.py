@@ -31,8 +31,8 @@ def settings_of_callbacks(callbacks: Sequence[Any]) -> tuple[dict[str, Any], lis
     """
     settings: dict[str, Any] = {}
     called: list[TrainerCallback] = []
-    for one in callbacks:
-        callback = one() if isinstance(one, type) else one
+    for given in callbacks:
+        callback = given() if isinstance(given, type) else given
         if isinstance(callback, EarlyStoppingCallback):
             settings["patience"] = callback.early_stopping_patience
             settings["min_delta"] = callback.early_stopping_threshold or 0.0
@@ -96,11 +96,11 @@ class LoggingCallbacks:
         self._call("on_log", logs=values)
 
     def _call(self, name: str, **given: Any) -> None:
-        for one in self.callbacks:
+        for callback in self.callbacks:
             control = TrainerControl()
-            changed = getattr(one, name)(self.args, self.state, control, **given)
+            changed = getattr(callback, name)(self.args, self.state, control, **given)
             if (changed or control) != TrainerControl():
                 raise UserError(
-                    f"{type(one).__name__}.{name} changes the Trainer's control, and samestep goes "
-                    "by its settings: --patience stops early, --eval-every-steps evaluates."
+                    f"{type(callback).__name__}.{name} changes the Trainer's control, and samestep "
+                    "goes by its settings: --patience stops early, --eval-every-steps evaluates."
                 )

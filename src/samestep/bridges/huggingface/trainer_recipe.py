@@ -312,7 +312,7 @@ class _ForTrainer:
                 f"The loss of {kind.__name__} compares the samples of a batch with each other.",
                 remedy='Write a Recipe with loss_over="batch", which is given the whole batch.',
             )
-        variable = any(one.kind is one.VAR_KEYWORD for one in takes.values())
+        variable = any(p.kind is p.VAR_KEYWORD for p in takes.values())
         about, eps = self.about, self.args.label_smoothing_factor
         about.columns = frozenset({*takes, "label", "label_ids", *labels})
         about.labels = tuple(labels)
@@ -334,7 +334,7 @@ class _ForTrainer:
         """Put samples into a batch, without columns that the model does not take."""
         if self.args.remove_unused_columns and isinstance(samples[0], Mapping):
             kept = self.about.columns
-            samples = [{n: value for n, value in one.items() if n in kept} for one in samples]
+            samples = [{n: value for n, value in sample.items() if n in kept} for sample in samples]
             if not samples[0]:
                 raise UserError(
                     f"No column of the data is an argument of the model, which takes "
@@ -348,7 +348,7 @@ class _ForTrainer:
         name = self.args.length_column_name
         if name in getattr(data.rows, "column_names", ()):
             return list(data.rows[name])
-        return [len(one["input_ids"]) for one in data.rows]
+        return [len(row["input_ids"]) for row in data.rows]
 
     def terms(self, batch: Any) -> Any:
         """Return how many labels a batch has, -100 left out; without them its samples."""

@@ -96,12 +96,12 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def _unlike_default(args: TrainingArguments) -> Iterator[tuple[str, Any]]:
-    for one in (field for field in fields(args) if field.init):
-        value, default = getattr(args, one.name, None), one.default
+    for f in (field for field in fields(args) if field.init):
+        value, default = getattr(args, f.name, None), f.default
         if default is MISSING:
-            default = one.default_factory() if one.default_factory is not MISSING else None
-        if one.name not in _KNOWN and value != default and (value or default):
-            yield one.name, value
+            default = f.default_factory() if f.default_factory is not MISSING else None
+        if f.name not in _KNOWN and value != default and (value or default):
+            yield f.name, value
 
 
 def _refuse(name: str, value: Any, remedy: str) -> None:

@@ -164,7 +164,7 @@ def _collate(samples: list[_Sample] | _Batch) -> _Batch:
     if isinstance(samples, _Batch):
         return samples
     of = samples[0].of
-    return _Batch(of.collate([one.value for one in samples]), of.stage, len(samples))
+    return _Batch(of.collate([sample.value for sample in samples]), of.stage, len(samples))
 
 
 def _loss(outputs: dict[str, Any], _batch: _Batch) -> Any:
@@ -243,8 +243,8 @@ class _Brought:
             return None
         if stage == "validation" and isinstance(loader, list | tuple | dict):
             several = loader.values() if isinstance(loader, dict) else loader
-            named = {f"{_NTH}{place}": one for place, one in enumerate(several)}
-            return {name: self._data_in(one, name, where) for name, one in named.items()}
+            named = {f"{_NTH}{place}": data for place, data in enumerate(several)}
+            return {name: self._data_in(data, name, where) for name, data in named.items()}
         return self._data_in(loader, stage, where)
 
     def _data_in(self, loader: Any, stage: str, where: str) -> _Data | Unpacked:
@@ -274,9 +274,9 @@ class _Brought:
         trainer.testing = not module.training and batch.stage == "test"
         trainer.validating = not (trainer.training or trainer.testing)
         value = batch.value
-        for one in (trainer.datamodule, module):
-            if one is not None and hasattr(one, "on_after_batch_transfer"):
-                value = one.on_after_batch_transfer(value, 0)
+        for giver in (trainer.datamodule, module):
+            if giver is not None and hasattr(giver, "on_after_batch_transfer"):
+                value = giver.on_after_batch_transfer(value, 0)
         if module.training:
             self.evaluated.pop(module, None)
             if self.epochs.get(module) != epoch:
@@ -490,4 +490,4 @@ def _plain_name(name: str) -> str:
 
 def _metrics_of(module: nn.Module) -> list[Any]:
     known = sys.modules.get("torchmetrics")
-    return [one for one in module.modules() if isinstance(one, known.Metric)] if known else []
+    return [m for m in module.modules() if isinstance(m, known.Metric)] if known else []

@@ -149,9 +149,9 @@ class Membership:
             self.store.set(Keys(self.group.number).lost, "1")
         open_now = _sockets()
         for number in (n for n, what in self.sockets.items() if open_now.get(n) == what):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
-                one.getpeername()  # Gloo's listener has none: without it Gloo ends the process
-                one.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as open_one:
+                open_one.getpeername()  # Gloo's listener has none: without it Gloo ends the process
+                open_one.shutdown(socket.SHUT_RDWR)
         self.sockets = {}
         if in_process_group():
             for group in [*dist.distributed_c10d._world.pg_map]:  # noqa: SLF001 - threads have their own

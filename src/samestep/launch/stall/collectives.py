@@ -106,7 +106,7 @@ class _Arguments:
         shapes = [f"{str(t.dtype)[6:]}{[*t.shape]}" for t in tensors] if self._compared else []
         roots = [(name, self.get(name, *call)) for name in self._roots]
         given = [f"{name}={getattr(v, 'name', v)}" for name, v in roots if v is not None]
-        given = [f"op={one[9:].upper()}" if one.startswith("reduceOp=") else one for one in given]
+        given = [f"op={g[9:].upper()}" if g.startswith("reduceOp=") else g for g in given]
         return tensors, " ".join(shapes + given)
 
 

@@ -297,19 +297,19 @@ def _first_mismatch(stands: Sequence[RankStand]) -> dict[int, Visit] | None:
     return None
 
 
-def _has_left(one: RankStand, other: RankStand) -> bool:
+def _has_left(stand: RankStand, other: RankStand) -> bool:
     """Whether a rank has left the loop that another is in."""
-    if one.pulse.code is not None and not _waits_in(one):
+    if stand.pulse.code is not None and not _waits_in(stand):
         return False  # it is said to have ended
     loops = {loop for place in _users_lines(other) for loop in _loops_around(*place)}
-    stands_in = {loop for place in _users_lines(one) for loop in _loops_around(*place)}
-    was_at = [_split(visit.where) for visit in one.pulse.calls]
+    stands_in = {loop for place in _users_lines(stand) for loop in _loops_around(*place)}
+    was_at = [_split(visit.where) for visit in stand.pulse.calls]
     been_in = {loop for place in was_at for loop in _loops_around(*place)}
     left = (loops - stands_in) & been_in
     if not loops & stands_in:
         return bool(left)
     # Both are in an outer loop. The inner one may be that of a few tensors within one step.
-    steps = [_split(visit.where) for visit in one.pulse.calls if visit.kind == "backward"]
+    steps = [_split(visit.where) for visit in stand.pulse.calls if visit.kind == "backward"]
     return any(loop in left for place in steps for loop in _loops_around(*place))
 
 

@@ -217,7 +217,7 @@ def computed_s(pid: int) -> float:
 
 def working(pids: Sequence[int]) -> dict[int, float]:
     """Return which of some processes and their children compute now, and for how long they have."""
-    doing = _doing([one for pid in pids for one in (pid, *_children(pid))])
+    doing = _doing([process for pid in pids for process in (pid, *_children(pid))])
     return {pid: computed_s(pid) for pid, does in doing.items() if does == "computes"}
 
 

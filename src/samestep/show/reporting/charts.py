@@ -286,7 +286,7 @@ def charts_of(
     # So that the page of many runs stays as small as that of one, and its charts as fast.
     most = max(_FEWEST, MOST_POINTS // len(lines))
     by = "step" if len(lines) == 1 else "samples trained"
-    own = list(dict.fromkeys(key for one in lines for key in one.own))
+    own = list(dict.fromkeys(key for run in lines for key in run.own))
     series = [
         ("loss", "Loss", ""),
         *((key, key.replace("_", " "), "") for key in own[:_MOST_OWN]),
@@ -297,10 +297,10 @@ def charts_of(
     for key, title, unit in series:
         drawn = [
             make_curve(f"{name} {label}" if name else label, role, place, at, values, most)
-            for one, name, place in zip(lines, names, places, strict=True)
-            for role, label, steps, values in one.curves.get(key, [])
+            for run, name, place in zip(lines, names, places, strict=True)
+            for role, label, steps, values in run.curves.get(key, [])
             if not (name and role in ("best", "test"))  # points that the tables have
-            for at in [one.places(steps, by)]
+            for at in [run.places(steps, by)]
         ]
         if curves := [curve for curve in drawn if curve]:
             shown = title[:1].upper() + title[1:]

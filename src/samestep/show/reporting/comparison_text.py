@@ -122,7 +122,7 @@ def settings(comparison: Comparison, longest: int = 60, *, shared: bool = False)
     differ = [d for d in comparison.differences if not (shared and UNSET in d.values)]
     if not differ:
         return None
-    marked = frozenset(place for place, one in enumerate(differ) if one.decides)
+    marked = frozenset(place for place, difference in enumerate(differ) if difference.decides)
     notes = ["Marked rows make it another training."] if marked else []
     if left := len(comparison.differences) - len(differ):
         notes.append(f"{left} more are not of all recipes.")
@@ -419,7 +419,7 @@ def as_table(comparison: Comparison) -> dict[str, Any]:
             {
                 "run": name,
                 "against": comparison.names[0],
-                "files": None if changes is None else [asdict(one) for one in changes],
+                "files": None if changes is None else [asdict(change) for change in changes],
             }
             for name, changes in zip(comparison.names[1:], comparison.code, strict=True)
         ],
