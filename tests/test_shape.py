@@ -162,7 +162,7 @@ def test_what_needs_no_torch_does_not_import_it():
         base.errors base.machine base.settings base.plugins base.words base.run.directory
         base.run.files base.run.index base.run.records core.data.catalog core.data.download
         core.recipes.cricket.corpus launch.ranks.launch launch.ranks.nproc launch.ranks.process
-        launch.stall.judge launch.stall.pulse launch.stall.stacks shell.cli
+        launch.stall.stall_verdict launch.stall.pulse launch.stall.stacks shell.cli
         shell.commands.checkpoint shell.commands.compare shell.commands.data shell.commands.new
         shell.commands.report shell.commands.runs shell.commands.track shell.commands.watch
         show.tracking.follower show.tracking.processes

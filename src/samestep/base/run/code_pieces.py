@@ -96,14 +96,14 @@ class _Reach:
         self._run("")
         for place, statement in enumerate(self.sources[""].statements):
             if not statement.names or not statement.names <= self.sources[""].unused:
-                self._take("", place)
+                self._include("", place)
         self._use("", ("recipe",))  # another module may have it
         for name in whole:
             self.follow(tuple(name.split(".")))
         return self.pieces()
 
     def pieces(self) -> Pieces:
-        while self.waiting or self._take_subclasses():
+        while self.waiting or self._include_subclasses():
             while self.waiting:
                 self._follow_uses(*self.waiting.pop())
         pieces: Pieces = {}
@@ -146,7 +146,7 @@ class _Reach:
             self._run_all(name)
         for place, part in enumerate(source.statements):
             if part.acts or any(self._registers(module, chain) for chain in part.decorators):
-                self._take(module, place)
+                self._include(module, place)
         return True
 
     def _registers(self, module: str, decorator: Parts) -> bool:
@@ -158,7 +158,7 @@ class _Reach:
         called = ".".join(target).lower()
         return bool(self._place(target)[0]) or "register" in called or "registry" in called
 
-    def _take_subclasses(self) -> bool:
+    def _include_subclasses(self) -> bool:
         """Let subclasses of a class that registers them count; return whether any were new."""
         classes = [
             (module, place, s)
@@ -171,14 +171,14 @@ class _Reach:
             known |= more
         subclasses = [(m, p) for m, p, s in classes if s.bases & known and p not in self.taken[m]]
         for module, place in subclasses:
-            self._take(module, place)
+            self._include(module, place)
         return bool(subclasses)
 
-    def _take_all(self, module: str) -> None:
+    def _include_all(self, module: str) -> None:
         for place in range(len(self.sources[module].statements)):
-            self._take(module, place)
+            self._include(module, place)
 
-    def _take(self, module: str, place: int) -> None:
+    def _include(self, module: str, place: int) -> None:
         """Let a statement of a module count, and follow what it uses."""
         source = self.sources[module]
         is_new = place not in self.taken[module]
@@ -200,7 +200,7 @@ class _Reach:
         """Take what a name stands for in a module."""
         source, name = self.sources[module], parts[0]
         for place in source.places.get(name, ()):
-            self._take(module, place)
+            self._include(module, place)
         if name in source.bound:
             target = source.bound[name]
             where, rest = self._place(target)
@@ -210,7 +210,7 @@ class _Reach:
             if star := self._star_with(source, name):
                 self.follow((*star.split("."), *parts))
             elif name in _EVERYTHING:
-                self._take_all(module)
+                self._include_all(module)
 
     def follow(self, parts: Parts) -> None:
         """Take what a dotted name stands for; of a module that is used as an object, all."""
@@ -222,7 +222,7 @@ class _Reach:
         if rest and rest[0] in source.places:
             self._use(where, rest)
         else:  # its own __getattr__ may make the name
-            self._take_all(where)
+            self._include_all(where)
 
     def _place(
         self, parts: Parts, seen: frozenset[tuple[str, str]] = frozenset()

@@ -46,10 +46,10 @@ from samestep.core.training.loop import (
     check_weights,
     checkpoint_name,
     evaluate_now,
-    judge,
     measure_by_name,
+    note_validation,
     stop_early,
-    told,
+    with_after_epoch,
 )
 from samestep.core.training.meter import Meter, epoch_record
 from samestep.core.training.optimizer import check_trial, optimizer_of
@@ -204,7 +204,7 @@ class _Records(Callback):
         means = cast("LitRecipe", pl_module).means
         if not math.isfinite(means["loss"]) and self._epoch is not None:
             self._task.session.emit(self._epoch)  # before it is refused
-        record, self.metric = judge(self._work, self._state, means, seconds)
+        record, self.metric = note_validation(self._work, self._state, means, seconds)
         self._tell_epoch(trainer)
         self._task.session.emit(record)
         close_epoch(self._work, self._state)
@@ -215,7 +215,7 @@ class _Records(Callback):
             return
         epoch, self._epoch, after = self._epoch, None, self._work.after_epoch
         before = after and after.frozen()
-        self._task.session.emit(told(self._work, self._state, epoch))
+        self._task.session.emit(with_after_epoch(self._work, self._state, epoch))
         if after and after.frozen() != before and isinstance(trainer.strategy, _Strategy):
             trainer.strategy.wrap_again()
 

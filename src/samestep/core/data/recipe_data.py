@@ -113,18 +113,18 @@ class Unpacked(Dataset[Any]):
         size, drop_last = self.batch_size, self.drop_last
         if size is None or (size, drop_last) == (settings.batch_size, settings.drop_last):
             return []
-        given = f"batch_size={size}{', drop_last=True' * drop_last}"
+        given = f"batch_size={size}{', drop_last=True' if drop_last else ''}"
         why = "--batch-size counts the samples of a step on all ranks, and --drop-last leaves out"
         return [f"The training loader's {given} is not used: {why} an incomplete one."]
 
     def ordering(self, settings: Settings) -> Ordering:
         """Return the order of the loader's sampler, in training."""
-        asked = "--order " + settings.order if settings.order != "shuffled" else ""
-        asked = asked or "--group-by-length" * settings.group_by_length
-        asked = asked or "--batch-tokens" * (settings.batch_tokens is not None)
+        asked = [f"--order {settings.order}"] if settings.order != "shuffled" else []
+        asked += ["--group-by-length"] if settings.group_by_length else []
+        asked += ["--batch-tokens"] if settings.batch_tokens is not None else []
         if asked:
             raise UserError(
-                f"{asked}: the order is that of the training loader's sampler, "
+                f"{asked[0]}: the order is that of the training loader's sampler, "
                 f"{type(self.sampler).__name__}. Leave the setting out, or give "
                 "DataLoader(…, shuffle=True)."
             )

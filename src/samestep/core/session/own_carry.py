@@ -54,7 +54,7 @@ class RankState:
         more = {"carried": self._now} if self._keeps else {}
         with random_numbers(mix(self._seed, 2, step, self._world.rank)):
             try:
-                self._take(self._carry(**more), f"carry={defined_at(self._carry)} made")
+                self._keep(self._carry(**more), f"carry={defined_at(self._carry)} made")
             except UserError:
                 raise
             except Exception as error:
@@ -66,9 +66,9 @@ class RankState:
 
     def leave(self, _batch: OwnBatch, tree: Any) -> None:
         """Take the state that this rank leaves."""
-        self._take(tree, "run.carry was given")
+        self._keep(tree, "run.carry was given")
 
-    def _take(self, tree: Any, who: str) -> None:
+    def _keep(self, tree: Any, who: str) -> None:
         leaves = tree_leaves(tree)
         if not (leaves and all(isinstance(leaf, Tensor) for leaf in leaves)):
             given = describe(tree) if tree is not None else "None (is a `return` missing?)"

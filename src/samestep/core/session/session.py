@@ -133,7 +133,7 @@ class Session:
             self._early.append(record)
             return
         if self.saver.writing is not None:
-            self.saver.look()
+            self.saver.emit_written()
         event = record["event"]
         if self.first_record_s is None and event not in ("start", "resume"):
             self.first_record_s = time.time()

@@ -159,11 +159,11 @@ class WholeStep(EagerStep):
 
 
 def _one_by_one(
-    take: Step, block: Block, step: int, lrs: list[float], *, want_norm: bool
+    eager: Step, block: Block, step: int, lrs: list[float], *, want_norm: bool
 ) -> StepResult:
     """Take the steps of a block one after the other."""
     results = [
-        take(single, step + number, lrs[number : number + 1], want_norm=want_norm)
+        eager(single, step + number, lrs[number : number + 1], want_norm=want_norm)
         for number, single in enumerate(block.singles())
     ]
     norms = [norm for result in results for norm in result.grad_norms or ()]

@@ -26,7 +26,7 @@ from samestep.core.training.apply import (
     parts_of,
 )
 from samestep.core.training.device import autocast
-from samestep.core.training.metrics import Confusion, Objects, functions_of, told, values_of
+from samestep.core.training.metrics import Confusion, Objects, explained, functions_of, values_of
 from samestep.core.training.side_effects import keep_buffers
 from samestep.core.training.step import check_loss
 from samestep.core.training.stopping import Agreement
@@ -282,7 +282,7 @@ class Totals:
             whole_outputs, whole_targets = (put_together(t, counts) for t in (whole, wanted))
             weight, self._waiting = sum(counts), []
         if closes:
-            batch_loss = told("loss", self._loss, whole_outputs, whole_targets)
+            batch_loss = explained("loss", self._loss, whole_outputs, whole_targets)
             check_loss(batch_loss, self._loss)
             each = weight if self._reduction == "mean" else 1  # a sum has all of its samples in it
             if self._terms is not None:

@@ -41,7 +41,7 @@ def in_training(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def values_of(name: str, metric: Callable[..., Any], outputs: Any, targets: Any, count: int) -> Any:
     """Return a metric's values of a batch: (samples,)."""
-    value = told(f"metric {name!r}", metric, outputs, targets)
+    value = explained(f"metric {name!r}", metric, outputs, targets)
     if not isinstance(value, Tensor) or value.shape != (count,):
         raise UserError(
             f"The recipe's metric {name!r}{defined_at(metric)} returned {describe(value)} "
@@ -51,7 +51,7 @@ def values_of(name: str, metric: Callable[..., Any], outputs: Any, targets: Any,
     return value
 
 
-def told(what: str, function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
+def explained(what: str, function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
     """Call a recipe's function with outputs and targets; a failure names the recipe."""
     try:
         return function(outputs, targets)
@@ -142,7 +142,7 @@ class Objects:
         with self._taken() as taking:
             for name, metric in self._metrics.items():
                 taking.as_logits, taking.outside = False, []
-                told(f"metric {name!r}", metric.update, outputs, targets)
+                explained(f"metric {name!r}", metric.update, outputs, targets)
                 self._update_twin(name, taking, outputs, targets)
 
     def _update_twin(self, name: str, taking: Any, outputs: Any, targets: Any) -> None:
@@ -152,7 +152,7 @@ class Objects:
             return
         twin, outside = self._twins.get(name) or (self._new_twin(self._metrics[name]), outside_now)
         taking.as_logits = True
-        told(f"metric {name!r}", twin.update, outputs, targets)
+        explained(f"metric {name!r}", twin.update, outputs, targets)
         self._twins[name] = twin, outside | outside_now
 
     def _new_twin(self, metric: Any) -> Any:
@@ -383,14 +383,14 @@ class _PartMetrics:
         """Keep outputs; measure them once there are many, or their form changes."""
         self._samples += step.samples
         if len(self._seen) == self._most or (self._seen and not _alike(step, self._seen[0])):
-            self._look()
+            self._measure_kept()
         if not self._seen:
             leaves = [leaf for leaf in tree_leaves(step.outputs) if isinstance(leaf, Tensor)]
             each = max(1, sum(leaf.nbytes for leaf in leaves))
             self._most = max(1, min(self._most_steps, _MOST_BYTES // each))
         self._seen.append(step)
 
-    def _look(self) -> None:
+    def _measure_kept(self) -> None:
         """Measure the kept outputs, batches of one form."""
         seen, self._seen = self._seen, []
         if not seen:
@@ -410,7 +410,7 @@ class _PartMetrics:
 
     def settle(self) -> None:
         """Update the sums; the host waits for the device."""
-        self._look()
+        self._measure_kept()
         if self._unread:
             for row in torch.cat(self._unread).tolist():
                 self._sums = [total + value for total, value in zip(self._sums, row, strict=True)]

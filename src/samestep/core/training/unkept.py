@@ -119,15 +119,15 @@ def of_buffers(
     put_back = keep_buffers(model)
     seen: list[dict[str, Tensor]] = []
 
-    def look(samples: int) -> None:
+    def run(samples: int) -> None:
         forward(samples)
         seen.append({n: b.detach().clone() for n, b in model.named_buffers()})
 
     with contextlib.suppress(Exception):  # the first step tells how it fails
-        look(rows)
-        look(rows)
+        run(rows)
+        run(rows)
         put_back()
-        look(max(1, rows // 2))
+        run(max(1, rows // 2))
     if len(seen) < 2:
         return {}
     first, again, half = seen[0], seen[1], seen[-1]
@@ -150,7 +150,7 @@ def of_forward(
     outputs_seen: list[list[Any]] = []
     prints: list[dict[str, str]] = []
 
-    def look() -> None:
+    def run() -> None:
         put_back()
         with random_numbers(0):
             outputs = forward(rows)
@@ -158,10 +158,10 @@ def of_forward(
         prints.append(forward_prints(model, function))
 
     with contextlib.suppress(Exception):  # the first step tells how it fails
-        look()
-        look()
+        run()
+        run()
         if differing(*prints):  # the first call may fill what later ones only read
-            look()
+            run()
     if len(outputs_seen) < 3 or all(map(torch.equal, outputs_seen[1], outputs_seen[2])):
         return ()
     return tuple(n.removeprefix("the model's ") for n in differing(prints[1], prints[2]))
@@ -176,15 +176,15 @@ def _watched(model: nn.Module, world: World) -> tuple[set[str], set[str]]:
     return names - {*model.state_dict()}, own
 
 
-def at_first_forward(model: nn.Module, world: World, tell: Callable[[Unkept], None]) -> None:
-    """Let `tell` know what `of_buffers` finds, as soon as a loop of the user's trains a model.
+def at_first_forward(model: nn.Module, world: World, note: Callable[[Unkept], None]) -> None:
+    """Let `note` know what `of_buffers` finds, as soon as a loop of the user's trains a model.
 
     Every rank does as much then, in case its forward is a collective.
     """
     if not any(_watched(model, world)) or any_sharded(model):
         return
 
-    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def at_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return
         hook.remove()
@@ -199,19 +199,19 @@ def at_first_forward(model: nn.Module, world: World, tell: Callable[[Unkept], No
                 given, named = map_tensors(cut, [args, kwargs])
                 twin(*given, **named)
 
-            tell(Unkept(**of_buffers(twin, forward, min(rows or 1, _ROWS), world)))
+            note(Unkept(**of_buffers(twin, forward, min(rows or 1, _ROWS), world)))
         torch.clear_autocast_cache()  # older PyTorch kept casts made without gradients
 
-    hook = model.register_forward_pre_hook(look, with_kwargs=True)
+    hook = model.register_forward_pre_hook(at_forward, with_kwargs=True)
 
 
-def count_of_calls(model: nn.Module, tell: Callable[[list[str]], None]) -> None:
-    """Let `tell` know the numbers that the first forwards of a user's loop count in attributes."""
+def count_of_calls(model: nn.Module, note: Callable[[list[str]], None]) -> None:
+    """Let `note` know the numbers that the first forwards of a user's loop count in attributes."""
     seen: list[dict[str, Any]] = []
     plain = nn.Module.get_extra_state
     counting = [(n, m) for n, m in model.named_modules() if type(m).get_extra_state is plain]
 
-    def look(*_: Any) -> None:
+    def after_forward(*_: Any) -> None:
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return
         seen.append(
@@ -226,6 +226,6 @@ def count_of_calls(model: nn.Module, tell: Callable[[list[str]], None]) -> None:
             hook.remove()
             before, after = seen[-2:]
             if changed := [n for n, value in after.items() if repr(before.get(n)) != repr(value)]:
-                tell(changed)
+                note(changed)
 
-    hook = model.register_forward_pre_hook(look)
+    hook = model.register_forward_pre_hook(after_forward)

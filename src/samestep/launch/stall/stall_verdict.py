@@ -75,7 +75,7 @@ class StallVerdict:
         return [f"rank {rank} {does}" for rank, does in self.does.items()]
 
 
-def judge(stands: Sequence[RankStand]) -> StallVerdict:
+def find_culprit(stands: Sequence[RankStand]) -> StallVerdict:
     """Return the verdict on ranks that have stalled."""
     waits = {stand.rank: visit for stand in stands if (visit := _waits_in(stand))}
     case = _Case({stand.rank: stand for stand in stands}, waits)
