@@ -83,7 +83,8 @@ def test_what_moves_is_no_stall_and_what_is_stopped_is_told(at):
     waits = dataclasses.replace(
         waits, frames=(loader, *waits.frames), workers=(Stand(pid=77, doing="stopped"),)
     )
-    verdict = find_culprit([seen(0, at("all_reduce"), inside("all_reduce", 1, at("all_reduce"))), waits])
+    first = seen(0, at("all_reduce"), inside("all_reduce", 1, at("all_reduce")))
+    verdict = find_culprit([first, waits])
     assert (verdict.cause, verdict.culprits) == ("data", (1,))
     assert "77" in verdict.does[1]
     assert verdict.places[1] == at("batch")
@@ -176,7 +177,8 @@ def test_tensors_that_differ_are_a_cause_where_the_ranks_have_not_gone_on(at, st
         first = call("all_gather", 3, at("all_reduce"), detail=shape, state=state)
         return first, inside("barrier", 4, at("barrier"))
 
-    verdict = find_culprit([seen(0, at("barrier"), *calls("[2]")), seen(1, at("barrier"), *calls("[3]"))])
+    stands = [seen(0, at("barrier"), *calls("[2]")), seen(1, at("barrier"), *calls("[3]"))]
+    verdict = find_culprit(stands)
     assert verdict.cause == ("shapes" if state == "inside" else "unknown")
 
 
