@@ -12,7 +12,7 @@ from rich.console import Console
 
 from samestep.base.table import text_lines
 from samestep.scripts.measuring import bottleneck
-from samestep.scripts.measuring.bottleneck import ADVICE, StepPart, _conditions, judge, milliseconds
+from samestep.scripts.measuring.bottleneck import ADVICE, StepPart, diagnose, milliseconds
 from samestep.scripts.measuring.measured import MeasuredRank, MeasuredSteps, Operations
 from samestep.scripts.measuring.profile_report import Profile, Sweep, SweepRow, show, sweep_table
 from tests.command_line import start
@@ -72,7 +72,7 @@ VERDICTS = [
 
 @pytest.mark.parametrize(("kind", "numbers", "says"), VERDICTS)
 def test_the_largest_part_of_the_step_is_the_verdict_and_has_one_remedy(kind, numbers, says):
-    verdict = judge(numbers)
+    verdict = diagnose(numbers)
     assert verdict.kind == kind, verdict
     assert says in f"{verdict.why} {verdict.change}"
     assert milliseconds(verdict.step) in verdict.why
@@ -81,7 +81,7 @@ def test_the_largest_part_of_the_step_is_the_verdict_and_has_one_remedy(kind, nu
 def test_the_advice_is_filled_in_the_ceiling_amdahls_and_some_waits_are_notes():
     numbers = measured(DATA, counts={"checkpoint": 4})
     facts = bottleneck._facts(StepPart(kind="checkpoint-bound", seconds=0.1), numbers)
-    conditions = _conditions(numbers)
+    conditions = bottleneck._conditions(numbers)
     for why, change in ADVICE.values():
         for one in (why, change):
             cases = one if isinstance(one, dict) else {"else": one}
@@ -89,34 +89,34 @@ def test_the_advice_is_filled_in_the_ceiling_amdahls_and_some_waits_are_notes():
             assert "{" not in "".join(text.format(**facts) for text in cases.values())
     shown = [milliseconds(seconds) for seconds in (0.0, 4.2e-6, 0.00123, 0.0456, 0.12, 4.2)]
     assert shown == ["0 ms", "0.0042 ms", "1.23 ms", "45.6 ms", "120 ms", "4,200 ms"]
-    verdict = judge(measured({"data": 0.3}, checkpoint=0.1, operations=operations()))
+    verdict = diagnose(measured({"data": 0.3}, checkpoint=0.1, operations=operations()))
     assert verdict.step == pytest.approx(0.3 + 0.071 + 0.1)
     assert verdict.ceiling == pytest.approx(verdict.step / 0.171)
     assert (verdict.next_kind, verdict.next_seconds) == ("checkpoint-bound", 0.1)
-    verdict = judge(measured({"data": 0.3, "other": 0.003}))
+    verdict = diagnose(measured({"data": 0.3, "other": 0.003}))
     assert (verdict.kind, verdict.next_kind) == ("input-bound", "loop-bound")
-    verdict = judge(measured(dict.fromkeys(STEP, 0.0)))
+    verdict = diagnose(measured(dict.fromkeys(STEP, 0.0)))
     assert (verdict.share, verdict.ceiling) == (0.0, pytest.approx(1.0))
     few = Operations(matmul=1.0, syncs=3.0)
-    assert ".item()" in judge(measured(operations=few)).notes[0]
-    assert not judge(measured(operations=Operations(matmul=1.0))).notes
+    assert ".item()" in diagnose(measured(operations=few)).notes[0]
+    assert not diagnose(measured(operations=Operations(matmul=1.0))).notes
     waits = {"data": 0.03}
-    assert any("--num-workers" in note for note in judge(measured(waits)).notes)
-    assert not judge(measured(waits, workers=2)).notes
-    assert not judge(measured({"data": 0.01})).notes
+    assert any("--num-workers" in note for note in diagnose(measured(waits)).notes)
+    assert not diagnose(measured(waits, workers=2)).notes
+    assert not diagnose(measured({"data": 0.01})).notes
 
 
 def test_more_threads_than_cores_are_a_cause_and_the_evidence_names_operations_of_its_kind():
     slow = measured(operations=operations(launch=0.6), threads=16, cores=4)
     slow = replace(slow, ranks=(replace(slow.ranks[0], starved=0.03, wanted_cores=9.0),))
-    verdict = judge(slow)
+    verdict = diagnose(slow)
     assert verdict.kind == "oversubscribed"
     assert "--threads 4" in verdict.change
-    workers = judge(replace(slow, threads=4, workers=3))
+    workers = diagnose(replace(slow, threads=4, workers=3))
     assert workers.change.startswith("Fewer workers: 3")
     top = {"top_matmul": (("mm", 0.3),), "top_memory": (("add", 0.2),)}
     for kind, shares in (("memory", {"memory": 0.8, "matmul": 0.2}), ("compute", {"matmul": 1.0})):
-        verdict = judge(measured(operations=Operations(**shares, **top)))
+        verdict = diagnose(measured(operations=Operations(**shares, **top)))
         assert verdict.kind == f"{kind}-bound"
         assert ("mm 30%" in verdict.why, "add 20%" in verdict.why) == (
             kind == "compute",
@@ -129,7 +129,7 @@ def test_a_neighbour_on_the_machine_is_a_note_and_no_verdict(wanted):
     """One thread of ours on four cores waited for one, so somebody else had them."""
     crowded = measured(operations=operations(), threads=1, cores=4)
     rank = replace(crowded.ranks[0], starved=0.03, wanted_cores=wanted)
-    verdict = judge(replace(crowded, ranks=(rank,)))
+    verdict = diagnose(replace(crowded, ranks=(rank,)))
     assert verdict.kind == "compute-bound"
     (note,) = verdict.notes
     assert "30.0 ms" in note
@@ -158,14 +158,14 @@ def test_the_parts_always_add_up_to_the_step(phases, evaluation, checkpoint, sha
     step = numbers.typical.step + evaluation + checkpoint
     assert sum(part.seconds for part in parts) == pytest.approx(step)
     assert all(part.seconds >= 0 for part in parts)
-    assert judge(numbers).step == pytest.approx(step)
+    assert diagnose(numbers).step == pytest.approx(step)
 
 
 @pytest.mark.parametrize("traced", [0.2, 0.45, 0.7])
 def test_on_a_gpu_the_verdict_does_not_depend_on_how_much_tracing_delays_the_host(traced):
     """Of the 70 ms that an untraced step computes, kernels take 50, whatever traced steps show."""
     found = Operations(launch=traced, memory=0.6 * (1 - traced), matmul=0.4 * (1 - traced))
-    verdict = judge(measured(operations=replace(found, gpu_busy=0.05), device="cuda"))
+    verdict = diagnose(measured(operations=replace(found, gpu_busy=0.05), device="cuda"))
     assert verdict.kind == "memory-bound"
     assert verdict.seconds == pytest.approx(0.03)
     parts = {part.kind: part.seconds for part in verdict.parts}
@@ -198,7 +198,7 @@ MEASURED = MeasuredSteps(ranks=(RANK,), steps=284, samples=32, cores=2, script=T
 
 
 def shown(measured: MeasuredSteps) -> dict[str, str]:
-    profile = Profile(name="x", path=Path("x"), measured=measured, verdict=judge(measured))
+    profile = Profile(name="x", path=Path("x"), measured=measured, verdict=diagnose(measured))
     console = Console(file=io.StringIO(), width=80, highlight=False)
     show(profile, console)
     lines = [line for line in console.file.getvalue().splitlines() if line.strip()]
@@ -223,7 +223,7 @@ def test_what_was_measured_has_its_share_and_a_gpus_idle_share_is_without_the_pr
     assert "284 steps" in lines["note"]
     rank = replace(RANK, operations=Operations(matmul=1.0, gpu_busy=0.03))
     measured = replace(MEASURED, ranks=(rank,), wall=0.04, device="cuda")
-    profile = Profile(name="x", path=Path("x"), measured=measured, verdict=judge(measured))
+    profile = Profile(name="x", path=Path("x"), measured=measured, verdict=diagnose(measured))
     assert json.loads(profile.as_json())["measured"]["gpu_idle"] == pytest.approx(0.25)
     assert "25%" in shown(measured)["gpu"]
     assert replace(measured, wall=0.02).gpu_idle == 0

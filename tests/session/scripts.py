@@ -75,7 +75,7 @@ def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | 
 
     import torch
 
-    from samestep.core.session.own_run import OwnRun
+    from samestep.core.session.own_epochs import OwnEpochs
     from samestep.launch.ranks import process
 
     process.GRACE_S = 3.0  # no other Python starts late here
@@ -83,13 +83,13 @@ def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | 
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     sys.argv[:] = [str(script), *arguments]
-    steps, count = itertools.count(1), OwnRun._count
+    steps, count = itertools.count(1), OwnEpochs.count
 
-    def counted(self, batch) -> None:
-        count(self, batch)
+    def counted(self, samples) -> None:
+        count(self, samples)
         mine = strike is not None and strike.rank in (None, int(os.environ.get("RANK", "0")))
         if mine and next(steps) == strike.nth:
             os.kill(os.getpid(), strike.signum)
 
-    OwnRun._count = counted
+    OwnEpochs.count = counted
     runpy.run_path(str(script), run_name="__main__")

@@ -57,7 +57,7 @@ def test_data_that_was_changed_in_place_is_read_again(tmp_path):
     with t.run as run:
         for epoch in run.epochs(3, state=t.state):
             for _ in run.batches(t.data, 10):
-                opened = run._data["train"]
+                opened = run._batches._data["train"]
             if epoch == 0:
                 first = opened
             assert (opened is first) == (epoch < 2)

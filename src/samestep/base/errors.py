@@ -147,7 +147,7 @@ _WORDS: dict[object, str] = {
 
 def in_words(kind: Any) -> str:
     """Return what a value of a declared type is, as a message says it, or an empty text."""
-    inner = [one for one in get_args(kind) if one not in (type(None), ...)]
+    inner = [part for part in get_args(kind) if part not in (type(None), ...)]
     if {*inner} == {int, float}:
         return _WORDS[float]
     if get_origin(kind) in (Union, UnionType, Annotated):
@@ -166,7 +166,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     if (field := _OF_A_RECIPE.get(name.lower())) in names:
         return f"Recipe({field}=…) sets it. "
     meant = known_elsewhere(name, names)
-    within = [one for one in names if len(name) > 3 and name in one]
+    within = [known for known in names if len(name) > 3 and name in known]
     # Below it a long name is another word; of two letters one may be wrong.
     cutoff = 0.0 if within else 0.6 if len(name) > 3 else 0.5
     close = difflib.get_close_matches(name, within or names, n=1, cutoff=cutoff)
@@ -309,13 +309,13 @@ def file_error(error: BaseException) -> UserError | None:
 
 def _in_module(error: BaseException) -> str:
     """Return " in the module CLASS" for the innermost `forward` that raised, or nothing."""
-    found, step = "", error.__traceback__
+    where, step = "", error.__traceback__
     while step is not None:
         code, owner = step.tb_frame.f_code, step.tb_frame.f_locals.get("self")
         if code.co_name == "forward" and owner is not None:
-            found = f" in the module {type(owner).__name__}"
+            where = f" in the module {type(owner).__name__}"
         step = step.tb_next
-    return found
+    return where
 
 
 def is_not_deterministic(error: BaseException) -> bool:
@@ -364,7 +364,7 @@ def defined_at(*makers: object) -> str:
 
     Several are named: " (model: FILE:LINE, data: FILE:LINE)".
     """
-    found = {}
+    names = {}
     for maker in (getattr(maker, "__wrapped__", maker) for maker in makers):
         kind = maker if isinstance(maker, type) else type(maker)
         methods = (getattr(kind, name, None) for name in _METHODS)
@@ -372,10 +372,10 @@ def defined_at(*makers: object) -> str:
             code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
             if code is not None and is_users(code.co_filename):
                 name = getattr(maker, "__name__", kind.__name__)
-                found[f"{code.co_filename}:{code.co_firstlineno}"] = name
+                names[f"{code.co_filename}:{code.co_firstlineno}"] = name
                 break
-    shown = [*found] if len(found) == 1 else [f"{name}: {place}" for place, name in found.items()]
-    return f" ({', '.join(shown)})" if found else ""
+    shown = [*names] if len(names) == 1 else [f"{name}: {place}" for place, name in names.items()]
+    return f" ({', '.join(shown)})" if names else ""
 
 
 _PACKAGES = (os.path.dirname(__file__), os.__file__)  # noqa: PTH120

@@ -26,11 +26,11 @@ _SKIPPED = {"node_modules", "site-packages", "venv", "env", "runs", "__pycache__
 
 def nearby(target: str | Path, *kinds: Kind) -> str:
     """Return " There is one at …" for the nearest of that name, with the command; or nothing."""
-    found = find_nearby(target, *kinds)
-    if found is None:
+    near = find_nearby(target, *kinds)
+    if near is None:
         return ""
-    command = _corrected(Path(target), found)
-    return f" There is one at {found}: {command}" if command else f" There is one at {found}."
+    command = _corrected(Path(target), near)
+    return f" There is one at {near}: {command}" if command else f" There is one at {near}."
 
 
 def find_nearby(target: str | Path, *kinds: Kind) -> str | None:
@@ -39,9 +39,9 @@ def find_nearby(target: str | Path, *kinds: Kind) -> str | None:
     if path.name in ("", ".."):
         return None
     for folder in _folders(Path.cwd()):
-        for found in _candidates(folder, path, kinds):
-            if found.resolve() != path.resolve():  # what was named is known to be none
-                return os.path.relpath(found)
+        for candidate in _candidates(folder, path, kinds):
+            if candidate.resolve() != path.resolve():  # what was named is known to be none
+                return os.path.relpath(candidate)
     return None
 
 

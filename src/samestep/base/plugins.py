@@ -29,8 +29,8 @@ class Names(Mapping[str, str]):
         """What packages bring under other names than samestep's own: `module` or `module:name`."""
         from importlib.metadata import entry_points  # noqa: PLC0415 - it takes a while
 
-        found = {e.name: e.value for e in entry_points(group=f"samestep.{self.group}")}
-        return {name: found[name] for name in sorted(found) if name not in self._own}
+        modules = {e.name: e.value for e in entry_points(group=f"samestep.{self.group}")}
+        return {name: modules[name] for name in sorted(modules) if name not in self._own}
 
     def __getitem__(self, name: str) -> str:
         if name in self._own:
@@ -54,8 +54,8 @@ class Names(Mapping[str, str]):
         """
         module, _, attribute = self[name].partition(":")
         try:
-            found: Any = importlib.import_module(module)
-            return getattr(found, attribute) if attribute else found
+            loaded: Any = importlib.import_module(module)
+            return getattr(loaded, attribute) if attribute else loaded
         except Exception as error:
             if name in self._own:
                 raise

@@ -43,11 +43,11 @@ def may_change(default: T) -> T:
 
 def free_names(*kinds: type | None, virtual_ranks: object = None) -> frozenset[str]:
     """Return the names of the fields that may change on resume."""
-    found = (one for kind in kinds if kind is not None for one in fields(kind))
+    every_field = (f for kind in kinds if kind is not None for f in fields(kind))
     return frozenset(
-        one.name
-        for one in found
-        if (always := one.metadata.get("may_change")) is not None
+        f.name
+        for f in every_field
+        if (always := f.metadata.get("may_change")) is not None
         and (always or virtual_ranks is None)
     )
 
@@ -57,10 +57,10 @@ def field_docs(kind: type) -> dict[str, str]:
     import ast  # noqa: PLC0415 - only for help
     import inspect  # noqa: PLC0415
 
-    found: dict[str, str] = {}
-    for one in reversed(kind.__mro__):
+    docs: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
         try:
-            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         except (OSError, TypeError, SyntaxError):  # no source, as of `object`
             continue
         body = getattr(tree, "body", [])
@@ -70,8 +70,8 @@ def field_docs(kind: type) -> dict[str, str]:
                     ast.AnnAssign(target=ast.Name(id=name)),
                     ast.Expr(value=ast.Constant(value=str(text))),
                 ):
-                    found[name] = " ".join(text.split())
-    return found
+                    docs[name] = " ".join(text.split())
+    return docs
 
 
 class _WithFields:
@@ -82,7 +82,7 @@ class _WithFields:
 
     def __get__(self, _: object, kind: type) -> str:
         parts = [f"{name}: {text}" for name, text in field_docs(kind).items()]
-        lines = [textwrap.fill(one, 100, subsequent_indent="    ") for one in parts]
+        lines = [textwrap.fill(part, 100, subsequent_indent="    ") for part in parts]
         return "\n".join([textwrap.dedent(f"    {self._own}").rstrip(), "", "Fields:", *lines])
 
 
@@ -434,19 +434,19 @@ def own_names(table: Mapping[str, Any], where: object) -> dict[str, Any]:
     `global_batch_size` is `batch_size`; `eval_every = "500steps"` sets `eval_every_steps`; `monitor
     = "loss:min"` sets `mode`, too; a table `track` sets `track` by its `to` and `track_KEY` by KEY.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in table.items():
-        for one, given in _fields_set_by(name, value, where).items():
-            before = found.get(one, table.get(one))
-            if one != name and before not in (None, given):
+        for key, given in _fields_set_by(name, value, where).items():
+            before = settings.get(key, table.get(key))
+            if key != name and before not in (None, given):
                 limit = "; micro_batch_size limits what one rank computes at once"
                 raise UserError(
-                    f"{where}: {one} is {before} and {name} is {value}, but both set {one}.",
-                    remedy=f"Keep one of them{limit if one == 'batch_size' else ''}.",
-                    flags=[one],
+                    f"{where}: {key} is {before} and {name} is {value}, but both set {key}.",
+                    remedy=f"Keep one of them{limit if key == 'batch_size' else ''}.",
+                    flags=[key],
                 )
-            found[one] = given
-    return found
+            settings[key] = given
+    return settings
 
 
 def _fields_set_by(name: str, value: Any, where: object) -> dict[str, Any]:
@@ -461,18 +461,18 @@ def _fields_set_by(name: str, value: Any, where: object) -> dict[str, Any]:
     if name not in MERGED or value is None:
         return {name: value}
     parts = value.split(",") if isinstance(value, str) else value
-    found: dict[str, Any] = {}
+    intervals: dict[str, Any] = {}
     for part in parts if isinstance(parts, list | tuple) else [parts]:
         match = _INTERVAL.fullmatch(str(part).strip())
         unit = match[2] if match else ""
         whole = bool(match) and (unit == "min" or "." not in match[1])  # type: ignore[index]
-        one = f"{name}_{_FIELD_OF[unit]}" if whole else ""
-        if one not in Settings.__dataclass_fields__ or one in found:
+        field_name = f"{name}_{_FIELD_OF[unit]}" if whole else ""
+        if field_name not in Settings.__dataclass_fields__ or field_name in intervals:
             must = f"give a number with its unit, each unit once, as {MERGED[name][0]}"
             raise UserError(f"{where}: {name} = {value!r}: {must}.", flags=[name])
         number = float(match[1])  # type: ignore[index]
-        found[one] = number if unit == "min" else int(number)
-    return found
+        intervals[field_name] = number if unit == "min" else int(number)
+    return intervals
 
 
 def merge_layers(*layers: dict[str, object]) -> dict[str, object]:

@@ -56,8 +56,8 @@ def stop_signals() -> list[signal.Signals]:
     where it is ignored, as under `nohup`.
     """
     names = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
-    found = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    return [s for s in found if s.name != "SIGHUP" or signal.getsignal(s) != signal.SIG_IGN]
+    known = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    return [s for s in known if s.name != "SIGHUP" or signal.getsignal(s) != signal.SIG_IGN]
 
 
 class _Forking(threading.local):
@@ -128,14 +128,14 @@ def end_leftovers(parent: int, session: int | None = None) -> None:
     session = os.getsid(parent) if session is None else session
     until = time.monotonic() + 5.0
     while time.monotonic() < until:
-        found = False
+        signalled = False
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 theirs = process.environ().get(PARENT) == str(parent)
                 if theirs and os.getsid(process.pid) != session and process.pid != os.getpid():
                     process.kill()
-                    found = True
-        if not found:
+                    signalled = True
+        if not signalled:
             return
         time.sleep(0.02)
 

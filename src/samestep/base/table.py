@@ -163,6 +163,6 @@ def columns_of(text: str) -> int:
     return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
 
 
-def texts(found: object) -> list[str]:
+def texts(value: object) -> list[str]:
     """Return what a record has as a list of sentences; none if it is not a list."""
-    return [str(text) for text in found] if isinstance(found, list) else []
+    return [str(text) for text in value] if isinstance(value, list) else []

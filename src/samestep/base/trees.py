@@ -83,8 +83,8 @@ def num_rows(tree: Any) -> int | None:
     if isinstance(tree, Tensor):
         return len(tree) if tree.dim() else None
     inside = () if type(tree) in _SINGLE else _inside(tree) or ()
-    found = {rows for part in inside if (rows := num_rows(part)) is not None}
-    return found.pop() if len(found) == 1 else None
+    numbers = {rows for part in inside if (rows := num_rows(part)) is not None}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def describe(tree: Any) -> str:

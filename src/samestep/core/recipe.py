@@ -322,9 +322,9 @@ class Recipe:
 
     def with_options(self, options: object) -> "Recipe":
         """Return the recipe with the options in each function that asks for them."""
-        found = recipe_checks.all_with_options(self, options)
-        same = all(getattr(self, name) == function for name, function in found.items())
-        return self if same else replace(self, **found)
+        functions = recipe_checks.all_with_options(self, options)
+        same = all(getattr(self, name) == function for name, function in functions.items())
+        return self if same else replace(self, **functions)
 
     def build_model(self, options: object, *, on_meta: bool = False) -> nn.Module:
         """Return the model that these options describe; `on_meta` without any numbers in it."""
@@ -373,8 +373,8 @@ class Recipe:
 
 def _recipes() -> Names:
     # Imported by name: the recipes are built upon this module.
-    found: Names = importlib.import_module("samestep.core.recipes").RECIPES
-    return found
+    recipes: Names = importlib.import_module("samestep.core.recipes").RECIPES
+    return recipes
 
 
 def find_recipe(name: str, original: str | None = None) -> Recipe:
@@ -464,8 +464,8 @@ def _from_file(path: Path, original: Path) -> Recipe:
         _being_read.pop()
     recipe = getattr(module, "recipe", None)
     if not isinstance(recipe, Recipe):
-        found = "no `recipe`" if recipe is None else f"a `recipe` of type {type(recipe).__name__}"
-        raise _no_recipe(path, found)
+        what = "no `recipe`" if recipe is None else f"a `recipe` of type {type(recipe).__name__}"
+        raise _no_recipe(path, what)
     return replace(recipe, name=original.stem, file=file)
 
 
@@ -480,9 +480,9 @@ def _is_of_trainer(path: Path, original: Path, source: bytes) -> bool:
     return False
 
 
-def _no_recipe(path: Path, found: str) -> UserError:
+def _no_recipe(path: Path, what: str) -> UserError:
     return UserError(
-        f"{path} has {found}. End it with: recipe = Recipe(model=…, data=…), after `from samestep "
+        f"{path} has {what}. End it with: recipe = Recipe(model=…, data=…), after `from samestep "
         f"import Recipe`. If it is a training script, `samestep check {path}` looks for mistakes "
         "in it as it is."
     )

@@ -82,17 +82,17 @@ def _is_class(what: str, given: type) -> UserError:
     return UserError(f"{what} is the class {name}; {remedy}.")
 
 
-def shown(found: object) -> str:
+def shown(value: object) -> str:
     """Return what a function returned, for a message: most often the `return` was forgotten."""
-    if found is None:
+    if value is None:
         return "None (is a `return` missing?)"
-    return f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def check_shard(shard: object) -> None:
     """Check that blocks are named by the classes of their modules."""
     classes = shard if isinstance(shard, tuple | list) else (None,)
-    if not all(isinstance(one, type) and issubclass(one, nn.Module) for one in classes):
+    if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
         raise UserError(
             f"Recipe(shard={shard!r:.80}) takes the classes of the model's blocks, in a tuple: "
             "shard=(Block,)."
@@ -107,7 +107,7 @@ def check_model(model: object, *, on_meta: bool = False) -> None:
             "parameters to train."
         )
     named = dict(model.named_parameters())
-    made = f"The recipe's model() returned a {type(model).__name__}"
+    what = f"The recipe's model() returned a {type(model).__name__}"
     lazy = [name for name, parameter in named.items() if is_lazy(parameter)]
     if lazy:
         raise UserError(
@@ -116,16 +116,16 @@ def check_model(model: object, *, on_meta: bool = False) -> None:
             "sample before you return it."
         )
     if not named:
-        raise UserError(f"{made} without parameters to train.")
+        raise UserError(f"{what} without parameters to train.")
     if not any(p.requires_grad for p in named.values()):
         raise UserError(
-            f"{made} whose parameters are all frozen. Leave some to train: "
+            f"{what} whose parameters are all frozen. Leave some to train: "
             "parameter.requires_grad_(True)."
         )
     for name, tensor in (*model.named_buffers(), *named.items()):
         if tensor.is_meta and not on_meta:
             raise UserError(
-                f"{made} whose {name} is on the meta device, and has no numbers. Build it on the "
+                f"{what} whose {name} is on the meta device, and has no numbers. Build it on the "
                 "CPU; samestep moves it to the device."
             )
 
@@ -344,14 +344,14 @@ def with_options(name: str, function: Any, options: object) -> Any:
 
 def all_with_options(recipe: Any, options: object) -> dict[str, Any]:
     """Return the fields of a recipe that hold functions, each with the options if it asks."""
-    found: dict[str, Any] = {}
+    functions: dict[str, Any] = {}
     for name in OTHERS:
         value = getattr(recipe, name)
         if isinstance(value, Mapping):
-            found[name] = {key: with_options(name, one, options) for key, one in value.items()}
+            functions[name] = {key: with_options(name, f, options) for key, f in value.items()}
         elif callable(value):  # some may be numbers instead
-            found[name] = with_options(name, value, options)
-    return found
+            functions[name] = with_options(name, value, options)
+    return functions
 
 
 def unread_options(recipe: Any) -> tuple[list[str], list[str]]:
@@ -359,7 +359,7 @@ def unread_options(recipe: Any) -> tuple[list[str], list[str]]:
 
     A function that hands the options on as a whole may read any of them.
     """
-    known = [one.name for one in fields(recipe.options)]
+    known = [f.name for f in fields(recipe.options)]
     read: set[str] = set()
     without: list[str] = []
     for kind in recipe.options.__mro__[:-1]:
@@ -388,12 +388,12 @@ def schedule_asks(schedule: Any) -> tuple[str, ...]:
     A default of a positional parameter is the recipe's own value, and is left as it is.
     """
     try:
-        found = inspect.signature(schedule).parameters
+        parameters = inspect.signature(schedule).parameters
     except (TypeError, ValueError):  # compiled functions do not say
         return ()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = {"options", *(schedule.keywords if isinstance(schedule, partial) else ())}
-    free = {n: p for n, p in found.items() if n not in given and p.kind.name[:3] != "VAR"}
+    free = {n: p for n, p in parameters.items() if n not in given and p.kind.name[:3] != "VAR"}
     makes = "optimizer" in free
     if not makes and "plan" in free:
         raise UserError(
@@ -421,12 +421,12 @@ def schedule_asks(schedule: Any) -> tuple[str, ...]:
 def moment_asks(function: Any) -> tuple[str, ...]:
     """Return what a recipe's loss or forward asks for by name, after its two arguments."""
     try:
-        found = inspect.signature(getattr(function, "forward", function)).parameters
+        parameters = inspect.signature(getattr(function, "forward", function)).parameters
     except (TypeError, ValueError):  # compiled functions do not say
         return ()
     given = function.keywords if isinstance(function, partial) else {}
-    first = [n for n, p in found.items() if p.kind is not p.KEYWORD_ONLY][:2]
-    return tuple(n for n in MOMENT_NAMES if n in found and n not in (*first, *given))
+    first = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY][:2]
+    return tuple(n for n in MOMENT_NAMES if n in parameters and n not in (*first, *given))
 
 
 def _asked(name: str, function: Any) -> str | None:

@@ -19,7 +19,7 @@ from samestep.base.phases import Phases
 from samestep.base.words import count
 from samestep.launch.ranks import watched
 from samestep.scripts.hooks import Hooks
-from samestep.scripts.measuring.bottleneck import judge
+from samestep.scripts.measuring.bottleneck import diagnose
 from samestep.scripts.measuring.measured import Extent, MeasuredRank, MeasuredSteps
 from samestep.scripts.measuring.profile_report import Profile
 from samestep.scripts.measuring.stages import Stages, TimeAccount
@@ -201,5 +201,5 @@ def _gather_profile(
     )
     traces = tuple(filter(None, traces))
     return Profile(
-        name=script.name, path=out, measured=measured, verdict=judge(measured), traces=traces
+        name=script.name, path=out, measured=measured, verdict=diagnose(measured), traces=traces
     )

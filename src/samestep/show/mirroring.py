@@ -91,8 +91,8 @@ class Mirror:
             return
         folder = self._run / "checkpoints"
         while lacking := self._lacking(index := read_index(folder)):
-            entry = max(lacking, key=lambda one: one.step)
-            others = tuple(one for one in self._there.checkpoints if one.path != entry.path)
+            entry = max(lacking, key=lambda e: e.step)
+            others = tuple(e for e in self._there.checkpoints if e.path != entry.path)
             self._publish(store, replace(self._there, checkpoints=others))  # other bytes, if any
             try:
                 for name in (entry.path, *entry.files):
@@ -114,7 +114,7 @@ class Mirror:
             if self._refused:
                 self._why = "another run is there"
                 return None
-        for name in {*self._there.gone} - {one.path for one in self._there.checkpoints}:
+        for name in {*self._there.gone} - {e.path for e in self._there.checkpoints}:
             _remove(store, name)  # what a kill has left
         self._store = store
         return store
@@ -130,13 +130,13 @@ class Mirror:
         best stay. Newer ones are of a run that continued elsewhere, and stay.
         """
         lacking = [entry for entry in self._lacking(index) if entry != new]
-        named, step = {one.path for one in index.checkpoints}, index.last.step if index.last else 0
-        others = tuple(one for one in self._there.checkpoints if one.path not in named)
+        named, step = {e.path for e in index.checkpoints}, index.last.step if index.last else 0
+        others = tuple(e for e in self._there.checkpoints if e.path not in named)
         if not self._keeps_all:
-            old = replace(index, checkpoints=tuple(one for one in others if one.step <= step))
+            old = replace(index, checkpoints=tuple(e for e in others if e.step <= step))
             kept = old.prune(Retention(newest=1)).checkpoints if lacking else ()
-            others = (*kept, *(one for one in others if one.step > step))
-        whole = (*others, *(one for one in index.checkpoints if one not in lacking))
+            others = (*kept, *(e for e in others if e.step > step))
+        whole = (*others, *(e for e in index.checkpoints if e not in lacking))
         self._copy_files(store)
         whole = tuple(sorted(whole, key=lambda entry: entry.step))
         self._publish(store, replace(index, checkpoints=whole))
@@ -145,9 +145,7 @@ class Mirror:
         """Write the store's index if it has changed, then remove what it names no more."""
         if index.checkpoints == self._there.checkpoints:
             return
-        gone = {one.path for one in self._there.checkpoints} - {
-            one.path for one in index.checkpoints
-        }
+        gone = {e.path for e in self._there.checkpoints} - {e.path for e in index.checkpoints}
         index = replace(index, gone=tuple(sorted(gone)))
         store.write(INDEX, index_text(index).encode())
         self._there = index
@@ -165,8 +163,8 @@ class Mirror:
             self._note()
 
     def _changed(self) -> dict[str, Path]:
-        found = (file for pattern in FILES for file in sorted(self._run.glob(pattern)))
-        files = [f for f in found if f.name[0] != "." and f.is_file() and not f.is_symlink()]
+        matches = (file for pattern in FILES for file in sorted(self._run.glob(pattern)))
+        files = [f for f in matches if f.name[0] != "." and f.is_file() and not f.is_symlink()]
         named = {file.relative_to(self._run).as_posix(): file for file in files}
         return {name: file for name, file in named.items() if self._sent.get(name) != _state(file)}
 
@@ -213,11 +211,11 @@ class Mirror:
 
 
 def _state(file: Path) -> tuple[int, int]:
-    found = file.stat()
-    return found.st_mtime_ns, found.st_size
+    stat = file.stat()
+    return stat.st_mtime_ns, stat.st_size
 
 
 def _remove(store: Store, name: str) -> None:
     """Remove a checkpoint and its parts."""
-    for one in (name, shards_of(name)):
-        store.remove(f"checkpoints/{one}")
+    for file in (name, shards_of(name)):
+        store.remove(f"checkpoints/{file}")

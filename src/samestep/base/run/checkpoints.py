@@ -155,7 +155,7 @@ def _is_plain(state: Any, depth: int = 0) -> bool:
         return False
     if kind in (dict, OrderedDict):
         return all(type(k) in _PLAIN and _is_plain(v, depth + 1) for k, v in state.items())
-    return kind in (list, tuple) and all(_is_plain(one, depth + 1) for one in state)
+    return kind in (list, tuple) and all(_is_plain(item, depth + 1) for item in state)
 
 
 def why_not_loaded(error: Exception) -> str:
@@ -165,8 +165,8 @@ def why_not_loaded(error: Exception) -> str:
         return f"objects of {met[1]}"
     met = re.search(r"WeightsUnpickler error: (.+)", text)
     line = (met[1] if met else text).splitlines()[0]
-    found = [sentence for sentence in line.split(". ") if "weights_only" not in sentence]
-    return ". ".join(found).rstrip(".") or type(error).__name__
+    sentences = [sentence for sentence in line.split(". ") if "weights_only" not in sentence]
+    return ". ".join(sentences).rstrip(".") or type(error).__name__
 
 
 _LARGE = ("model", "ema", "optimizer", "state")
@@ -255,8 +255,8 @@ def _check_parts(path: Path, state: Mapping[str, Any], entry: Entry) -> None:
 
 def _has(state: Mapping[str, Any], part: str) -> bool:
     first, _, inner = part.partition("/")
-    found = state.get(first)
-    return first in state and (not inner or (isinstance(found, Mapping) and _has(found, inner)))
+    value = state.get(first)
+    return first in state and (not inner or (isinstance(value, Mapping) and _has(value, inner)))
 
 
 def read_file(path: Path) -> Any:

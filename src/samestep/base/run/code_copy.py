@@ -156,9 +156,9 @@ def _known_to_git(root: Path) -> tuple[list[str], set[str], dict[str, str]]:
                 continue
             inner, inner_kept, inner_linked = _known_to_git(path)
             start = f"{name.rstrip('/')}/"
-            names += [start + one for one in inner]
-            kept |= {start + one for one in inner_kept}
-            linked |= {start + one: why for one, why in inner_linked.items()}
+            names += [start + inside for inside in inner]
+            kept |= {start + inside for inside in inner_kept}
+            linked |= {start + inside: why for inside, why in inner_linked.items()}
         elif name not in kept and (run := _run_above(root, name, runs)):
             linked[run] = "a run"
         else:
@@ -230,17 +230,17 @@ def _why_left_out(path: Path, num_bytes: int, *, known: bool) -> str:
 def _folders_of(names: Iterable[str]) -> set[str]:
     """Return the folders that files are in, and those above them; "." is the root."""
     inner = {PurePosixPath(name).parent for name in names}
-    return {str(folder) for one in inner for folder in (one, *one.parents)}
+    return {str(folder) for path in inner for folder in (path, *path.parents)}
 
 
 def _outermost(linked: Mapping[str, str], copied: set[str]) -> dict[str, str]:
     """Return what to link: nothing in a folder that is a link itself, no folder of copied files."""
-    found = dict[str, str]()
+    outermost = dict[str, str]()
     for name in sorted(linked):
         path = PurePosixPath(name)
-        if str(path) not in copied and not any(f"{one}/" in found for one in path.parents):
-            found[name] = linked[name]
-    return found
+        if str(path) not in copied and not any(f"{up}/" in outermost for up in path.parents):
+            outermost[name] = linked[name]
+    return outermost
 
 
 def _check_size(root: Path, names: list[str], sizes: Counter[str]) -> None:
@@ -268,12 +268,12 @@ def import_folders(code: Code, run: Path, *more: Path) -> tuple[str, ...]:
 
     They are those that this process imports from, such as of packages in development, and `more`.
     """
-    copied, found = _folders_of(code.files), []
+    copied, folders = _folders_of(code.files), []
     for folder in [*map(Path, sys.path[1:]), *more]:
         path = folder.resolve()
         if path.is_relative_to(code.root) and str(path.relative_to(code.root)) in copied:
-            found.append(str(run / CODE / path.relative_to(code.root)))
-    return tuple(dict.fromkeys(found))
+            folders.append(str(run / CODE / path.relative_to(code.root)))
+    return tuple(dict.fromkeys(folders))
 
 
 def copy_code(code: Code, run: Path, folders: tuple[str, ...] = ()) -> None:
@@ -335,8 +335,8 @@ def kept_code(run: Path) -> dict[str, Any]:
 def keep_hashes(file: Path, run: Path) -> None:
     """Note what a file and the Python files next to it are, without a copy, as sha256sum does."""
     beside = (path for path in sorted(file.parent.glob("*.py")) if path != file)
-    found = ((_sha256(path), path) for path in (file, *beside) if not {*"\n\\"} & {*str(path)})
-    write_text(run / HASHES, "".join(f"{sha}  {path}\n" for sha, path in found if sha))
+    hashes = ((_sha256(path), path) for path in (file, *beside) if not {*"\n\\"} & {*str(path)})
+    write_text(run / HASHES, "".join(f"{sha}  {path}\n" for sha, path in hashes if sha))
 
 
 def edited_since(run: Path) -> list[str]:

@@ -51,7 +51,7 @@ def named_pieces(names: Iterable[Parts], find: Find) -> Pieces:
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the names of pieces that are not the same, with short values."""
-    found = []
+    changes = []
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
         only_one = old is None or new is None
@@ -61,12 +61,12 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         values = [text.removeprefix(start) for text in (old, new) if text and text[:1] != "#"]
         short = len(values) == 2 and all(len(v) <= _SHOWN and not {*v} & {*"\n#"} for v in values)
         if only_one:
-            found.append(f"{name} ({'new' if old is None else 'gone'})")
+            changes.append(f"{name} ({'new' if old is None else 'gone'})")
         elif short and old and old.startswith(start):
-            found.append(f"{name} (was {values[0]}, is {values[1]})")
+            changes.append(f"{name} (was {values[0]}, is {values[1]})")
         else:
-            found.append(name)
-    return found
+            changes.append(name)
+    return changes
 
 
 def module_path(name: str, file: Path) -> str:
@@ -94,23 +94,23 @@ class _Reach:
     def pieces_of(self, file: Path, whole: Iterable[str] = ()) -> Pieces:
         self.files[""], self.sources[""] = file, source_of(file)
         self._run("")
-        for place, one in enumerate(self.sources[""].statements):
-            if not one.names or not one.names <= self.sources[""].unused:
-                self._take("", place)
+        for place, statement in enumerate(self.sources[""].statements):
+            if not statement.names or not statement.names <= self.sources[""].unused:
+                self._include("", place)
         self._use("", ("recipe",))  # another module may have it
         for name in whole:
             self.follow(tuple(name.split(".")))
         return self.pieces()
 
     def pieces(self) -> Pieces:
-        while self.waiting or self._take_subclasses():
+        while self.waiting or self._include_subclasses():
             while self.waiting:
                 self._follow_uses(*self.waiting.pop())
-        found: Pieces = {}
+        pieces: Pieces = {}
         for module, places in self.taken.items():
             label = f" in {module_path(module, self.files[module])}" if module else ""
             statements = self.sources[module].statements
-            parts = [one for place in sorted(places) for one in statements[place].pieces]
+            parts = [piece for place in sorted(places) for piece in statements[place].pieces]
             parts += [
                 (f"{_IMPORT}{name}", f"{_IMPORT}{name} = {what}")
                 for (where, name), what in sorted(self.stands_for.items())
@@ -118,8 +118,8 @@ class _Reach:
             ]
             for name, text in parts:  # a name that is given twice has both
                 shown = name + label
-                found[shown] = "\n".join(filter(None, (found.get(shown), text)))
-        return found
+                pieces[shown] = "\n".join(filter(None, (pieces.get(shown), text)))
+        return pieces
 
     def _load(self, module: str) -> ModuleText | None:
         """Return what a module says, if it is the user's own."""
@@ -144,9 +144,9 @@ class _Reach:
         self.taken[module] = set()
         for name in sorted(source.imports):
             self._run_all(name)
-        for place, one in enumerate(source.statements):
-            if one.acts or any(self._registers(module, chain) for chain in one.decorators):
-                self._take(module, place)
+        for place, part in enumerate(source.statements):
+            if part.acts or any(self._registers(module, chain) for chain in part.decorators):
+                self._include(module, place)
         return True
 
     def _registers(self, module: str, decorator: Parts) -> bool:
@@ -158,27 +158,27 @@ class _Reach:
         called = ".".join(target).lower()
         return bool(self._place(target)[0]) or "register" in called or "registry" in called
 
-    def _take_subclasses(self) -> bool:
+    def _include_subclasses(self) -> bool:
         """Let subclasses of a class that registers them count; return whether any were new."""
         classes = [
-            (module, place, one)
+            (module, place, s)
             for module in [*self.taken]
-            for place, one in enumerate(self.sources[module].statements)
-            if one.bases or one.hooks
+            for place, s in enumerate(self.sources[module].statements)
+            if s.bases or s.hooks
         ]
-        known = {name for _, _, one in classes if one.hooks for name in one.names}
-        while more := {n for _, _, one in classes if one.bases & known for n in one.names} - known:
+        known = {name for _, _, s in classes if s.hooks for name in s.names}
+        while more := {n for _, _, s in classes if s.bases & known for n in s.names} - known:
             known |= more
-        found = [(m, p) for m, p, one in classes if one.bases & known and p not in self.taken[m]]
-        for module, place in found:
-            self._take(module, place)
-        return bool(found)
+        subclasses = [(m, p) for m, p, s in classes if s.bases & known and p not in self.taken[m]]
+        for module, place in subclasses:
+            self._include(module, place)
+        return bool(subclasses)
 
-    def _take_all(self, module: str) -> None:
+    def _include_all(self, module: str) -> None:
         for place in range(len(self.sources[module].statements)):
-            self._take(module, place)
+            self._include(module, place)
 
-    def _take(self, module: str, place: int) -> None:
+    def _include(self, module: str, place: int) -> None:
         """Let a statement of a module count, and follow what it uses."""
         source = self.sources[module]
         is_new = place not in self.taken[module]
@@ -188,19 +188,19 @@ class _Reach:
             self.waiting.append((module, place))
 
     def _follow_uses(self, module: str, place: int) -> None:
-        one = self.sources[module].statements[place]
-        for name in sorted(one.imports):
+        statement = self.sources[module].statements[place]
+        for name in sorted(statement.imports):
             self._run_all(name)
-        for parts in sorted(one.uses):
+        for parts in sorted(statement.uses):
             self._use(module, parts)
-        for parts in sorted(one.inner_uses):
+        for parts in sorted(statement.inner_uses):
             self.follow(parts)
 
     def _use(self, module: str, parts: Parts) -> None:
         """Take what a name stands for in a module."""
         source, name = self.sources[module], parts[0]
         for place in source.places.get(name, ()):
-            self._take(module, place)
+            self._include(module, place)
         if name in source.bound:
             target = source.bound[name]
             where, rest = self._place(target)
@@ -210,7 +210,7 @@ class _Reach:
             if star := self._star_with(source, name):
                 self.follow((*star.split("."), *parts))
             elif name in _EVERYTHING:
-                self._take_all(module)
+                self._include_all(module)
 
     def follow(self, parts: Parts) -> None:
         """Take what a dotted name stands for; of a module that is used as an object, all."""
@@ -222,7 +222,7 @@ class _Reach:
         if rest and rest[0] in source.places:
             self._use(where, rest)
         else:  # its own __getattr__ may make the name
-            self._take_all(where)
+            self._include_all(where)
 
     def _place(
         self, parts: Parts, seen: frozenset[tuple[str, str]] = frozenset()
@@ -249,17 +249,17 @@ class _Reach:
     def _star_with(self, source: ModuleText, name: str, seen: frozenset[str] = frozenset()) -> str:
         """Return the own module whose names are imported all, and that has this one; else ""."""
         for star in source.stars:
-            found = self._load(star) if star not in seen else None
-            if found is not None and (
-                name in found.places
-                or name in found.bound
-                or self._star_with(found, name, seen | {star})
+            module = self._load(star) if star not in seen else None
+            if module is not None and (
+                name in module.places
+                or name in module.bound
+                or self._star_with(module, name, seen | {star})
             ):
                 return star
         return ""
 
 
-def _is_main(one: Statement) -> bool:
+def _is_main(statement: Statement) -> bool:
     """Whether a statement is the block that an import does not run."""
-    name, text = one.pieces[0] if one.pieces else ("", "")
+    name, text = statement.pieces[0] if statement.pieces else ("", "")
     return name == _MAIN and "\nelse:" not in text and "\nelif " not in text

@@ -101,12 +101,12 @@ def _package(file: Path, name: str) -> str:
 @lru_cache(maxsize=2000)
 def _all_imports(text: str, package: str) -> frozenset[str]:
     """Return the modules that a file may import; a start of a training waits for it."""
-    found = set[str]()
+    imported = set[str]()
     for match in _MAY_IMPORT.finditer(text):
         with suppress(SyntaxError, ValueError):  # words in a docstring
             nodes = ast.walk(ast.parse(match[1] or f"{match[2]})"))
-            found |= {name for node in nodes for name in _imports(node, package)}
-    return frozenset(found)
+            imported |= {name for node in nodes for name in _imports(node, package)}
+    return frozenset(imported)
 
 
 @lru_cache(maxsize=2000)
@@ -135,16 +135,16 @@ def _parsed(text: str, package: str) -> ModuleText:
         if not isinstance(node, ast.Import | ast.ImportFrom)
     )
     places = dict[str, list[int]]()
-    for place, one in enumerate(statements):
-        for name in one.names:
+    for place, statement in enumerate(statements):
+        for name in statement.names:
             places.setdefault(name, []).append(place)
     return ModuleText(
         statements=statements,
         bound=bound,
         stars=tuple(stars),
         imports=frozenset(name for node in outer for name in _imports(node, package)),
-        places={name: tuple(found) for name, found in places.items()},
-        unused=frozenset(one.id for one in unused if isinstance(one, ast.Name)),
+        places={name: tuple(pieces) for name, pieces in places.items()},
+        unused=frozenset(statement.id for statement in unused if isinstance(statement, ast.Name)),
     )
 
 
@@ -187,19 +187,19 @@ def _bindings(node: ast.Import | ast.ImportFrom, package: str) -> dict[str, Part
     """Return the names that an import binds, and what each stands for."""
     if isinstance(node, ast.ImportFrom):
         module = _from(node, package)
-        return {one.asname or one.name: (*module, one.name) for one in node.names}
-    parts = {one: tuple(one.name.split(".")) for one in node.names}
-    return {one.asname or of[0]: of if one.asname else of[:1] for one, of in parts.items()}
+        return {alias.asname or alias.name: (*module, alias.name) for alias in node.names}
+    parts = {alias: tuple(alias.name.split(".")) for alias in node.names}
+    return {alias.asname or of[0]: of if alias.asname else of[:1] for alias, of in parts.items()}
 
 
 def _imports(node: ast.AST, package: str) -> Iterator[str]:
     """Yield the modules that a node may import; of `from a import b`, b may be one."""
     match node:
         case ast.Import(names=names):
-            yield from (one.name for one in names)
+            yield from (alias.name for alias in names)
         case ast.ImportFrom(names=names):
             module = ".".join(_from(node, package))
-            yield from (module, *(f"{module}.{one.name}" for one in names if one.name != "*"))
+            yield from (module, *(f"{module}.{alias.name}" for alias in names if alias.name != "*"))
         case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
             if (_chain(function) or ("",))[-1] in ("import_module", "__import__"):
                 above = package.split(".") if package else []
@@ -227,7 +227,7 @@ def _root(node: ast.AST) -> str:
 
 
 def _statement(node: ast.stmt, package: str, defined: frozenset[str]) -> Statement:
-    pieces = tuple((name, ast.unparse(_plain(one))) for name, one in _named(node, ""))
+    pieces = tuple((name, ast.unparse(_plain(part))) for name, part in _named(node, ""))
     names, acts = set[str](), False
     for inner in _outside_functions(node):
         match inner:
@@ -252,19 +252,19 @@ def _statement(node: ast.stmt, package: str, defined: frozenset[str]) -> Stateme
     bases, hooks = frozenset[str](), False
     if isinstance(node, ast.ClassDef):
         bases = frozenset(chain[-1] for base in node.bases if (chain := _chain(base)))
-        hooks = any(getattr(one, "name", "") == "__init_subclass__" for one in node.body)
-        hooks |= any(one.arg == "metaclass" for one in node.keywords)
+        hooks = any(getattr(part, "name", "") == "__init_subclass__" for part in node.body)
+        hooks |= any(part.arg == "metaclass" for part in node.keywords)
     return Statement(
         names=frozenset(names),
         acts=acts or "_" in names,
         pieces=pieces,
         uses=frozenset(parts for own, parts in uses if not own),
         inner_uses=frozenset(parts for own, parts in uses if own),
-        imports=frozenset(name for one in ast.walk(node) for name in _imports(one, package)),
+        imports=frozenset(name for part in ast.walk(node) for name in _imports(part, package)),
         decorators=frozenset(
             chain
-            for one in getattr(node, "decorator_list", ())
-            if (chain := _chain(one.func if isinstance(one, ast.Call) else one))
+            for part in getattr(node, "decorator_list", ())
+            if (chain := _chain(part.func if isinstance(part, ast.Call) else part))
         ),
         bases=bases,
         hooks=hooks,
@@ -331,15 +331,15 @@ def _local_names(
     function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, package: str
 ) -> dict[str, Parts | None]:
     """Return the names of a function itself; those that it imports with what they stand for."""
-    found: dict[str, Parts | None] = {}
+    local: dict[str, Parts | None] = {}
     others = set[str]()
-    arguments = [one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)]
+    arguments = [part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)]
     body = function.body if isinstance(function.body, list) else [function.body]
     for node in (inner for top in body for inner in _outside_functions(top)):
-        found |= dict.fromkeys(_defined(node))
+        local |= dict.fromkeys(_defined(node))
         if isinstance(node, ast.Import | ast.ImportFrom):
-            found |= _bindings(node, package)
+            local |= _bindings(node, package)
         elif isinstance(node, ast.Global):
             others |= {*node.names}
-    found |= dict.fromkeys(arguments)
-    return {name: target for name, target in found.items() if name not in others}
+    local |= dict.fromkeys(arguments)
+    return {name: target for name, target in local.items() if name not in others}

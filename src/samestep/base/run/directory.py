@@ -117,12 +117,12 @@ def versions() -> dict[str, str]:
     """Return the versions that results depend on."""
     import torch  # noqa: PLC0415 - readers of a run need no torch
 
-    found = {
+    packages = {
         "samestep": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+    return packages | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 
 def new_run_path(recipe: str, root: Path = Path("runs")) -> Path:

@@ -128,17 +128,17 @@ def yaml_of(path: Path) -> dict[str, Any]:
         install = "pip install 'samestep[yaml]'"
         raise UserError(f"{path} is YAML, which needs a package: {install}") from error
     try:
-        found = YAML(typ="safe", pure=True).load(_users_text(path))
+        table = YAML(typ="safe", pure=True).load(_users_text(path))
         # A node that holds itself would be read for ever.
-        json.dumps(found, default=str, skipkeys=True)
+        json.dumps(table, default=str, skipkeys=True)
     except (YAMLError, ValueError, RecursionError) as error:
         about = str(getattr(error, "problem", None) or error).splitlines()[0].rstrip(".")
         mark = getattr(error, "problem_mark", None)
         place = f" in line {mark.line + 1}" if mark else ""
         raise UserError(f"{path} is not valid YAML: {about}{place}.") from error
-    if not isinstance(found, dict | None):
-        raise UserError(f"{path} holds a {type(found).__name__}, not names with their values.")
-    return {str(name): value for name, value in (found or {}).items()}
+    if not isinstance(table, dict | None):
+        raise UserError(f"{path} holds a {type(table).__name__}, not names with their values.")
+    return {str(name): value for name, value in (table or {}).items()}
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -155,10 +155,10 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if it is missing or damaged."""
     try:
         with open_regular(path) as file:
-            found = json.loads(file.read(), parse_constant=lambda _: None)  # NaN is not JSON
+            value = json.loads(file.read(), parse_constant=lambda _: None)  # NaN is not JSON
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 class Held(Exception):  # noqa: N818 - it is not an error by itself

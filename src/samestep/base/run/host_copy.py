@@ -33,14 +33,14 @@ def map_state(function: Callable[[str, Any], Any], value: Any, path: str = "") -
 
 def bytes_of(state: Any) -> int:
     """Return the bytes of a state's tensors; what several entries share counts once."""
-    found: dict[tuple[Any, ...], int] = {}
+    sizes: dict[tuple[Any, ...], int] = {}
 
     def count(_path: str, leaf: Any) -> None:
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-            found[(leaf.device, leaf.data_ptr(), leaf.nbytes)] = leaf.nbytes
+            sizes[(leaf.device, leaf.data_ptr(), leaf.nbytes)] = leaf.nbytes
 
     map_state(count, state)
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 class HostCopies:
@@ -59,10 +59,10 @@ class HostCopies:
         for buffer in self._held:
             form = (buffer.dtype, tuple(buffer.shape), buffer.stride(), buffer.is_pinned())
             free.setdefault(form, []).append(buffer)
-        found = _Copying(free, only_devices=False)
-        copied = map_state(found.leaf, state)
-        found.wait()
-        self._held = [*found.copies.values()]
+        copying = _Copying(free, only_devices=False)
+        copied = map_state(copying.leaf, state)
+        copying.wait()
+        self._held = [*copying.copies.values()]
         return copied
 
 
@@ -75,9 +75,9 @@ def on_host(state: Any) -> Any:
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return state
-    found = _Copying({}, only_devices=True)
-    copied = map_state(found.leaf, state)
-    found.wait()
+    copying = _Copying({}, only_devices=True)
+    copied = map_state(copying.leaf, state)
+    copying.wait()
     return copied
 
 

@@ -139,12 +139,12 @@ def verify(folder: Path, entry: Entry) -> None:
     """
     path = folder / entry.path
     try:
-        found = sha256_of(path)
+        now = sha256_of(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    if found != entry.sha256:
+    if now != entry.sha256:
         raise UserError(
-            f"{path} is damaged: its SHA-256 is {found[:12]}…, the index says {entry.sha256[:12]}…."
+            f"{path} is damaged: its SHA-256 is {now[:12]}…, the index says {entry.sha256[:12]}…."
         )
     if entry.files:
         from samestep.base.run import shards  # noqa: PLC0415 - torch, only for sharded checkpoints

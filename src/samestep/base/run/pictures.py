@@ -128,10 +128,10 @@ def _read_index(run: Path) -> dict[str, Any]:
     """Return pictures.json; nothing if it is of a newer format, or too large to be samestep's."""
     file = run / FOLDER / INDEX
     try:
-        found = read_object(file) if file.stat().st_size <= LIMIT_BYTES else {}
+        index = read_object(file) if file.stat().st_size <= LIMIT_BYTES else {}
     except OSError:
         return {}
-    return found if found.get("format") == FORMAT else {}
+    return index if index.get("format") == FORMAT else {}
 
 
 def read_png(run: Path, path: str) -> bytes | None:
@@ -207,17 +207,17 @@ class _Folder:
         try:
             if file.is_symlink() or file.stat().st_size > self._left:
                 return None
-            found = file.read_bytes()
+            content = file.read_bytes()
         except (OSError, ValueError):  # a name may hold what no file's does
             return None
-        self._left -= len(found)
-        return found
+        self._left -= len(content)
+        return content
 
     def url(self, name: object) -> str:
         """Return an image as a data URL; empty if it cannot be shown."""
         kind = _TYPES.get(Path(str(name)).suffix.lower())
-        found = self.read(name) if kind else None
-        return f"data:{kind};base64,{base64.b64encode(found).decode()}" if found else ""
+        content = self.read(name) if kind else None
+        return f"data:{kind};base64,{base64.b64encode(content).decode()}" if content else ""
 
 
 def read_gallery(run: Path) -> Gallery | None:
@@ -228,9 +228,9 @@ def read_gallery(run: Path) -> Gallery | None:
     return Gallery(of=of, pictures=shown) if shown else None
 
 
-def _objects(found: Any) -> list[Entry]:
+def _objects(value: Any) -> list[Entry]:
     """Return the tables of a list; none if it is not a list."""
-    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
 def _picture(entry: Entry, folder: _Folder) -> ShownPicture:
@@ -270,14 +270,14 @@ def _picture(entry: Entry, folder: _Folder) -> ShownPicture:
 
 
 def _photographs(entries: Any, folder: _Folder) -> list[Photograph]:
-    found = []
+    photographs = []
     for entry in _objects(entries):
         if source := folder.url(entry.get("file")):
             target, predicted = (str(entry.get(key, "?")) for key in ("target", "predicted"))
             chance = entry.get("probability")
             shown = percent(chance) if isinstance(chance, int | float) else ""
-            found.append(Photograph(source, target, predicted, shown))
-    return found
+            photographs.append(Photograph(source, target, predicted, shown))
+    return photographs
 
 
 def _scatter(points: Any) -> Scatter | None:

@@ -425,10 +425,10 @@ class RecordFile:
 
 def check_format(start: Record, path: Path) -> None:
     """Refuse a run that a newer samestep has written, by its `start` record."""
-    found = start.get("format", RUN_FORMAT)
-    if isinstance(found, int) and found > RUN_FORMAT:
+    version = start.get("format", RUN_FORMAT)
+    if isinstance(version, int) and version > RUN_FORMAT:
         raise UserError(
-            f"{path} has run format {found}, and this samestep reads formats up to {RUN_FORMAT}. "
+            f"{path} has run format {version}, and this samestep reads formats up to {RUN_FORMAT}. "
             "Install the samestep that wrote it, or a newer one: its versions are in "
             "environment.json."
         )

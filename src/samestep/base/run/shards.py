@@ -60,15 +60,15 @@ def split(content: Any) -> tuple[Any, dict[str, DTensor]]:
 
 def own_parts(shards: Mapping[str, DTensor]) -> dict[str, Tensor]:
     """Return this rank's parts of sharded tensors, on their device."""
-    return {name: one.to_local().detach() for name, one in shards.items()}
+    return {name: shard.to_local().detach() for name, shard in shards.items()}
 
 
 def with_parts(shards: Mapping[str, DTensor], parts: Mapping[str, Tensor]) -> dict[str, DTensor]:
     """Return sharded tensors of which this rank's parts are others, such as copies on the host."""
     # By its class: `from_local` would move the parts to the mesh's device.
     return {
-        name: DTensor(parts[name], one._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # noqa: SLF001
-        for name, one in shards.items()
+        name: DTensor(parts[name], s._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # noqa: SLF001
+        for name, s in shards.items()
     }
 
 
@@ -93,7 +93,7 @@ def write(
             ):  # PyTorch's writer would make a removed run's folders anew
                 missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
                 raise cannot_write(folder, missing)
-            check_room(folder.parent, sum(one.numel() * one.itemsize for one in shards.values()))
+            check_room(folder.parent, sum(s.numel() * s.itemsize for s in shards.values()))
         except UserError as error:
             problem = [(error.what, error.remedy)]
     if group is not None:
@@ -125,7 +125,7 @@ def write(
     if group is not None:
         gathered = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, hashes, group=group)
-    return {name: digest for one in gathered for name, digest in sorted(one.items())}
+    return {name: digest for s in gathered for name, digest in sorted(s.items())}
 
 
 class _KeptError(io.BufferedWriter):
@@ -168,13 +168,13 @@ def verify(folder: Path, files: Mapping[str, str]) -> None:
     for name, digest in files.items():
         path = folder / name
         try:
-            found = sha256_of(path)
+            actual = sha256_of(path)
         except OSError as error:
             reason = f"cannot be read: {error.strerror}"
         else:
-            if found == digest:
+            if actual == digest:
                 continue
-            reason = f"is damaged: its SHA-256 is {found[:12]}…, the index says {digest[:12]}…"
+            reason = f"is damaged: its SHA-256 is {actual[:12]}…, the index says {digest[:12]}…"
         raise UserError(f"{path}{_what_is_in(folder, name)} {reason}.")
 
 
@@ -231,9 +231,9 @@ class _Reader(FileSystemReader):
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         known = name in _SAFE_CLASSES.get(module, ())
-        found = super().find_class(module, name) if known or module == "torch" else None
-        if known or isinstance(found, torch.dtype):
-            return found
+        loaded = super().find_class(module, name) if known or module == "torch" else None
+        if known or isinstance(loaded, torch.dtype):
+            return loaded
         raise pickle.UnpicklingError(f"it holds {module}.{name}")
 
 
@@ -241,18 +241,18 @@ def _metadata(folder: Path) -> Any:
     path = folder / _METADATA
     try:
         with path.open("rb") as file:
-            found = _Unpickler(cast("BinaryIO", file)).load()
+            metadata = _Unpickler(cast("BinaryIO", file)).load()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     except Exception as error:  # whatever a damaged pickle raises
         raise UserError(f"{path} cannot be loaded safely: {error}.") from error
-    good = isinstance(found, Metadata) and all(
-        isinstance(one, TensorStorageMetadata) for one in found.state_dict_metadata.values()
+    good = isinstance(metadata, Metadata) and all(
+        isinstance(t, TensorStorageMetadata) for t in metadata.state_dict_metadata.values()
     )
-    parts = (part.relative_path for part in (found.storage_data or {}).values()) if good else ()
+    parts = (part.relative_path for part in (metadata.storage_data or {}).values()) if good else ()
     if not good or any("/" in place or "\\" in place for place in parts):
         raise UserError(f"{path} is not an index of tensors that samestep wrote.")
-    return found
+    return metadata
 
 
 def _what_is_in(folder: Path, name: str) -> str:

@@ -83,10 +83,10 @@ class Store:
     def read(self, name: str, most: int | None = None) -> bytes | None:
         """Return a file, or its first bytes; None if there is none."""
         try:
-            found: bytes = self._files.cat_file(self._key(name), end=most)
+            content: bytes = self._files.cat_file(self._key(name), end=most)
         except FileNotFoundError:
             return None
-        return found
+        return content
 
     def index(self) -> Index:
         """Return the index of the copied checkpoints; empty if there is none yet."""
@@ -124,20 +124,20 @@ class Store:
             if not self._files.async_impl:
                 self._files.rm(self._key(name), recursive=True)
                 return
-            for one in self._names(name) or [name]:  # not all stores delete several at once
-                self._files.rm_file(self._key(one))
+            for key in self._names(name) or [name]:  # not all stores delete several at once
+                self._files.rm_file(self._key(key))
 
     def files(self) -> Iterator[str]:
         """Yield the names of what is copied besides checkpoints, in the order of `FILES`."""
         names = [name for name in self._names("") if ".." not in PurePosixPath(name).parts]
         for pattern in FILES:
-            yield from (one for one in names if fnmatch(one, pattern.replace("**/", "")))
+            yield from (file for file in names if fnmatch(file, pattern.replace("**/", "")))
 
     def _names(self, folder: str) -> list[str]:
         self._files.invalidate_cache()
         place = self._key(folder).rstrip("/")
-        found = self._files.find(place) if self._files.isdir(place) else []
-        return [key[len(self._root) :].lstrip("/") for key in found]
+        keys = self._files.find(place) if self._files.isdir(place) else []
+        return [key[len(self._root) :].lstrip("/") for key in keys]
 
     def _key(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -156,18 +156,18 @@ def check_mirror(mirror: str | None, *, new: bool) -> None:
     if address is None:
         return
     check_installed_for(address)
-    found: list[Index] = []
+    indexes: list[Index] = []
 
     def ask() -> None:
         with contextlib.suppress(Exception):  # the mirror says so if it stays like that
-            found.append(Store(address).index())
+            indexes.append(Store(address).index())
 
     if not new:
         return
     asking = Thread(target=ask, daemon=True)  # some clients try for minutes
     asking.start()
     asking.join(_ANSWER_S)
-    if any(index.checkpoints for index in found):
+    if any(index.checkpoints for index in indexes):
         raise UserError(
             f"--mirror {address} has another run.",
             remedy=f"Choose another address, or continue that run with --resume {address}",

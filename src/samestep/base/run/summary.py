@@ -91,8 +91,8 @@ class Summary(msgspec.Struct, kw_only=True):
 
 def check_ours(run: Path) -> None:
     """Refuse to overwrite a summary.json that something else has written."""
-    found = read_object(run / SUMMARY)
-    if found and not {"format", "state"} <= found.keys():
+    content = read_object(run / SUMMARY)
+    if content and not {"format", "state"} <= content.keys():
         raise UserError(
             f"{run / SUMMARY} is not samestep's, which keeps the state of a run in a file of that "
             "name. Rename it, and start again."

@@ -55,23 +55,23 @@ def modules_of(file: Path, like: UserModules | None = None) -> UserModules:
     if copy is not None:
         return copy
     find = finder(file, like.files if like else ())
-    found, complete = _closure(file, find, ())
-    late = _loaded_by(file, found) - {*found} if like is None and complete else ()
+    modules, complete = _closure(file, find, ())
+    late = _loaded_by(file, modules) - {*modules} if like is None and complete else ()
     loaded = sorted(late) if like is None else like.whole
     whole = tuple(name for name in loaded if find(name) is not None)
     if whole:
-        found, complete = _closure(file, find, whole)
+        modules, complete = _closure(file, find, whole)
     if like is not None and not like.complete:
-        found = {name: path for name, path in found.items() if name in like.files}
-    return UserModules(files=found, whole=whole, complete=complete)
+        modules = {name: path for name, path in modules.items() if name in like.files}
+    return UserModules(files=modules, whole=whole, complete=complete)
 
 
-def _loaded_by(file: Path, found: Collection[str]) -> set[str]:
+def _loaded_by(file: Path, modules: Collection[str]) -> set[str]:
     """Return own modules that reading a recipe's file has imported, and calling its functions."""
     seen = _imported.get(os.path.realpath(file))
     if seen is None:
         return set()
-    tops = {name.partition(".")[0] for name in found}
+    tops = {name.partition(".")[0] for name in modules}
     beside = str(file.parent) + os.sep
     late = {name for name in sys.modules.keys() - seen.before if _is_own(name)}
     late = {n for n in late if n.partition(".")[0] in tops or _origin(n).startswith(beside)}
@@ -80,21 +80,21 @@ def _loaded_by(file: Path, found: Collection[str]) -> set[str]:
 
 def _closure(file: Path, find: Find, also: Collection[str]) -> tuple[dict[str, Path], bool]:
     """Return the modules that a file and `also` lead to, the nearest first; whether it is all."""
-    found, size = dict[str, Path](), 0
+    modules, size = dict[str, Path](), 0
     waiting = deque([("", file)])
     while waiting:
         name, where = waiting.popleft()
         wanted = imported_by(where, name) | {*(() if name else also)}
-        parts = (one.split(".") for one in sorted(wanted))
+        parts = (module_name.split(".") for module_name in sorted(wanted))
         for module in (".".join(p[: n + 1]) for p in parts for n in range(len(p))):
-            if module in found or (path := find(module)) is None:
+            if module in modules or (path := find(module)) is None:
                 continue
             size += path.stat().st_size
-            if len(found) == MOST_FILES or size > MOST:
-                return found, False
-            found[module] = path
+            if len(modules) == MOST_FILES or size > MOST:
+                return modules, False
+            modules[module] = path
             waiting.append((module, path))
-    return found, True
+    return modules, True
 
 
 # --- where a module is
@@ -127,10 +127,10 @@ def finder(file: Path | None, also: Collection[str] = ()) -> Find:
 def _top(name: str, beside: list[str]) -> tuple[Path | None, Sequence[str] | None]:
     """Return the file of a module without a dot, and the folders where its modules are."""
     spec = None
-    for one in sys.meta_path:
-        if spec is None and one is not _copies and hasattr(one, "find_spec"):
-            is_usual = one is importlib.machinery.PathFinder
-            spec = one.find_spec(name, [*beside, *sys.path] if is_usual else None)
+    for finder in sys.meta_path:
+        if spec is None and finder is not _copies and hasattr(finder, "find_spec"):
+            is_usual = finder is importlib.machinery.PathFinder
+            spec = finder.find_spec(name, [*beside, *sys.path] if is_usual else None)
     if spec is None:
         return None, None
     is_python = spec.has_location and str(spec.origin).endswith(".py")
@@ -168,7 +168,7 @@ def _is_own(name: str) -> bool:
     """Whether a module that is imported is the user's own."""
     origin = _origin(name)
     is_never = name.partition(".")[0] in _NEVER
-    return origin.endswith(".py") and not is_never and not any(one in origin for one in _LIBRARIES)
+    return origin.endswith(".py") and not is_never and not any(lib in origin for lib in _LIBRARIES)
 
 
 # --- what a run keeps
@@ -182,8 +182,8 @@ def kept_modules(run: Path, suffix: str = "") -> UserModules | None:
     if not isinstance(table, dict):
         return None
     return UserModules(
-        files={name: run / code / one["file"] for name, one in table.items()},
-        originals={name: Path(one["from"]) for name, one in table.items()},
+        files={name: run / code / module["file"] for name, module in table.items()},
+        originals={name: Path(module["from"]) for name, module in table.items()},
         whole=tuple(facts["whole"]),
         complete=facts["complete"],
     )
@@ -194,10 +194,10 @@ def modules_note(run: Path) -> list[str]:
     kept = kept_modules(run) or UserModules()
     files = [path for name in ("recipe.py", "script.py") if (path := run / name).is_file()]
     notes = [
-        f"{path.name} runs code by {found[1]}(), and not by an import: the run neither keeps nor "
+        f"{path.name} runs code by {match[1]}(), and not by an import: the run neither keeps nor "
         "compares that code. Import it by its name, and edits of it are noticed on a resume."
         for path in (*files, *kept.files.values())
-        if (found := _BY_PATH.search(path.read_text(encoding="utf-8", errors="replace")))
+        if (match := _BY_PATH.search(path.read_text(encoding="utf-8", errors="replace")))
     ]
     if kept.complete:
         return notes
@@ -212,10 +212,10 @@ def modules_note(run: Path) -> list[str]:
 def copied_modules(file: Path) -> UserModules | None:
     """Return the modules that a recipe's file in a run's directory was copied with."""
     stem = file.stem.removeprefix("recipe")
-    if file.stem.startswith("recipe") and (found := kept_modules(file.parent, stem)):
-        return found
-    inside = (one.parent for one in file.absolute().parents if one.name == CODE)
-    return next((found for run in inside if (found := kept_modules(run))), None)
+    if file.stem.startswith("recipe") and (kept := kept_modules(file.parent, stem)):
+        return kept
+    inside = (folder.parent for folder in file.absolute().parents if folder.name == CODE)
+    return next((kept for run in inside if (kept := kept_modules(run))), None)
 
 
 def keep_modules(run: Path, modules: UserModules, number: int | None = None) -> None:
@@ -303,10 +303,10 @@ def imports_of(file: Path, original: Path) -> Iterator[None]:
 
 def _stamp(path: str | Path) -> tuple[int, int]:
     try:
-        found = Path(path).stat()
+        status = Path(path).stat()
     except OSError:
         return 0, 0
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 def _forget(wanted: Mapping[str, Path], others: Collection[str]) -> None:
@@ -353,24 +353,24 @@ class _Copies(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         files, originals = self.modules.files, self.modules.originals
         if (file := files.get(name)) is not None:
-            both = [str(one.parent) for one in (file, originals[name])]
+            both = [str(module.parent) for module in (file, originals[name])]
             return importlib.util.spec_from_file_location(
                 name,
                 file,
                 loader=_CopyLoader(name, str(file), originals[name]),
                 submodule_search_locations=both if file.name == "__init__.py" else None,
             )
-        inner = [one for one in files if one.startswith(f"{name}.")]
+        inner = [module for module in files if module.startswith(f"{name}.")]
         if not inner:
             return None
         spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        levels = {one: one.count(".") - name.count(".") for one in inner}
+        levels = {module: module.count(".") - name.count(".") for module in inner}
         spec.submodule_search_locations = list(
             dict.fromkeys(
-                str(at.parents[levels[one] - (at.name != "__init__.py")])
+                str(at.parents[levels[module] - (at.name != "__init__.py")])
                 for of in (files, originals)
-                for one in inner
-                for at in (of[one],)
+                for module in inner
+                for at in (of[module],)
             )
         )
         return spec

@@ -29,22 +29,22 @@ def settings_of_callbacks(callbacks: Sequence[Any]) -> tuple[dict[str, Any], lis
     Raises:
         UserError: one does more than to log.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     called: list[TrainerCallback] = []
-    for one in callbacks:
-        made = one() if isinstance(one, type) else one
-        if isinstance(made, EarlyStoppingCallback):
-            found["patience"] = made.early_stopping_patience
-            found["min_delta"] = made.early_stopping_threshold or 0.0
-        elif not type(made).__module__.startswith("transformers."):
-            _check(made)
-            called.append(made)
-    return found, called
+    for given in callbacks:
+        callback = given() if isinstance(given, type) else given
+        if isinstance(callback, EarlyStoppingCallback):
+            settings["patience"] = callback.early_stopping_patience
+            settings["min_delta"] = callback.early_stopping_threshold or 0.0
+        elif not type(callback).__module__.startswith("transformers."):
+            _check(callback)
+            called.append(callback)
+    return settings, called
 
 
-def _check(made: Any) -> None:
+def _check(callback: Any) -> None:
     """Refuse a callback that would miss a call, or what it asks for in one."""
-    kind = type(made)
+    kind = type(callback)
     named = f"The callback {kind.__name__}{defined_at(kind)}"
     others = [n for n in dir(TrainerCallback) if n.startswith("on_") and n not in _CALLED + _BEFORE]
     if own := [n for n in others if getattr(kind, n, None) is not getattr(TrainerCallback, n)]:
@@ -55,7 +55,7 @@ def _check(made: Any) -> None:
         )
     for name, given in zip(_CALLED, ("logs", "metrics"), strict=True):
         try:
-            inspect.signature(getattr(made, name)).bind(None, None, None, **{given: None})
+            inspect.signature(getattr(callback, name)).bind(None, None, None, **{given: None})
         except TypeError as error:
             raise UserError(
                 f"{named}: {name} is called with args, state, control and {given} ({error}).",
@@ -96,11 +96,11 @@ class LoggingCallbacks:
         self._call("on_log", logs=values)
 
     def _call(self, name: str, **given: Any) -> None:
-        for one in self.callbacks:
+        for callback in self.callbacks:
             control = TrainerControl()
-            found = getattr(one, name)(self.args, self.state, control, **given)
-            if (found or control) != TrainerControl():
+            changed = getattr(callback, name)(self.args, self.state, control, **given)
+            if (changed or control) != TrainerControl():
                 raise UserError(
-                    f"{type(one).__name__}.{name} changes the Trainer's control, and samestep goes "
-                    "by its settings: --patience stops early, --eval-every-steps evaluates."
+                    f"{type(callback).__name__}.{name} changes the Trainer's control, and samestep "
+                    "goes by its settings: --patience stops early, --eval-every-steps evaluates."
                 )

@@ -67,8 +67,8 @@ class Predictions:
     def compute(self) -> dict[str, float]:
         """Return what `compute_metrics` returns of all predictions, padded by -100."""
         join = functools.partial(nested_concat, padding_index=_IGNORED)
-        predictions = functools.reduce(join, [one.predictions for one in self.seen])
-        labels = functools.reduce(join, [one.labels for one in self.seen])
+        predictions = functools.reduce(join, [batch.predictions for batch in self.seen])
+        labels = functools.reduce(join, [batch.labels for batch in self.seen])
         values = self.function(EvalPrediction(predictions=predictions, label_ids=labels))
         return {
             n.removeprefix("eval_"): getattr(v, "item", lambda v=v: v)() for n, v in values.items()

@@ -121,18 +121,18 @@ def recipe(
     if isinstance(model, nn.Module):
         given.look_at(model)
     stops, called = settings_of_callbacks(callbacks or ())
-    found = settings_of(args) | stops
-    monitor = found.get("monitor", "")  # of several, Trainer's eval_NAME_accuracy
+    derived = settings_of(args) | stops
+    monitor = derived.get("monitor", "")  # of several, Trainer's eval_NAME_accuracy
     by_name = eval_dataset if isinstance(eval_dataset, Mapping) else ()
     if names := [name for name in by_name if monitor.startswith(f"{name}_")]:
         of_it = max(names, key=len)
-        found["monitor"] = f"{of_it}/{monitor[len(of_it) + 1 :].removeprefix('eval_')}"
+        derived["monitor"] = f"{of_it}/{monitor[len(of_it) + 1 :].removeprefix('eval_')}"
     if {"batch_size", "batch_size_per_rank", "batch_tokens", "global_batch_size"} & settings.keys():
-        del found["batch_size"]
+        del derived["batch_size"]
     if "accumulate" in settings:
-        found.pop("micro_batch_size", None)
+        derived.pop("micro_batch_size", None)
     if optimizers[0] is not None:
-        found["lr"] = max(g.get("initial_lr", g["lr"]) for g in optimizers[0].param_groups)
+        derived["lr"] = max(g.get("initial_lr", g["lr"]) for g in optimizers[0].param_groups)
     return Recipe(
         model=given.build,
         data=given.data,
@@ -145,7 +145,7 @@ def recipe(
         schedule=given.schedule,
         metrics={"compute_metrics": Predictions(compute_metrics)} if given.predicts else {},
         on_record=LoggingCallbacks(called, args) if called else None,
-        settings=found | settings,
+        settings=derived | settings,
     )
 
 
@@ -165,7 +165,7 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
             remedy="Write a Recipe, or keep the loop: samestep.open_run.",
         )
     init = getattr(trainer, "model_init", None)
-    made = recipe(
+    base = recipe(
         init if init is not None else trainer.model,
         trainer.args,
         trainer.train_dataset,
@@ -179,7 +179,7 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
         callbacks=trainer.callback_handler.callbacks,
         **settings,
     )
-    given: _ForTrainer = cast("Any", made.model).__self__
+    given: _ForTrainer = cast("Any", base.model).__self__
     parts: dict[str, Any] = {}
     if _has_own(kind, "compute_loss"):
         parts["forward"] = given.computed_by(trainer)
@@ -187,7 +187,7 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
         parts["optimizer"] = functools.partial(_optimizer_of, trainer)
     if _has_own(kind, "create_scheduler"):
         parts["schedule"] = functools.partial(_schedule_of, trainer)
-    return replace(made, **parts)
+    return replace(base, **parts)
 
 
 def _has_own(kind: type, name: str) -> bool:
@@ -197,8 +197,8 @@ def _has_own(kind: type, name: str) -> bool:
 def _optimizer_of(trainer: Trainer, model: nn.Module, _: Settings) -> torch.optim.Optimizer:
     """Return what a Trainer's own methods make for a model."""
     trainer.model, trainer.optimizer = model, None
-    made: torch.optim.Optimizer = trainer.create_optimizer() or trainer.optimizer
-    return made
+    optimizer: torch.optim.Optimizer = trainer.create_optimizer() or trainer.optimizer
+    return optimizer
 
 
 def _schedule_of(trainer: Trainer, optimizer: torch.optim.Optimizer, plan: Any) -> Any:
@@ -287,18 +287,18 @@ class _ForTrainer:
     def build(self) -> nn.Module:
         """Make the model, or copy it."""
         given, args = self.model, self.args
-        made: Any = copy.deepcopy(given) if isinstance(given, nn.Module) else None
-        if made is None:
-            made = given(None) if "trial" in inspect.signature(given).parameters else given()
+        model: Any = copy.deepcopy(given) if isinstance(given, nn.Module) else None
+        if model is None:
+            model = given(None) if "trial" in inspect.signature(given).parameters else given()
         if args.gradient_checkpointing:
-            how = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
+            options = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
             # Transformers 6 will know only the newer name.
-            enable = getattr(made, "activation_checkpointing_enable", None)
-            (enable or made.gradient_checkpointing_enable)(how)
-        if hasattr(made, "config"):
-            made.config.use_cache = getattr(args, "use_cache", False)
-        self.look_at(made)
-        return made  # type: ignore[no-any-return]
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            (enable or model.gradient_checkpointing_enable)(options)
+        if hasattr(model, "config"):
+            model.config.use_cache = getattr(args, "use_cache", False)
+        self.look_at(model)
+        return model  # type: ignore[no-any-return]
 
     def look_at(self, model: Any) -> None:
         """Learn what the model takes; refuse a loss that compares the samples of a batch."""
@@ -312,7 +312,7 @@ class _ForTrainer:
                 f"The loss of {kind.__name__} compares the samples of a batch with each other.",
                 remedy='Write a Recipe with loss_over="batch", which is given the whole batch.',
             )
-        variable = any(one.kind is one.VAR_KEYWORD for one in takes.values())
+        variable = any(p.kind is p.VAR_KEYWORD for p in takes.values())
         about, eps = self.about, self.args.label_smoothing_factor
         about.columns = frozenset({*takes, "label", "label_ids", *labels})
         about.labels = tuple(labels)
@@ -334,7 +334,7 @@ class _ForTrainer:
         """Put samples into a batch, without columns that the model does not take."""
         if self.args.remove_unused_columns and isinstance(samples[0], Mapping):
             kept = self.about.columns
-            samples = [{n: value for n, value in one.items() if n in kept} for one in samples]
+            samples = [{n: value for n, value in sample.items() if n in kept} for sample in samples]
             if not samples[0]:
                 raise UserError(
                     f"No column of the data is an argument of the model, which takes "
@@ -348,7 +348,7 @@ class _ForTrainer:
         name = self.args.length_column_name
         if name in getattr(data.rows, "column_names", ()):
             return list(data.rows[name])
-        return [len(one["input_ids"]) for one in data.rows]
+        return [len(row["input_ids"]) for row in data.rows]
 
     def terms(self, batch: Any) -> Any:
         """Return how many labels a batch has, -100 left out; without them its samples."""
@@ -421,9 +421,9 @@ class _ForTrainer:
             {"params": [p for n, p in named if (n in decayed) is which], "weight_decay": decay}
             for which, decay in ((True, settings.weight_decay), (False, 0.0))
         ]
-        kind, how = Trainer.get_optimizer_cls_and_kwargs(self.args, model)
-        made: torch.optim.Optimizer = kind(groups, **how | {"lr": settings.lr})
-        return made
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(self.args, model)
+        optimizer: torch.optim.Optimizer = kind(groups, **options | {"lr": settings.lr})
+        return optimizer
 
     def _copied(self, given: Any, model: nn.Module) -> torch.optim.Optimizer:
         if not isinstance(self.model, nn.Module):
@@ -433,7 +433,7 @@ class _ForTrainer:
             )
         names = {id(p): n for n, p in self.model.named_parameters()}
         own = dict(model.named_parameters())
-        made: torch.optim.Optimizer = copy.copy(given)
+        copied: torch.optim.Optimizer = copy.copy(given)
         groups = [
             {
                 **group,
@@ -443,8 +443,8 @@ class _ForTrainer:
             for group in given.param_groups
         ]
         state: dict[str, Any] = {"defaults": given.defaults, "state": defaultdict(dict)}
-        made.__setstate__(state | {"param_groups": groups})
-        return made
+        copied.__setstate__(state | {"param_groups": groups})
+        return copied
 
     def schedule(self, optimizer: torch.optim.Optimizer, plan: Any) -> Any:
         """Make the schedule as the Trainer does, or the given one for this optimizer."""
@@ -466,6 +466,6 @@ class _ForTrainer:
         LambdaLR(optimizer, lambda _: 1.0)  # a new scheduler lets its optimizer count its steps
         for group, own in zip(optimizer.param_groups, given.optimizer.param_groups, strict=True):
             group.update({n: own[n] for n in ("lr", "initial_lr") if n in own})
-        made = copy.copy(given)
-        made.optimizer = optimizer
-        return made
+        copied = copy.copy(given)
+        copied.optimizer = optimizer
+        return copied

@@ -28,7 +28,7 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
     Raises:
         UserError: it has come to its end without that, or `from_trainer` refuses the Trainer.
     """
-    found: list[Trainer] = []
+    trainers: list[Trainer] = []
 
     def train(_: object, trainer: Trainer, *arguments: Any, **named: Any) -> NoReturn:
         given = dict(zip(["resume_from_checkpoint"], arguments, strict=False)) | named
@@ -37,7 +37,7 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
                 f"trainer.train({wanted[0]}=…) cannot be taken over.",
                 remedy="Leave it out, and continue a run with: samestep train RUN --resume",
             )
-        found.append(trainer)
+        trainers.append(trainer)
         raise _FoundTrainer
 
     name, arguments, module.__name__ = module.__name__, sys.argv, "__main__"
@@ -60,10 +60,10 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
         # Loader workers look a class up where it says that it is.
         if getattr(own, "__module__", "") == "__main__" and isinstance(own, type):
             own.__module__ = name
-    if not found:
+    if not trainers:
         raise UserError(
             f"{path} names a Trainer, and has ended without calling its train().",
             remedy="Call it where the file is run as the main program, without arguments, or end "
             "the file with: recipe = samestep.huggingface.from_trainer(trainer)",
         )
-    vars(module)["recipe"] = from_trainer(found[0])
+    vars(module)["recipe"] = from_trainer(trainers[0])

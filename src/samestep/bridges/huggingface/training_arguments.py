@@ -96,12 +96,12 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def _unlike_default(args: TrainingArguments) -> Iterator[tuple[str, Any]]:
-    for one in (field for field in fields(args) if field.init):
-        value, default = getattr(args, one.name, None), one.default
+    for f in (field for field in fields(args) if field.init):
+        value, default = getattr(args, f.name, None), f.default
         if default is MISSING:
-            default = one.default_factory() if one.default_factory is not MISSING else None
-        if one.name not in _KNOWN and value != default and (value or default):
-            yield one.name, value
+            default = f.default_factory() if f.default_factory is not MISSING else None
+        if f.name not in _KNOWN and value != default and (value or default):
+            yield f.name, value
 
 
 def _refuse(name: str, value: Any, remedy: str) -> None:
@@ -121,7 +121,7 @@ def settings_of(args: TrainingArguments) -> dict[str, Any]:
     by_steps = {n: getattr(args, f"{n}_strategy") == "steps" for n in ("logging", "eval", "save")}
     best, mixed = args.metric_for_best_model, "bf16" if args.bf16 else "fp16"
     sequential = getattr(args, "train_sampling_strategy", "") == "sequential"
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "batch_size": samples * accumulated,
         "micro_batch_size": samples if accumulated > 1 else None,
         "eval_batch_size": args.per_device_eval_batch_size,
@@ -150,7 +150,7 @@ def settings_of(args: TrainingArguments) -> dict[str, Any]:
         "monitor": best and best.removeprefix("eval_"),
         "mode": ("max" if args.greater_is_better else "min") if best else None,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 _OF_RANKS = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")

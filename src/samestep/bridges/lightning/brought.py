@@ -164,7 +164,7 @@ def _collate(samples: list[_Sample] | _Batch) -> _Batch:
     if isinstance(samples, _Batch):
         return samples
     of = samples[0].of
-    return _Batch(of.collate([one.value for one in samples]), of.stage, len(samples))
+    return _Batch(of.collate([sample.value for sample in samples]), of.stage, len(samples))
 
 
 def _loss(outputs: dict[str, Any], _batch: _Batch) -> Any:
@@ -187,24 +187,24 @@ class _Brought:
 
     def model(self) -> nn.Module:
         """Make the module."""
-        made = _made(self.module)
-        base = _base(made, "LightningModule")
-        if not made.automatic_optimization:
+        module = _made(self.module)
+        base = _base(module, "LightningModule")
+        if not module.automatic_optimization:
             raise UserError(
-                f"The LightningModule{defined_at(type(made))} steps its optimizers by itself "
+                f"The LightningModule{defined_at(type(module))} steps its optimizers by itself "
                 "(automatic_optimization=False). Such a loop stays yours: samestep.open_run, on "
                 "page “Port your loop”."
             )
-        _check_hooks(made, base)
-        for metric in _metrics_of(made):
+        _check_hooks(module, base)
+        for metric in _metrics_of(module):
             metric.sync_on_compute = False  # values are added up over ranks here
             if not torch.backends.mps.is_available():  # which has no float64
                 metric.set_dtype(torch.float64)
-        vars(made).update(_trainer=self.trainer, log=_log)
+        vars(module).update(_trainer=self.trainer, log=_log)
         self.trainer.max_epochs = self.settings.get("epochs")
-        made.setup("fit")
-        made.configure_model()
-        return made  # type: ignore[no-any-return]
+        module.setup("fit")
+        module.configure_model()
+        return module  # type: ignore[no-any-return]
 
     def data(self, options: _Options) -> Splits:
         """Prepare the data and open its loaders."""
@@ -243,8 +243,8 @@ class _Brought:
             return None
         if stage == "validation" and isinstance(loader, list | tuple | dict):
             several = loader.values() if isinstance(loader, dict) else loader
-            named = {f"{_NTH}{place}": one for place, one in enumerate(several)}
-            return {name: self._data_in(one, name, where) for name, one in named.items()}
+            named = {f"{_NTH}{place}": data for place, data in enumerate(several)}
+            return {name: self._data_in(data, name, where) for name, data in named.items()}
         return self._data_in(loader, stage, where)
 
     def _data_in(self, loader: Any, stage: str, where: str) -> _Data | Unpacked:
@@ -274,9 +274,9 @@ class _Brought:
         trainer.testing = not module.training and batch.stage == "test"
         trainer.validating = not (trainer.training or trainer.testing)
         value = batch.value
-        for one in (trainer.datamodule, module):
-            if one is not None and hasattr(one, "on_after_batch_transfer"):
-                value = one.on_after_batch_transfer(value, 0)
+        for giver in (trainer.datamodule, module):
+            if giver is not None and hasattr(giver, "on_after_batch_transfer"):
+                value = giver.on_after_batch_transfer(value, 0)
         if module.training:
             self.evaluated.pop(module, None)
             if self.epochs.get(module) != epoch:
@@ -337,8 +337,8 @@ class _Brought:
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return the module's scheduler, or one that changes nothing, after each epoch."""
-        if found := self.schedulers.get(optimizer):
-            return found
+        if scheduler := self.schedulers.get(optimizer):
+            return scheduler
         return {"scheduler": LambdaLR(optimizer, lambda _: 1.0), "interval": "epoch"}
 
 
@@ -358,21 +358,21 @@ class _Evaluated:
         Metrics that are not a mean over the samples are refused by the second batch.
         """
         metrics: dict[str, Any] = {n: v for n, v in values.items() if isinstance(v, nn.Module)}
-        found = {n: _mean(m.compute(), batch.samples) for n, m in metrics.items()}
+        means = {n: _mean(m.compute(), batch.samples) for n, m in metrics.items()}
         for name, metric in metrics.items():
             if self.batches == 0:
-                self._first[name] = copy.deepcopy(metric), found[name], batch.samples
+                self._first[name] = copy.deepcopy(metric), means[name], batch.samples
             elif self.batches == 1 and name in self._first:
                 both, first, rows = self._first[name]
                 both.merge_state(metric)
                 both._computed = None  # noqa: SLF001 - it would return what it computed before
-                mean = (first * rows + found[name] * batch.samples) / (rows + batch.samples)
+                mean = (first * rows + means[name] * batch.samples) / (rows + batch.samples)
                 if abs(float(both.compute()) - mean) > _APART * max(1.0, abs(mean)):
                     raise UserError(
                         f"{type(metric).__name__}, logged as {name!r}{where}, is not a mean over "
                         "samples, which is what is made here of a logged value. Leave it out."
                     )
-        self.values, self.batches = values | found, self.batches + 1
+        self.values, self.batches = values | means, self.batches + 1
         return self.values
 
 
@@ -383,62 +383,62 @@ def _made(given: Any) -> Any:
     return given if hasattr(given, "prepare_data") and not inspect.isclass(given) else given()
 
 
-def _base(made: Any, name: str) -> type:
+def _base(module: Any, name: str) -> type:
     """Return Lightning's class, of `lightning` or of `pytorch_lightning`."""
-    for base in type(made).__mro__:
+    for base in type(module).__mro__:
         if base.__name__ == name and "lightning" in base.__module__:
             return base
     raise UserError(
         f"samestep.lightning.recipe(…) takes a {name}, or a function that makes one, not "
-        f"{type(made).__name__}{defined_at(type(made))}."
+        f"{type(module).__name__}{defined_at(type(module))}."
     )
 
 
-def _has_own(made: Any, base: type, name: str) -> bool:
-    return getattr(type(made), name, None) is not getattr(base, name, None)
+def _has_own(module: Any, base: type, name: str) -> bool:
+    return getattr(type(module), name, None) is not getattr(base, name, None)
 
 
-def _check_hooks(made: Any, base: type) -> None:
+def _check_hooks(module: Any, base: type) -> None:
     """Refuse hooks that would not be called."""
     hooks = [n for n in dir(base) if n.startswith(("on_", "configure_", "optimizer_"))]
     hooks += ["lr_scheduler_step", "backward", "transfer_batch_to_device"]
-    own = [n for n in hooks if n not in _CALLED | _LEFT_ALONE and _has_own(made, base, n)]
+    own = [n for n in hooks if n not in _CALLED | _LEFT_ALONE and _has_own(module, base, n)]
     if own:
         remedy = _REMEDIES.get(own[0], "Where the training needs it: samestep.open_run.")
         raise UserError(
-            f"{type(made).__name__}{defined_at(type(made))} has {listed(own)}, which samestep does "
-            f"not call. {remedy}"
+            f"{type(module).__name__}{defined_at(type(module))} has {listed(own)}, which samestep "
+            f"does not call. {remedy}"
         )
 
 
-def _configured(found: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+def _configured(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
     """Return the one optimizer of `configure_optimizers`, and its scheduler for `Recipe`."""
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list):
-        optimizers, schedulers = found
-        found = {"optimizer": optimizers, "lr_scheduler": schedulers}
-    if not isinstance(found, dict):
-        found = {"optimizer": found}
-    optimizer, scheduler = (_only(found.get(n), where) for n in ("optimizer", "lr_scheduler"))
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], list):
+        optimizers, schedulers = returned
+        returned = {"optimizer": optimizers, "lr_scheduler": schedulers}
+    if not isinstance(returned, dict):
+        returned = {"optimizer": returned}
+    optimizer, scheduler = (_only(returned.get(n), where) for n in ("optimizer", "lr_scheduler"))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(f"configure_optimizers{where} returned no optimizer.")
-    how = scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler}
-    scheduler = how.get("scheduler")
-    if how.get("frequency", 1) != 1:
+    options = scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler}
+    scheduler = options.get("scheduler")
+    if options.get("frequency", 1) != 1:
         raise UserError(f"The scheduler{where} has a frequency other than 1.")
     if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
         return optimizer, {} if scheduler is None else {"scheduler": scheduler}
-    return optimizer, {"scheduler": scheduler, "interval": how.get("interval", "epoch")}
+    return optimizer, {"scheduler": scheduler, "interval": options.get("interval", "epoch")}
 
 
-def _only(found: Any, where: str) -> Any:
-    if not isinstance(found, list | tuple):
-        return found
-    if len(found) > 1:
+def _only(given: Any, where: str) -> Any:
+    if not isinstance(given, list | tuple):
+        return given
+    if len(given) > 1:
         raise UserError(
             f"configure_optimizers{where} returns several; samestep trains with one optimizer and "
             "scheduler. A loop with several stays yours: samestep.open_run."
         )
-    return found[0] if found else None
+    return given[0] if given else None
 
 
 def _called(module: Any, name: str, batch: Any, *numbers: int) -> tuple[Any, dict[str, Any]]:
@@ -447,10 +447,10 @@ def _called(module: Any, name: str, batch: Any, *numbers: int) -> tuple[Any, dic
     token = _logged.set(logged)
     function = getattr(module, name)
     try:
-        found = function(*(batch, *numbers)[: _num_taken(module.__class__, name)])
+        returned = function(*(batch, *numbers)[: _num_taken(module.__class__, name)])
     finally:
         _logged.reset(token)
-    loss = found.get("loss") if isinstance(found, Mapping) else found
+    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
     if name == "training_step":
         if loss is None:
             raise UserError(
@@ -490,4 +490,4 @@ def _plain_name(name: str) -> str:
 
 def _metrics_of(module: nn.Module) -> list[Any]:
     known = sys.modules.get("torchmetrics")
-    return [one for one in module.modules() if isinstance(one, known.Metric)] if known else []
+    return [m for m in module.modules() if isinstance(m, known.Metric)] if known else []

@@ -51,9 +51,9 @@ def resolve(
     recipe: Recipe | str, settings: Settings | None = None, **changed: object
 ) -> tuple[Recipe, Settings]:
     """Return the recipe, and its own settings with some changed if none are given."""
-    found = find_recipe(recipe) if isinstance(recipe, str) else recipe
-    own = merge_layers(dict(found.settings), changed)
-    return found, settings or Settings(**own)  # type: ignore[arg-type]
+    resolved = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    own = merge_layers(dict(resolved.settings), changed)
+    return resolved, settings or Settings(**own)  # type: ignore[arg-type]
 
 
 def choose_options(recipe: Recipe, options: object) -> Any:
@@ -124,12 +124,12 @@ class LitData(pl.LightningDataModule):
             self.world = world
             seed_alike(self.settings.seed)
             splits = load_splits(self.recipe, self.options, world)
-            how = world, self.recipe, self.settings, torch.float32
-            found = {n: data for n in SPLITS if (data := getattr(splits, n)) is not None}
+            shared = world, self.recipe, self.settings, torch.float32
+            data_of = {n: data for n in SPLITS if (data := getattr(splits, n)) is not None}
             called = {"train": "training"}
             self._sources = {
-                name: open_split(data, *how, split=called.get(name, name))
-                for name, data in found.items()
+                name: open_split(data, *shared, split=called.get(name, name))
+                for name, data in data_of.items()
             }
         if stage == "fit":
             self.plan = self._plan_for(trainer)
@@ -163,8 +163,8 @@ class LitData(pl.LightningDataModule):
         """Return what yields this rank's parts of the running epoch."""
         assert self.plan is not None, 'setup("fit") comes first'
         drop_last = self.settings.drop_last
-        how = self.world, self.recipe, self.settings
-        return Parts(self._sources["train"], self.plan, self.trainer, drop_last, self._lap, *how)
+        shared = self.world, self.recipe, self.settings
+        return Parts(self._sources["train"], self.plan, self.trainer, drop_last, self._lap, *shared)
 
     def val_dataloader(self) -> "_Share | list[Any]":
         """Return what yields this rank's share of the validation samples."""
@@ -297,22 +297,22 @@ class Parts:
         parts: list[Any] = [(part.inputs, part.targets) for part in step.parts or ()]
         parts = parts or [[narrow(tree, s, n) for tree in whole] for s, n, _ in cuts]
         last = len(cuts) - 1
-        made = [
+        micro_batches = [
             MicroBatch(inputs, targets, step.weight * counted / size, size, n == last, count)
             for n, ((inputs, targets), (_, count, counted)) in enumerate(
                 zip(parts, cuts, strict=True)
             )
         ]
-        return made if self._terms is None else self._by_terms(made, self._terms)
+        return micro_batches if self._terms is None else self._by_terms(micro_batches, self._terms)
 
     def _by_terms(self, parts: list[MicroBatch], count: Terms) -> list[MicroBatch]:
         """Weigh the micro-batches of a step by what the loss is a mean over; all ranks call it."""
-        found = [
+        counts = [
             as_scalar(count(part.inputs, part.targets), self._like) * float(part.weight > 0)
             for part in parts
         ]
-        total = self._world.reduce(torch.stack(found).sum())
-        pairs = zip(parts, found, strict=True)
+        total = self._world.reduce(torch.stack(counts).sum())
+        pairs = zip(parts, counts, strict=True)
         return [part._replace(share=mine / total, terms=total) for part, mine in pairs]
 
     def state_dict(self) -> dict[str, int]:

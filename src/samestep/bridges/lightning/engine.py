@@ -46,10 +46,10 @@ from samestep.core.training.loop import (
     check_weights,
     checkpoint_name,
     evaluate_now,
-    judge,
     measure_by_name,
+    note_validation,
     stop_early,
-    told,
+    with_after_epoch,
 )
 from samestep.core.training.meter import Meter, epoch_record
 from samestep.core.training.optimizer import check_trial, optimizer_of
@@ -166,8 +166,8 @@ class _Records(Callback):
             self._task.session.emit(record)
         if self._trial is not None:
             trial, self._trial, learner = self._trial, None, work.learner
-            how = {"counts": work.settings.self_check}
-            check_trial(trial, learner.optimizer, learner.optimizer_maker, **how)
+            options = {"counts": work.settings.self_check}
+            check_trial(trial, learner.optimizer, learner.optimizer_maker, **options)
         if is_checked(position.step - 1, position.step):
             check_resumable(work, position.step)
         work.phases.lap("other")
@@ -204,7 +204,7 @@ class _Records(Callback):
         means = cast("LitRecipe", pl_module).means
         if not math.isfinite(means["loss"]) and self._epoch is not None:
             self._task.session.emit(self._epoch)  # before it is refused
-        record, self.metric = judge(self._work, self._state, means, seconds)
+        record, self.metric = note_validation(self._work, self._state, means, seconds)
         self._tell_epoch(trainer)
         self._task.session.emit(record)
         close_epoch(self._work, self._state)
@@ -215,7 +215,7 @@ class _Records(Callback):
             return
         epoch, self._epoch, after = self._epoch, None, self._work.after_epoch
         before = after and after.frozen()
-        self._task.session.emit(told(self._work, self._state, epoch))
+        self._task.session.emit(with_after_epoch(self._work, self._state, epoch))
         if after and after.frozen() != before and isinstance(trainer.strategy, _Strategy):
             trainer.strategy.wrap_again()
 
@@ -268,12 +268,12 @@ class _RunCheckpoints(CheckpointIO):
         for entry in read_index(folder).checkpoints:
             if entry.path == Path(path).name:
                 # Lightning's optimizers keep the tensors.
-                found: dict[str, Any] = own_memory(load(folder, entry, verified=True))
+                checkpoint: dict[str, Any] = own_memory(load(folder, entry, verified=True))
                 # Without validation it is saved as an epoch ends. Lightning would end that epoch
                 # once more, count it twice and train one fewer.
-                for counts in found["loops"]["fit_loop"]["epoch_progress"].values():
+                for counts in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
                     counts["processed"] = counts["completed"]
-                return found
+                return checkpoint
         raise UserError(f"{path} is not among the checkpoints that {folder}/index.json names.")
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -315,8 +315,8 @@ def _drive(task: Task) -> None:
     callbacks: list[Any] = [records, LearningRateMonitor("step")]
     if settings.patience is not None:
         limits = settings.min_delta, settings.patience
-        how: Any = {"mode": watch.mode, "check_finite": False}
-        callbacks.append(EarlyStopping(f"val_{watch.metric}", *limits, **how))
+        options: Any = {"mode": watch.mode, "check_finite": False}
+        callbacks.append(EarlyStopping(f"val_{watch.metric}", *limits, **options))
     callbacks.append(_Checkpoints(task))
     with _quietly():
         try:

@@ -202,8 +202,8 @@ class TrackerLogger(Logger):
             return
         self._begun = True
         self._write_settings()
-        found = {**versions(), "lightning": lightning.__version__}
-        self._attempt(lambda run: run.write_environment({"versions": found}))
+        packages = {**versions(), "lightning": lightning.__version__}
+        self._attempt(lambda run: run.write_environment({"versions": packages}))
         resumed = (run.path / "events.jsonl").stat().st_size > 0
         more = {"time": time.time(), "run_dir": str(run.path), "resumed": resumed}
         self._record("start", format=RUN_FORMAT, **more)
@@ -241,12 +241,12 @@ class TrackerLogger(Logger):
 def _checked(**settings: Any) -> Settings:
     """Return checked tracker settings; messages name them as the logger's arguments."""
     try:
-        found = Settings(**settings)
-        check_choice(found)
-        check_installed(chosen(found.track))  # on every rank: if only one refused, all would wait
+        checked = Settings(**settings)
+        check_choice(checked)
+        check_installed(chosen(checked.track))  # on every rank: if only one refused, all would wait
     except UserError as error:
         raise UserError(re.sub("--track[- ]", "TrackerLogger: ", str(error))) from None
-    return found
+    return checked
 
 
 def _plain(name: str, value: Any) -> str | int | float | bool:

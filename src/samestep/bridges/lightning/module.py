@@ -61,8 +61,8 @@ def check_recipe(recipe: Recipe) -> None:
             f"Recipe(loss_over={recipe.loss_over!r}) gathers the outputs of all ranks, which "
             "Lightning's loop has no place for: use --engine native."
         )
-    if found := {*recipe.schedule_asks()} & {"optimizer", "metrics"}:
-        what = "is a scheduler of PyTorch" if "optimizer" in found else "reads the metrics"
+    if asked := {*recipe.schedule_asks()} & {"optimizer", "metrics"}:
+        what = "is a scheduler of PyTorch" if "optimizer" in asked else "reads the metrics"
         raise UserError(
             f"The recipe's schedule{defined_at(recipe.schedule)} {what}, and Lightning's engine "
             "would validate after it has set the next rate, and keep its state where samestep's "
@@ -216,10 +216,10 @@ class LitRecipe(pl.LightningModule):
         if batch.share is not None:
             weight = batch.share
             loss = of_counted(loss, outputs, weight)
-        told, mean = with_parts(loss) if parts else loss.detach(), 1
+        value, mean = with_parts(loss) if parts else loss.detach(), 1
         if self.recipe.reduction == "sum":
             weight, mean = float(batch.weight > 0), batch.size
-        self.step_loss = self.step_loss + told * weight / mean
+        self.step_loss = self.step_loss + value * weight / mean
         # Lightning divides by the micro-steps and DDP by the ranks: both are undone.
         return loss * weight * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 

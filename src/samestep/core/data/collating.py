@@ -137,13 +137,13 @@ def name_of(dataset: object) -> str:
     return f"The data set {type(dataset).__name__}{defined_at(dataset)}"
 
 
-def _no_pair(dataset: object, found: Any, collate: Callable[..., Any] | None = None) -> UserError:
-    if isinstance(found, dict):
-        what = f"a dict with the keys {', '.join(map(repr, found))}"
-    elif isinstance(found, tuple | list):
-        what = f"{len(found)} values ({describe(found)})"
+def _no_pair(dataset: object, sample: Any, collate: Callable[..., Any] | None = None) -> UserError:
+    if isinstance(sample, dict):
+        what = f"a dict with the keys {', '.join(map(repr, sample))}"
+    elif isinstance(sample, tuple | list):
+        what = f"{len(sample)} values ({describe(sample)})"
     else:
-        what = describe(found)
+        what = describe(sample)
     whole = "or give the recipe a forward(model, batch), and a loss that takes (outputs, batch)."
     if collate is not None:
         return UserError(
@@ -202,15 +202,15 @@ class _TensorPickler(ForkingPickler):
         self.size = 0
         self._numbers: dict[int, int] = {}
 
-    def persistent_id(self, found: Any) -> int | None:
+    def persistent_id(self, value: Any) -> int | None:
         """Return the number of a tensor that is left out."""
-        if type(found) is not Tensor or not _is_plain(found):
+        if type(value) is not Tensor or not _is_plain(value):
             return None
-        number = self._numbers.setdefault(id(found), len(self.tensors))
+        number = self._numbers.setdefault(id(value), len(self.tensors))
         if number == len(self.tensors):
-            self.tensors.append(found)
-            self.places.append((found.dtype, tuple(found.shape), self.size))
-            self.size += -(-found.nbytes // _ALIGNED) * _ALIGNED
+            self.tensors.append(value)
+            self.places.append((value.dtype, tuple(value.shape), self.size))
+            self.size += -(-value.nbytes // _ALIGNED) * _ALIGNED
         return number
 
 

@@ -213,17 +213,17 @@ def blame_worker(iterator: Any, dataset: str, error: Exception, samples: str = "
     code = next((worker.exitcode for worker in workers if worker.exitcode), 0)
     if not code:
         return
-    how = f"ended with exit code {code}"
+    ending = f"ended with exit code {code}"
     if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
+        ending = f"was killed by {signal.Signals(-code).name}"
     at = f"at samples {samples} or in the next batches, " if samples else ""
-    told = f"{dataset} was being read, {at}when its loader worker {how}."
+    what = f"{dataset} was being read, {at}when its loader worker {ending}."
     if code > 0:
         raise UserError(
-            f"{told} Code of the data set, or a library that it calls, has ended the process: "
+            f"{what} Code of the data set, or a library that it calls, has ended the process: "
             "find the sample with --num-workers 0."
         ) from error
-    raise RuntimeError(f"{told} {_REMEDIES.get(-code, _CRASHED)}") from error
+    raise RuntimeError(f"{what} {_REMEDIES.get(-code, _CRASHED)}") from error
 
 
 _GONE_S = 0.2

@@ -68,15 +68,15 @@ class MemorySource(OrderedSource):
 
     def marks(self) -> list[float]:
         """Return a number for each of some rows: equal, to rounding, where the data is."""
-        found: list[float] = []
+        marks: list[float] = []
         for part in (self._inputs, self.targets):
             rows = torch.linspace(0, len(part) - 1, min(_MARKED_ROWS, len(part))).long()
             some = part[rows.to(part.device)].cpu()
             some = torch.view_as_real(some) if some.is_complex() else some
             if some.numel():
                 some = some.double().reshape(len(rows), -1)
-                found += (some * torch.arange(some.shape[1]).cos()).sum(1).tolist()
-        return found
+                marks += (some * torch.arange(some.shape[1]).cos()).sum(1).tolist()
+        return marks
 
     def steps_per_block(self, global_batch: int) -> int:
         """Return the most steps that a block holds: a power of two."""

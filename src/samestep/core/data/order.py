@@ -108,19 +108,19 @@ class Ordering:
 
     def record(self, num_samples: int) -> dict[str, Any]:
         """Return what a checkpoint says of the order; nothing of the one that it always was."""
-        found: dict[str, Any] = {}
+        record: dict[str, Any] = {}
         if self.sampler is not None:
-            found["sampler"] = self.sampler.digest
+            record["sampler"] = self.sampler.digest
         elif self.order != "shuffled":
-            found["order"] = self.order
+            record["order"] = self.order
         elif num_samples >= LAZY_FROM:
-            found["permutation"] = "lazy"
+            record["permutation"] = "lazy"
         for name in ("weights", "lengths"):
             if (numbers := getattr(self, name)) is not None:
-                found[name] = hashlib.sha256(numbers.numpy().data).hexdigest()[:16]
+                record[name] = hashlib.sha256(numbers.numpy().data).hexdigest()[:16]
         if self.batch_tokens is not None:
-            found["batch_tokens"] = self.batch_tokens
-        return found
+            record["batch_tokens"] = self.batch_tokens
+        return record
 
 
 SHUFFLED = Ordering()
@@ -204,10 +204,10 @@ def permuted(num_samples: int, key: int, positions: Tensor) -> Tensor:
     finite domains"): a cycle of a permutation returns to where it began.
     """
     bits = max(2, (num_samples - 1).bit_length())
-    found = _feistel(positions, bits, key)
-    while len(outside := (found >= num_samples).nonzero().view(-1)):
-        found[outside] = _feistel(found[outside], bits, key)
-    return found
+    samples = _feistel(positions, bits, key)
+    while len(outside := (samples >= num_samples).nonzero().view(-1)):
+        samples[outside] = _feistel(samples[outside], bits, key)
+    return samples
 
 
 def _feistel(numbers: Tensor, bits: int, key: int) -> Tensor:

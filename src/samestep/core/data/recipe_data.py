@@ -113,18 +113,18 @@ class Unpacked(Dataset[Any]):
         size, drop_last = self.batch_size, self.drop_last
         if size is None or (size, drop_last) == (settings.batch_size, settings.drop_last):
             return []
-        given = f"batch_size={size}{', drop_last=True' * drop_last}"
-        told = "--batch-size counts the samples of a step on all ranks, and --drop-last leaves out"
-        return [f"The training loader's {given} is not used: {told} an incomplete one."]
+        given = f"batch_size={size}{', drop_last=True' if drop_last else ''}"
+        why = "--batch-size counts the samples of a step on all ranks, and --drop-last leaves out"
+        return [f"The training loader's {given} is not used: {why} an incomplete one."]
 
     def ordering(self, settings: Settings) -> Ordering:
         """Return the order of the loader's sampler, in training."""
-        asked = "--order " + settings.order if settings.order != "shuffled" else ""
-        asked = asked or "--group-by-length" * settings.group_by_length
-        asked = asked or "--batch-tokens" * (settings.batch_tokens is not None)
+        asked = [f"--order {settings.order}"] if settings.order != "shuffled" else []
+        asked += ["--group-by-length"] if settings.group_by_length else []
+        asked += ["--batch-tokens"] if settings.batch_tokens is not None else []
         if asked:
             raise UserError(
-                f"{asked}: the order is that of the training loader's sampler, "
+                f"{asked[0]}: the order is that of the training loader's sampler, "
                 f"{type(self.sampler).__name__}. Leave the setting out, or give "
                 "DataLoader(…, shuffle=True)."
             )
@@ -148,14 +148,14 @@ def without_loaders(splits: Splits, collate: Collate | None) -> Splits:
     def evaluated(data: Any) -> Any:
         if not isinstance(data, DataLoader):
             return data
-        found = _taken_apart(data, "validation or test", collate)
-        if not isinstance(found, Unpacked) or found.sampler is None:
-            return found
+        unpacked = _taken_apart(data, "validation or test", collate)
+        if not isinstance(unpacked, Unpacked) or unpacked.sampler is None:
+            return unpacked
         from samestep.core.data.samplers import SamplerOrder  # noqa: PLC0415
 
         # What such a loader gives in its first epoch.
-        order = SamplerOrder(found.sampler, len(found.dataset), 0).order(0, 0)
-        return replace(found, dataset=Subset(found.dataset, order.tolist()), sampler=None)
+        order = SamplerOrder(unpacked.sampler, len(unpacked.dataset), 0).order(0, 0)
+        return replace(unpacked, dataset=Subset(unpacked.dataset, order.tolist()), sampler=None)
 
     train = splits.train
     if isinstance(train, DataLoader):
@@ -232,8 +232,8 @@ def per_sample(name: str, given: PerSample, data: Any, giver: str = "Recipe") ->
     what, at = f"{giver}({name}=…)", _at(given)
     size = len(data[0] if isinstance(data, tuple) else data)
     try:
-        found = given(data) if callable(given) else given
-        numbers = torch.as_tensor(found).detach().cpu().double().contiguous()
+        values = given(data) if callable(given) else given
+        numbers = torch.as_tensor(values).detach().cpu().double().contiguous()
     except Exception as error:
         remedy = f"It must give a number for each of the {size:,} training samples."
         blame(f"{what} failed", error, given, remedy=remedy)
@@ -277,13 +277,13 @@ def is_stream(data: Any) -> bool:
 
 
 def open_source(
-    data: InMemory | Dataset[Any], world: World, *, num_workers: int, **how: Any
+    data: InMemory | Dataset[Any], world: World, *, num_workers: int, **options: Any
 ) -> Source:
     """Return the source that suits a data set: memory for tensors, a stream, else a DataLoader.
 
     `num_workers` processes read a data set; the other arguments are those of `ReadOptions`.
     """
-    reading = ReadOptions(world=world, **how)
+    reading = ReadOptions(world=world, **options)
     # A subclass may read its samples in a way of its own.
     if type(data) is TensorDataset and len(data.tensors) == 2 and reading.collate is None:
         data = (data.tensors[0], data.tensors[1])
@@ -345,8 +345,6 @@ def open_split(
         collate, data = collate or data.own_collate, data.dataset
     if trains and ordering is SHUFFLED:
         ordering = ordering_of(recipe, settings, data)
-    # With --batch-tokens a step has no fixed number of samples; an evaluation needs one.
-    batch_size = settings.batch_size or settings.batch_size_per_rank or _EVALUATED_TOGETHER
     with made_by(recipe.data):
         return open_source(
             data,
@@ -358,10 +356,15 @@ def open_split(
             augment=recipe.augment,
             collate=collate,
             whole=recipe.forward is not None,
-            loss_batch=batch_size if recipe.loss_over == "batch" else None,
-            slots=batch_size if recipe.carry is not None else None,
+            loss_batch=_together(settings) if recipe.loss_over == "batch" else None,
+            slots=_together(settings) if recipe.carry is not None else None,
             ordering=ordering,
             shuffle_buffer=settings.shuffle_buffer,
             lap=lap,
             split=split,
         )
+
+
+def _together(settings: Settings) -> int:
+    """Return the samples of a step; with --batch-tokens it has no number, and an evaluation one."""
+    return settings.batch_size or settings.batch_size_per_rank or _EVALUATED_TOGETHER

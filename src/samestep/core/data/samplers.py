@@ -94,7 +94,7 @@ class SamplerOrder:
             )
         if given and isinstance(given[0], list | tuple):
             given = self._of_batches([[*batch] for batch in given])
-        order = torch.tensor([self._place(one) for one in given], dtype=torch.int64)
+        order = torch.tensor([self._place(index) for index in given], dtype=torch.int64)
         if not len(order):
             raise UserError(f"{self._name} gives no samples.")
         return order
@@ -108,7 +108,7 @@ class SamplerOrder:
                 "the last must be of equal size. For batches of about equally many tokens give "
                 "Recipe(lengths=…) and use --batch-tokens."
             )
-        return [one for batch in batches for one in batch]
+        return [index for batch in batches for index in batch]
 
     def _place(self, given: Any) -> int:
         try:

@@ -192,15 +192,15 @@ class Source(ABC):
 
     def _ready(self, unread: Iterator[Block], epoch: int) -> Generator[Block]:
         """Yield blocks with what the model takes, from blocks of indices."""
-        how, device = self._reading, self._world.device
-        if how.augment is not None:
+        reading, device = self._reading, self._world.device
+        if reading.augment is not None:
             from samestep.core.data.prefetch import send  # noqa: PLC0415
 
         for block, stored, targets in self._read(unread, epoch):
             rows, inputs = block.rows * block.num_steps, stored
-            if how.augment is not None:
+            if reading.augment is not None:
                 keys = self._keys(epoch, send(block.inputs, device))
-                inputs = self._call("augment", rows, how.augment, inputs, keys)
+                inputs = self._call("augment", rows, reading.augment, inputs, keys)
             inputs, targets = self._finish(inputs, targets, rows)  # noqa: PLW2901
             yield block.with_samples(inputs, targets)
 
@@ -279,9 +279,9 @@ class OrderedSource(Source):
 
     def order(self, epoch: int, global_batch: int, *, drop_last: bool) -> Order:
         """Return the order of the samples in an epoch, whatever the ranks."""
-        how, number = self._reading, self.num_samples
+        reading, number = self._reading, self.num_samples
         cut: Any = {"global_batch": global_batch, "drop_last": drop_last}
-        return epoch_order(number, how.seed, epoch, how.ordering, **cut)
+        return epoch_order(number, reading.seed, epoch, reading.ordering, **cut)
 
     def order_record(self) -> dict[str, Any]:
         """Return what the order depends on besides seed and sizes."""

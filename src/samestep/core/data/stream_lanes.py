@@ -35,8 +35,8 @@ _DROPPED = 256
 
 def num_shards(stream: Any) -> int:
     """Return the number of a stream's shards; 1 if it cannot be divided by them."""
-    found = getattr(stream, "num_shards", None) or getattr(stream, "n_shards", None)
-    return found if isinstance(found, int) and callable(getattr(stream, "shard", None)) else 1
+    number = getattr(stream, "num_shards", None) or getattr(stream, "n_shards", None)
+    return number if isinstance(number, int) and callable(getattr(stream, "shard", None)) else 1
 
 
 def num_lanes(shards: int, global_batch: int) -> int:
@@ -267,10 +267,10 @@ def leads_back(stream: Any, route: Route) -> bool:
             return False
         again = replace(route, first_step=1, marks={number: mark})
         try:
-            found = Lane(stream, again, number).take(1)
+            resumed = Lane(stream, again, number).take(1)
         except UserError:
             return False
-        return list(map(mark_of, found)) == list(map(mark_of, second))
+        return list(map(mark_of, resumed)) == list(map(mark_of, second))
     return False
 
 

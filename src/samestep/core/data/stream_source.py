@@ -347,11 +347,11 @@ class StreamSource(Source):
         """Return the first elements of the first shard that has any, from this rank's on."""
         route = self._route(self.num_shards, 0)
         first = route.lanes * self._world.rank // self._world.world_size
-        found = (
+        elements = (
             Lane(self._stream, route, (first + place) % route.lanes).take(limit)
             for place in range(route.lanes)
         )
-        return next(filter(None, found), [])
+        return next(filter(None, elements), [])
 
 
 def _as_it_is(item: Item) -> Item:

@@ -136,10 +136,10 @@ def _read_images(root: Path, split: Literal["train", "test"]) -> tuple[Tensor, T
 def _nothing(folder: Path) -> UserError:
     """Say what was found in place of the data; the Python version and why it is not read first."""
     for place in (folder, folder / _UNPACKED_PYTHON):
-        found = next((name for name in _PYTHON_FILES if (place / name).is_file()), None)
-        if found is not None:
+        pickled = next((name for name in _PYTHON_FILES if (place / name).is_file()), None)
+        if pickled is not None:
             return UserError(
-                f"{place / found} is of CIFAR-10's Python version, a pickle, which is not read: "
+                f"{place / pickled} is of CIFAR-10's Python version, a pickle, which is not read: "
                 "unpickling a file runs whatever code stands in it. Take the binary version, "
                 f"cifar-10-binary.tar.gz.\n{_get(folder)}"
             )

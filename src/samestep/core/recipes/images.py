@@ -94,11 +94,11 @@ def data(options: ImagesOptions) -> Splits:
     """Find the files; the ranks read them once together before training."""
     root = Path(options.data_dir)
     parts = {name: find_files(root, name, options.classes) for name in SPLITS}
-    found = _split_off({name: files for name, files in parts.items() if files}, options)
+    split = _split_off({name: files for name, files in parts.items() if files}, options)
     side = stored_side(_size(options))
     splits: dict[str, Any] = {
         name: ImageFiles(files, side, cache=options.cache, max_corrupt=options.max_corrupt)
-        for name, files in found.items()
+        for name, files in split.items()
     }
     return Splits(**splits, classes=options.classes)
 

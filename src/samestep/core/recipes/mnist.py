@@ -44,14 +44,14 @@ def find_idx(folder: Path, stem: str) -> Path:
             "Make it readable for you, or name another one with --data-dir."
         ) from problem
     own, torchvisions = ([path for path in some if path] for some in (first[:2], first[2:]))
-    found = own[:1] or torchvisions
-    if len(found) == 1:
-        return found[0]
-    if found:
+    files = own[:1] or torchvisions
+    if len(files) == 1:
+        return files[0]
+    if files:
         raise UserError(
             f"{folder} holds {stem} twice, of different data sets:\n"
-            + "".join(f"  {path}\n" for path in found)
-            + f"Say which one is meant, for example --data-dir {found[0].parent}"
+            + "".join(f"  {path}\n" for path in files)
+            + f"Say which one is meant, for example --data-dir {files[0].parent}"
         )
     where = "There is a file of that name." if folder.exists() else "The folder does not exist."
     if folder.is_dir():
@@ -101,10 +101,10 @@ def _values(data: bytes) -> npt.NDArray[np.uint8]:
     if len(data) < header:
         raise ValueError(f"its header is truncated: expected {header} bytes, found {len(data)}")
     shape = struct.unpack_from(f">{num_axes}I", data, 4)
-    expected, found = math.prod(shape), len(data) - header
-    if found != expected:
-        fault = "is truncated" if found < expected else "has trailing bytes"
-        raise ValueError(f"it {fault}: shape {shape} needs {expected} bytes of data, found {found}")
+    expected, size = math.prod(shape), len(data) - header
+    if size != expected:
+        fault = "is truncated" if size < expected else "has trailing bytes"
+        raise ValueError(f"it {fault}: shape {shape} needs {expected} bytes of data, found {size}")
     try:
         # The copy makes the array writable and lets go of the header.
         return np.frombuffer(data, np.uint8, offset=header).reshape(shape).copy()

@@ -139,11 +139,11 @@ def build(
     )
     mixes = recipe.batch_transform is not None
     learner = replace(learner, own=own, moment=moment)
-    made = partial(make_step, compiles, settings=settings, world=world, plan=plan)
+    make = partial(make_step, compiles, settings=settings, world=world, plan=plan)
     most = train.steps_per_block(plan.global_batch_size)
-    made = partial(made, steps_per_block=most, phases=phases)
+    make = partial(make, steps_per_block=most, phases=phases)
     learner, step, after_epoch = _make_steps(
-        recipe, learner, made, wrapped, world, settings.seed, tried
+        recipe, learner, make, wrapped, world, settings.seed, tried
     )
     work = Work(
         settings=settings,
@@ -239,8 +239,8 @@ def _placed_losses(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> 
 def planned(request: Request, train: Source | Plan, world_size: int) -> Plan:
     """Return the plan of a request on `world_size` ranks, by its data or its plan on others."""
     by_tokens = train.by_tokens if isinstance(train, Plan) else train.token_cut
-    how: dict[str, Any] = {"schedule": request.recipe.schedule, "by_tokens": by_tokens}
-    return make_plan(request.settings, train.num_samples, world_size, **how)
+    options: dict[str, Any] = {"schedule": request.recipe.schedule, "by_tokens": by_tokens}
+    return make_plan(request.settings, train.num_samples, world_size, **options)
 
 
 def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:
@@ -276,7 +276,7 @@ def _make_learner(
     functions = [f.func if isinstance(f, partial) else f for f in between if f is not None]
     ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
     optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))
-    made = () if recipe.optimizer is None else groups_of(optimizer)  # what no scheduler has set
+    initial = () if recipe.optimizer is None else groups_of(optimizer)  # what no scheduler has set
     carried = None
     if recipe.carry is not None:
         from samestep.core.training.carried import carried_of  # noqa: PLC0415
@@ -289,7 +289,7 @@ def _make_learner(
         optimizer=optimizer,
         scheduler=world.on_every(lambda: _scheduler_of(plan, settings, optimizer)),
         optimizer_maker=recipe.optimizer,
-        made=made,
+        made=initial,
         carried=carried,
         over_batch=recipe.loss_over == "batch",
         # Of mixed samples they would say nothing.
@@ -311,7 +311,7 @@ def _make_learner(
 def _make_steps(
     recipe: Recipe,
     learner: Learner,
-    made: Callable[[Learner], Step],
+    make: Callable[[Learner], Step],
     wrapped: Callable[[nn.Parameter | None], nn.Module],
     world: World,
     seed: int,
@@ -321,13 +321,13 @@ def _make_steps(
 
     With that, the steps may be built anew, so nothing else keeps the first ones.
     """
-    step = made(learner)
+    step = make(learner)
     if recipe.after_epoch is None:
         return learner, step, None
     from samestep.core.training.after_epoch import AfterEpoch  # noqa: PLC0415
 
     bare = replace(learner, wrapped=learner.applied)
-    again = RenewableStep(step, lambda: made(replace(bare, wrapped=wrapped(bare.counter))))
+    again = RenewableStep(step, lambda: make(replace(bare, wrapped=wrapped(bare.counter))))
     taken = {*recipe.metrics, *tried.parts, *tried.evaluation_parts, *tried.measured}
     called = AfterEpoch(
         recipe.after_epoch, bare.model, bare.optimizer, world, seed, taken, again.renew
@@ -386,7 +386,7 @@ def _check_followed(learner: Learner, plan: Plan, watch: Watch, splits: Splits) 
             f"The recipe's schedule{place} follows what is validated, and the recipe has no "
             "validation data. Give its Splits(validation=…), or take another schedule."
         )
-    for mode in {one.mode for one in plateaus} - {watch.mode}:
+    for mode in {plateau.mode for plateau in plateaus} - {watch.mode}:
         raise UserError(
             f"ReduceLROnPlateau(mode={mode!r}){place} follows {watch.metric}, of which the "
             f"{'highest' if watch.mode == 'max' else 'lowest'} value is the best. Write "
@@ -430,16 +430,16 @@ def _share_cores(request: Request, model: nn.Module, world: World, train: Source
 def _agree_on_size(source: Source, world: World) -> int:
     """Return the number of training samples, once all ranks have the same, in the same order."""
     _agree_on_stream(source)
-    found = world.gather((source.num_samples, source.order_record()))
-    sizes = [size for size, _ in found]
+    ranks = world.gather((source.num_samples, source.order_record()))
+    sizes = [size for size, _ in ranks]
     if len(set(sizes)) > 1:
         raise UserError(
             f"The ranks loaded data of different sizes: {sizes}. Each must load all of it; "
             "samestep shares it out.",
             on_all_ranks=True,
         )
-    for rank, (_, order) in enumerate(found):
-        if differing := [name for name in order if order[name] != found[0][1].get(name)]:
+    for rank, (_, order) in enumerate(ranks):
+        if differing := [name for name in order if order[name] != ranks[0][1].get(name)]:
             raise UserError(
                 f"Rank {rank} has other {differing[0]} of the training samples than rank 0. Make "
                 "them only from the data, or with a generator that is seeded.",

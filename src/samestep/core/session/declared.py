@@ -49,7 +49,7 @@ def known_of_run(run: Path) -> tuple[Settings, list[str]] | None:
     if table.pop("recipe", None) in (*RECIPES, None):
         return None
     table.pop(SCRIPT_ARGS, None)
-    names = {one.name for one in fields(Settings)} | ALSO_ACCEPTED
+    names = {f.name for f in fields(Settings)} | ALSO_ACCEPTED
     ours = typed_settings({k: v for k, v in table.items() if k in names}, file)
     return Settings(**merge_layers(ours)), [k for k in table if k not in names]  # type: ignore[arg-type]
 
@@ -87,17 +87,17 @@ def checked_settings(given: Mapping[str, Any], call: str) -> dict[str, Any]:
         UserError: one is of another type than the setting, or out of its range.
     """
     types = _field_types(Settings)
-    found = {
+    settings = {
         name: of_type(plain_value(value), types[name], f"{call}({name}={value!r})")
         for name, value in given.items()
     }
     try:
-        Settings(**found)
+        Settings(**settings)
     except UserError as error:
         name = next(iter(error.flags), "")
         must = error.what.partition("; ")[2] or error.what
         raise UserError(f"{call}({name}={given.get(name)!r}): {must}") from error
-    return found
+    return settings
 
 
 def kept_options(recipe: Recipe, options: Any, *, completed: bool = False) -> Any:
@@ -152,7 +152,7 @@ def plain_value(value: Any) -> Any:
 @cache  # a loop asks in each epoch
 def _field_types(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
-    return {one.name: hints[one.name] for one in fields(kind)}
+    return {f.name: hints[f.name] for f in fields(kind)}
 
 
 def words_of(

@@ -133,17 +133,17 @@ class SampleSubset:
 
 
 def keep_images(
-    album: Album, some: SampleSubset, found: tuple[Tensor, Tensor], classes: Sequence[str]
+    album: Album, some: SampleSubset, pair: tuple[Tensor, Tensor], classes: Sequence[str]
 ) -> None:
     """Keep images that were predicted right, and those most confidently wrong.
 
     Args:
         album: where to.
         some: the samples; the first of them were asked.
-        found: outputs (samples, classes) and targets (samples,); others are not kept.
+        pair: outputs (samples, classes) and targets (samples,); others are not kept.
         classes: the names of the classes, if they have any.
     """
-    outputs, targets = found
+    outputs, targets = pair
     fits = outputs.dim() == 2 and outputs.is_floating_point() and outputs.shape[1] > 1
     if not fits or targets.dim() != 1 or targets.is_floating_point() or targets.is_complex():
         return
@@ -173,9 +173,9 @@ def keep_images(
     album.add({"name": "predictions", "kind": "images", "title": title, **rows}, files, image)
 
 
-def keep_points(album: Album, some: SampleSubset, found: tuple[Tensor, Tensor]) -> None:
+def keep_points(album: Album, some: SampleSubset, measured: tuple[Tensor, Tensor]) -> None:
     """Keep predicted against actual values, where there is one of each per sample."""
-    outputs, targets = found
+    outputs, targets = measured
     actual, predicted = targets.flatten().to(torch.float64), outputs.flatten().to(torch.float64)
     if not outputs.is_floating_point() or len(actual) != len(targets) != 0:
         return
@@ -251,16 +251,16 @@ def draw_own(
     draw = recipe.pictures[name]
     try:
         with no_exit(), _without_window():
-            found = draw(model(), data)
-            if isinstance(found, str):
+            drawn = draw(model(), data)
+            if isinstance(drawn, str):
                 entry = {"name": name, "kind": "html", "title": title_of(name)}
-                album.add({**entry, "file": f"{name}.html"}, {f"{name}.html": found.encode()})
-            elif hasattr(found, "savefig"):
-                _keep_figure(album, name, found, draw)
+                album.add({**entry, "file": f"{name}.html"}, {f"{name}.html": drawn.encode()})
+            elif hasattr(drawn, "savefig"):
+                _keep_figure(album, name, drawn, draw)
             else:
                 raise UserError(
                     f"Recipe(pictures=…): {name!r}{defined_at(draw)} returned "
-                    f"{type(found).__name__}; it must return a matplotlib figure or HTML text."
+                    f"{type(drawn).__name__}; it must return a matplotlib figure or HTML text."
                 )
     except Exception as error:
         album.note(name, title_of(name), _why(error, draw))
@@ -268,8 +268,8 @@ def draw_own(
 
 def _why(error: Exception, draw: Callable[..., Any]) -> str:
     if isinstance(error, ImportError) and "matplotlib" in f"{error.name} {error}":
-        told = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
-        return f"{_NO_MATPLOTLIB}{told}"
+        reason = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
+        return f"{_NO_MATPLOTLIB}{reason}"
     if isinstance(error, UserError):
         return str(error)
     return f"{type(error).__name__}: {error}{raised_at(error) or defined_at(draw)}"
@@ -281,17 +281,17 @@ def _keep_figure(album: Album, name: str, figure: Any, draw: Callable[..., Any])
     drawing = _saved(figure, format="svg", metadata={"Date": None})
     if len(drawing) <= _MOST_SVG_BYTES:
         files[f"{name}.svg"] = drawing
-    told = [figure.get_suptitle(), *(axes.get_title() for axes in figure.axes)]
-    title = next((text for text in told if text), title_of(name))
+    titles = [figure.get_suptitle(), *(axes.get_title() for axes in figure.axes)]
+    title = next((text for text in titles if text), title_of(name))
     about = " ".join((draw.__doc__ or "").split("\n\n")[0].split()).removeprefix("Return ")
     about = about[:1].upper() + about[1:]
     entry = {"name": name, "kind": "figure", "title": title, "file": list(files)[-1]}
     album.add({**entry, "text": about or title}, files, f"{name}.png")
 
 
-def _saved(figure: Any, **how: Any) -> bytes:
+def _saved(figure: Any, **options: Any) -> bytes:
     file = io.BytesIO()
-    figure.savefig(file, **how)
+    figure.savefig(file, **options)
     return file.getvalue()
 
 

@@ -61,17 +61,17 @@ def _fetch(store: Store, path: Path) -> None:
     rules = Retention(
         top_k=kept.get("keep_top_k"), newest=kept.get("keep_newest"), hours=kept.get("keep_hours")
     )
-    found = _whole(store, folder, index, rules)
-    if not found:
+    fetched = _whole(store, folder, index, rules)
+    if not fetched:
         _say(f"{store.address} has no checkpoint, so the training begins anew.")
         return
-    write_text(path / INDEX, index_text(replace(index, checkpoints=found, gone=())))
+    write_text(path / INDEX, index_text(replace(index, checkpoints=fetched, gone=())))
     names = sorted(store.files(), key=lambda name: name == FILES[0])
     for name in names:  # settings.toml, which makes it a run, is the last
         _get(store, name, path / name)
     if not is_run(path):
         raise UserError(f"{store.address} has no {FILES[0]}: it is not a whole copy of a run.")
-    _say(f"fetched {path} from {store.address}, step {found[-1].step:,}.")
+    _say(f"fetched {path} from {store.address}, step {fetched[-1].step:,}.")
 
 
 def _whole(store: Store, folder: Path, index: Index, rules: Retention) -> tuple[Entry, ...]:
@@ -79,23 +79,23 @@ def _whole(store: Store, folder: Path, index: Index, rules: Retention) -> tuple[
 
     One without its hash is left out, and then the next one counts.
     """
-    found: dict[str, Entry] = {}
+    whole: dict[str, Entry] = {}
     rules = Retention(newest=1) if rules.keeps_all else rules
-    while missing := [e for e in index.prune(rules).checkpoints if e.path not in found]:
+    while missing := [e for e in index.prune(rules).checkpoints if e.path not in whole]:
         entry = missing[-1]
         try:
             for name in (entry.path, *entry.files):
                 _get(store, f"checkpoints/{name}", folder / name)
             verify(folder, entry)
         except (UserError, FileNotFoundError) as error:
-            told = error if isinstance(error, UserError) else f"{store.address} lacks {entry.path}."
-            _say(f"passed over: {told}")
+            why = error if isinstance(error, UserError) else f"{store.address} lacks {entry.path}."
+            _say(f"passed over: {why}")
             remove(folder / entry.path)
-            others = tuple(one for one in index.checkpoints if one != entry)
+            others = tuple(other for other in index.checkpoints if other != entry)
             index = replace(index, checkpoints=others)
         else:
-            found[entry.path] = entry
-    return tuple(sorted(found.values(), key=lambda entry: entry.step))
+            whole[entry.path] = entry
+    return tuple(sorted(whole.values(), key=lambda entry: entry.step))
 
 
 def _get(store: Store, name: str, file: Path) -> None:

@@ -34,38 +34,38 @@ def parameters_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _parameters_in(module: nn.Module) -> list[Any]:
+def _parameters_of_module(module: nn.Module) -> list[Any]:
     """Return `module.parameters()`, without the name that PyTorch makes for each, in each step."""
     if type(module).parameters is not nn.Module.parameters:
         return [*module.parameters()]
     own: list[Any] = [p for p in module._parameters.values() if p is not None]  # noqa: SLF001
     for child in module._modules.values():  # noqa: SLF001
-        own += _parameters_in(child) if child is not None else ()
+        own += _parameters_of_module(child) if child is not None else ()
     return own
 
 
 def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:
     """Return what is to be trained of some modules, optimizers and parameters, each once."""
-    found: dict[int, Tensor] = {}
-    for one in trained:
-        if isinstance(one, nn.Module):
-            parameters: list[Any] = _parameters_in(one)
-        elif isinstance(one, torch.optim.Optimizer):
-            parameters = parameters_in(one)
-        elif isinstance(one, Tensor):
-            parameters = [one]
+    by_id: dict[int, Tensor] = {}
+    for part in trained:
+        if isinstance(part, nn.Module):
+            parameters: list[Any] = _parameters_of_module(part)
+        elif isinstance(part, torch.optim.Optimizer):
+            parameters = parameters_in(part)
+        elif isinstance(part, Tensor):
+            parameters = [part]
         else:
             raise UserError(
                 f"run.backward(loss, …) takes modules, optimizers or parameters, not a "
-                f"{type(one).__name__}."
+                f"{type(part).__name__}."
             )
-        found |= {id(p): p for p in parameters if p.requires_grad}
-    if not found:
+        by_id |= {id(p): p for p in parameters if p.requires_grad}
+    if not by_id:
         raise UserError(
             "run.backward(loss, …) got no parameters to train: name the modules or the optimizers "
             "whose gradients are wanted, as in run.backward(loss, model)."
         )
-    return list(found.values())
+    return list(by_id.values())
 
 
 def weight_of(
@@ -241,7 +241,7 @@ class _Sums:
                 continue
             group = filling.setdefault((p.dtype, p.device), [])
             group.append(p)
-            if sum(one.nbytes for one in group) >= _BUCKET_BYTES:
+            if sum(gradient.nbytes for gradient in group) >= _BUCKET_BYTES:
                 groups.append(filling.pop((p.dtype, p.device)))
         groups += filling.values()
         if _is_large(groups[-1][0]):
@@ -287,7 +287,7 @@ class _Sums:
         bucket.fill()
         self._zeroed(bucket.flat)
         if bucket is self._buckets[-1]:
-            used = [p.grad is not None for one in self._buckets for p in one.parameters]
+            used = [p.grad is not None for sent in self._buckets for p in sent.parameters]
             self._used.fill_(1) if all(used) else self._used.copy_(torch.tensor(used))
             self._loss.copy_(self._own_loss)
             self._step.fill_(self._step_now)
@@ -350,8 +350,8 @@ def backward(
     try:
         mine.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     finally:
-        for one in ours:
-            one.remove()
+        for hook in ours:
+            hook.remove()
         for h, those in zip(hooks, taken, strict=True):
             h.update(those)
     total = sums.finish()

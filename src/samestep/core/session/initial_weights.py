@@ -114,9 +114,9 @@ def _read(path: Path, entry: Entry | None, what: str) -> dict[str, Any]:
     if isinstance(content, dict) and isinstance(content.get("format"), int):
         content = weights_in(content)  # a checkpoint that was taken out of its run
     inside = [content.get(name) for name in _INSIDE] if isinstance(content, dict) else []
-    for found in (content, *inside):
-        if isinstance(found, dict) and any(isinstance(v, Tensor) for v in found.values()):
-            return copy.copy(found)
+    for state in (content, *inside):
+        if isinstance(state, dict) and any(isinstance(v, Tensor) for v in state.values()):
+            return copy.copy(state)
     raise UserError(
         f"{what}: the file holds no tensors by name, on top or under {', '.join(_INSIDE)}. Save "
         "only the weights: torch.save(model.state_dict(), file)."

@@ -108,9 +108,9 @@ def _without_effect(work: Work) -> list[str]:
     train, is_stream = work.train, work.train.is_stream
     never_saved = settings.checkpoint_every_steps is settings.checkpoint_every_minutes is None
     alone = world.world_size == 1
-    found = batch_norms(work.learner.model.train())  # one may be kept in eval mode
+    modules = batch_norms(work.learner.model.train())  # one may be kept in eval mode
     norms = [
-        repr(n) for n, m in found.items() if m.training and not isinstance(m, nn.SyncBatchNorm)
+        repr(n) for n, m in modules.items() if m.training and not isinstance(m, nn.SyncBatchNorm)
     ]
     over_all_ranks = (
         "--sync-batchnorm normalises over those of all ranks."
@@ -208,6 +208,6 @@ def _other_bits(work: Work, path: Path) -> list[str]:
     now = arithmetic(work.world.device)
     if not starts or starts[-1] == now:
         return []
-    before, after = (" on ".join(one.values()) for one in (starts[-1], now))
+    before, after = (" on ".join(machine.values()) for machine in (starts[-1], now))
     was = f"The run was trained with PyTorch {before}; here it is {after}."
     return [f"{was} From here on it is the same training to rounding, not to the last bit."]

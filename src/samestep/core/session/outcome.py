@@ -143,15 +143,15 @@ def _measure_baselines(
     return rows
 
 
-def _checked(recipe: Recipe, found: Any) -> Baselines:
+def _checked(recipe: Recipe, rows: Any) -> Baselines:
     try:
         return {
             str(name): row if isinstance(row, str) else {str(n): float(v) for n, v in row.items()}
-            for name, row in found.items()
+            for name, row in rows.items()
         }
     except Exception as error:  # whatever the recipe's own dict raises
         raise UserError(
-            f"The recipe's baselines(){defined_at(recipe.baselines)} returned {found!r:.80}; it "
+            f"The recipe's baselines(){defined_at(recipe.baselines)} returned {rows!r:.80}; it "
             "must return {name: {metric: number}}, or a sentence in place of the metrics."
         ) from error
 

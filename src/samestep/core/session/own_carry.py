@@ -54,7 +54,7 @@ class RankState:
         more = {"carried": self._now} if self._keeps else {}
         with random_numbers(mix(self._seed, 2, step, self._world.rank)):
             try:
-                self._take(self._carry(**more), f"carry={defined_at(self._carry)} made")
+                self._keep(self._carry(**more), f"carry={defined_at(self._carry)} made")
             except UserError:
                 raise
             except Exception as error:
@@ -66,13 +66,13 @@ class RankState:
 
     def leave(self, _batch: OwnBatch, tree: Any) -> None:
         """Take the state that this rank leaves."""
-        self._take(tree, "run.carry was given")
+        self._keep(tree, "run.carry was given")
 
-    def _take(self, tree: Any, who: str) -> None:
+    def _keep(self, tree: Any, who: str) -> None:
         leaves = tree_leaves(tree)
         if not (leaves and all(isinstance(leaf, Tensor) for leaf in leaves)):
-            found = describe(tree) if tree is not None else "None (is a `return` missing?)"
-            raise UserError(f"{who} {found}; it must be a tree of tensors.")
+            given = describe(tree) if tree is not None else "None (is a `return` missing?)"
+            raise UserError(f"{who} {given}; it must be a tree of tensors.")
         device = self._world.device
         self._now = map_tensors(lambda leaf: leaf.detach().to(device, copy=True), tree)
 

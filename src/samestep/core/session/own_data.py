@@ -118,18 +118,18 @@ class OpenedData:
             given = (data, torch.empty(len(data), 0))
         elif isinstance(data, tuple) and len(data) != 2:
             given = TensorDataset(*data) if collate is not None else _Rows(*data)
-        how: Any = {"dtype": None, "collate": collate, "whole": True}
-        how["ordering"] = _ordering(*drawn, data)
-        source = open_source(given, world, seed=seed, num_workers=workers, **how)
+        options: Any = {"dtype": None, "collate": collate, "whole": True}
+        options["ordering"] = _ordering(*drawn, data)
+        source = open_source(given, world, seed=seed, num_workers=workers, **options)
         self.source = cast("OrderedSource", source)
         self.digest = _hash_of(data)
         """A hash of some samples of data in memory; empty of a `Dataset`."""
-        found = self.source.num_samples, self.digest, self.source.order_record()
-        everywhere = world.gather(found)
-        for rank, found in enumerate(everywhere):
-            if found != everywhere[0]:
+        mine = self.source.num_samples, self.digest, self.source.order_record()
+        everywhere = world.gather(mine)
+        for rank, mine in enumerate(everywhere):
+            if mine != everywhere[0]:
                 raise UserError(
-                    f"Rank {rank} has other data than rank 0 ({found[0]} and {everywhere[0][0]} "
+                    f"Rank {rank} has other data than rank 0 ({mine[0]} and {everywhere[0][0]} "
                     "samples). Make or read it inside of open_run, which seeds all ranks alike, or "
                     "with a generator that is seeded.",
                     on_all_ranks=True,
@@ -181,9 +181,9 @@ class OpenedData:
         places = (place for block in cut for place in block.inputs.split(block.rows))
         blocks = source.blocks(epoch, first_step, global_batch=size, drop_last=drop_last)
         singles = (single for block in blocks for single in block.parts or block.singles())
-        for place, one in zip(places, singles, strict=True):
-            share = one.weight, one.rows, one.global_size
-            yield self._batch(one.inputs, *share, epoch, place)
+        for place, read in zip(places, singles, strict=True):
+            share = read.weight, read.rows, read.global_size
+            yield self._batch(read.inputs, *share, epoch, place)
 
     def once(self, batch_size: int, epoch: int) -> Iterator[OwnBatch]:
         """Yield this rank's share of all samples, each once."""
@@ -248,10 +248,10 @@ def _hash_of(data: Any) -> str:
     tensors = _tensors(data)
     if not tensors:
         return ""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in tensors:
         rows = torch.linspace(0, len(part) - 1, min(_HASHED_ROWS, len(part))).long()
         some = part.detach()[rows.to(part.device)].cpu().contiguous().flatten()
-        found.update(f"{part.dtype} {tuple(part.shape)}".encode())
-        found.update(some.view(torch.uint8).numpy().tobytes() if some.numel() else b"")
-    return found.hexdigest()[:16]
+        digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
+        digest.update(some.view(torch.uint8).numpy().tobytes() if some.numel() else b"")
+    return digest.hexdigest()[:16]

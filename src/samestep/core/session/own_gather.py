@@ -31,9 +31,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, world: World, rows: int) -> Tensor:
-        (found,), first = gather_rows([x[:rows]], rows, world, "samestep.gather: the tensors")
+        (gathered,), first = gather_rows([x[:rows]], rows, world, "samestep.gather: the tensors")
         ctx.world, ctx.first, ctx.rows, ctx.shape = world, first, rows, x.shape
-        return found
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

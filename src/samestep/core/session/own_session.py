@@ -103,10 +103,8 @@ class Options:
         """Refuse what another rank was given otherwise; all ranks call it."""
         free = OF_A_RANK.union(self.may_change)
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_MAIN}
-        given |= {
-            f"settings[{name!r}]": one for name, one in self.settings.items() if name not in free
-        }
-        given = {name: one for name, one in given.items() if name not in OF_A_RANK}
+        given |= {f"settings[{name!r}]": v for name, v in self.settings.items() if name not in free}
+        given = {name: v for name, v in given.items() if name not in OF_A_RANK}
         check_same(given, world, "The arguments of open_run")
 
 
@@ -173,15 +171,15 @@ class OwnSession:
         def tell(record: Record) -> None:
             say(self.world, f"{record['tracker']}: {record['text']}")
 
-        found = starts(tell=tell, stopped=lambda: bool(self.received.signum))
-        self.session.add_sink(self._trackers.enter_context(found).take)
+        trackers = starts(tell=tell, stopped=lambda: bool(self.received.signum))
+        self.session.add_sink(self._trackers.enter_context(trackers).take)
 
     def _choose_path(self) -> Path:
         options, named = self.options, self.options.path or os.environ.get(JOB_RUN)
         path = Path(named or new_run_path(options.name))
         if not options.resume:
-            how = "Continue it with open_run(…, resume=True), or name another directory."
-            refuse_taken(path, how)
+            remedy = "Continue it with open_run(…, resume=True), or name another directory."
+            refuse_taken(path, remedy)
         elif not named:
             say(self.world, f"{path} is a new run: to continue it, name it in open_run.")
         return path
@@ -209,26 +207,26 @@ class OwnSession:
         Those that are NaN or infinite do not count, as a GradScaler leaves out that step.
         """
         waiting: dict[int, Tensor] = {}
-        for one in self.passed:
-            if isinstance(one, torch.optim.Optimizer):
-                for p in parameters_in(one):
+        for part in self.passed:
+            if isinstance(part, torch.optim.Optimizer):
+                for p in parameters_in(part):
                     waiting.pop(id(p), None)
             else:
-                waiting |= {id(p): p for p in one}
-        stepping = [one for one in self.state.values() if isinstance(one, torch.optim.Optimizer)]
-        grads = [p.grad for one in stepping for p in parameters_in(one) if id(p) in waiting]
+                waiting |= {id(p): p for p in part}
+        stepping = [part for part in self.state.values() if isinstance(part, torch.optim.Optimizer)]
+        grads = [p.grad for part in stepping for p in parameters_in(part) if id(p) in waiting]
         total = sum(float(grad.detach().abs().sum()) for grad in grads if grad is not None)
         return 0 < total < math.inf
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the modules of the state."""
-        return {name: one for name, one in self.state.items() if isinstance(one, nn.Module)}
+        return {name: part for name, part in self.state.items() if isinstance(part, nn.Module)}
 
     def track(self, state: Mapping[str, Stateful], num_epochs: int) -> None:
         """Take the state that checkpoints hold; restore it if the run is resumed."""
         world = self.world
         world.on_every(lambda: own_state.check_state(state))
-        kinds = {f"state[{name!r}]": type(one).__name__ for name, one in state.items()}
+        kinds = {f"state[{name!r}]": type(part).__name__ for name, part in state.items()}
         check_same({"num_epochs": num_epochs, **kinds}, world, "The arguments of run.epochs")
         self._check_values()
         self.state = dict(state)
@@ -243,15 +241,15 @@ class OwnSession:
                 world.take_from_main(parameter.detach())
         resumes = self.options.resume and world.on_main(lambda: is_run(self.path))
         kept = tuple(f"state/{name}" for name in state if name not in self.modules())
-        if resumes and (found := load_newest(self.path, world, own=kept)):
+        if resumes and (loaded := load_newest(self.path, world, own=kept)):
             world.on_main(lambda: remove_unfinished(self.path))
-            world.on_every(lambda: self._restore(found.content))
-            sums = found.content["sums"]
+            world.on_every(lambda: self._restore(loaded.content))
+            sums = loaded.content["sums"]
             if len(sums) == world.world_size:
                 self.means.sums = sums[world.rank]
             elif world.is_main:  # on another number of ranks, it takes all
                 self.means.sums = added_up(sums)
-            self._resumed = found.entry.path, found.problems
+            self._resumed = loaded.entry.path, loaded.problems
             self._saved_at = self.position.epoch, self.position.step
         self.agreement.start(self.position.step)
 
@@ -296,7 +294,7 @@ class OwnSession:
             "format": checkpoints.FORMAT,
             "program": self.options.name,
             "settings": dict(self.options.settings),
-            "state": {name: own_state.state_of(name, one) for name, one in self.state.items()},
+            "state": {name: own_state.state_of(name, part) for name, part in self.state.items()},
             "position": asdict(self.position),
             "order": self.order,
             "sums": sums,
@@ -325,7 +323,7 @@ class OwnSession:
             say(world, " ".join([goes_on, *problems]))
             resume = resume_record(world, position.step, checkpoint, problems)
         everything: Iterable[Any] = self.state.values()
-        parameters = [p for one in everything for p in getattr(one, "parameters", tuple)()]
+        parameters = [p for part in everything for p in getattr(part, "parameters", tuple)()]
         optimizers = [o for o in self.state.values() if isinstance(o, torch.optim.Optimizer)]
         notes = room_notes(self.path, state_bytes(self.modules().values(), optimizers))
         notes += modules_note(self.path)
@@ -416,12 +414,12 @@ class OwnSession:
         self.settle()
         folder = self.path / "checkpoints"
         problems: list[str] = []
-        found = load_first(self.world, folder, lambda: [find_checkpoint(folder, "best")], problems)
-        if found is None:
+        loaded = load_first(self.world, folder, lambda: [find_checkpoint(folder, "best")], problems)
+        if loaded is None:
             raise UserError(problems[0], on_all_ranks=True)
         for name, module in self.modules().items():
-            own_state.load_one(name, module, found.content["state"][name])
-        return found.entry.epoch
+            own_state.load_one(name, module, loaded.content["state"][name])
+        return loaded.entry.epoch
 
     def save(self) -> None:
         """Save where the run stands, if it is not saved yet; all ranks call it."""
@@ -478,17 +476,17 @@ class OwnSession:
             more = "With resume=True it continues from there; run.finish() ends it for good."
             say(self.world, f"The run was {reason}. {more}")
         self.session.emit({"event": "stop", "step": step, "reason": reason})
-        how = {"recipe": self.options.name, "status": status, "reason": reason}
+        outcome = {"recipe": self.options.name, "status": status, "reason": reason}
         total = self.order.get("global_batch_size")
-        run.write_result(run_result(self.world, self.position, **how, global_batch_size=total))
+        run.write_result(run_result(self.world, self.position, **outcome, global_batch_size=total))
 
     def close(self, error: BaseException | None) -> None:
         """Stop catching signals, and let another process open the run."""
         self._hook.remove()
-        how: Any = (None, None, None)
+        raised: Any = (None, None, None)
         if error is not None and not isinstance(error, Stopped):
-            how = type(error), error, error.__traceback__
-        self._trackers.__exit__(*how)
+            raised = type(error), error, error.__traceback__
+        self._trackers.__exit__(*raised)
         # After a failure, a signal that no training could act on is kept for who reports that.
-        self._signals.__exit__(*how)
+        self._signals.__exit__(*raised)
         self.session.close()

@@ -49,37 +49,37 @@ def check_state(state: Any) -> None:
             "run.epochs(…, state=…) takes a dict of all that changes in training: "
             'state={"model": model, "optimizer": optimizer}. Checkpoints hold it.'
         )
-    if all(isinstance(one, _STEPPING) for one in state.values()):
+    if all(isinstance(part, _STEPPING) for part in state.values()):
         raise UserError(
             f"state has {', '.join(map(repr, state))} and no weights. Name the modules, too: "
             'state={"model": model, …}.'
         )
-    for name, one in state.items():
-        if not isinstance(one, Stateful):
+    for name, part in state.items():
+        if not isinstance(part, Stateful):
             remedy = "Leave it out, or put it into an object that has both."
-            if isinstance(one, list | tuple | Mapping):
+            if isinstance(part, list | tuple | Mapping):
                 first, second = (f"{name}_{number}" for number in (1, 2))
                 remedy = f"Name what is in it: {{…, {first!r}: …, {second!r}: …}}."
             raise UserError(
-                f"state[{name!r}] is a {type(one).__name__}, which has no state_dict and "
+                f"state[{name!r}] is a {type(part).__name__}, which has no state_dict and "
                 "load_state_dict.",
                 remedy=remedy,
             )
-        if isinstance(one, nn.Module):
-            check_dense(one, f"state[{name!r}] has")
-            fsdp = any(type(m).__name__ == "FullyShardedDataParallel" for m in one.modules())
-            if fsdp or any(hasattr(p, "placements") for p in one.parameters()):
+        if isinstance(part, nn.Module):
+            check_dense(part, f"state[{name!r}] has")
+            fsdp = any(type(m).__name__ == "FullyShardedDataParallel" for m in part.modules())
+            if fsdp or any(hasattr(p, "placements") for p in part.parameters()):
                 raise UserError(
                     f"state[{name!r}] is in parts on the ranks (FSDP, DTensor), and checkpoints "
                     "hold what rank 0 has. Leave the model whole on each rank."
                 )
-        state_of(name, one)
+        state_of(name, part)
 
 
-def state_of(name: str, one: Stateful) -> Any:
+def state_of(name: str, part: Stateful) -> Any:
     """Return an entry of the state as a checkpoint holds it; refuse what could not be read back."""
     try:
-        state = one.state_dict()
+        state = part.state_dict()
     except Exception as error:
         blame(f"state[{name!r}].state_dict() failed", error)
     if why := checkpoints.why_not_kept(state):
@@ -127,17 +127,17 @@ def load_state(state: Mapping[str, Stateful], saved: Mapping[str, Any], path: Pa
             f"The checkpoints of {path} hold {', '.join(saved)}; state has {', '.join(state)}. A "
             "run has the same names in state each time."
         )
-    for name, one in state.items():
-        load_one(name, one, saved[name])
+    for name, part in state.items():
+        load_one(name, part, saved[name])
 
 
-def load_one(name: str, one: Stateful, saved: Any) -> None:
+def load_one(name: str, part: Stateful, saved: Any) -> None:
     """Load one entry of the state."""
     try:
-        if isinstance(one, nn.Module):
-            load_model(one, {"model": saved})
+        if isinstance(part, nn.Module):
+            load_model(part, {"model": saved})
         else:
-            one.load_state_dict(saved)
+            part.load_state_dict(saved)
     except UserError as error:
         raise UserError(f"state[{name!r}]: {error}") from error
     except Exception as error:
@@ -161,8 +161,8 @@ def plain(value: Any, name: str = "", *, free: Collection[str] = ()) -> Any:
     if isinstance(value, list | tuple):
         parts = [plain(part, f"{name}[{place}]") for place, part in enumerate(value)]
         return [part for part in parts if part is not None]
-    found = _simple(value)
-    if value is not None and found is None:
+    simple = _simple(value)
+    if value is not None and simple is None:
         raise UserError(
             f"open_run(settings=…): settings{name} is a {type(value).__name__}, which settings."
             "toml cannot hold, so a resumed run could not be compared by it.",
@@ -170,7 +170,7 @@ def plain(value: Any, name: str = "", *, free: Collection[str] = ()) -> Any:
             "may_change=[…].",
         )
     # As a number, NaN differs from itself.
-    return found if not isinstance(found, float) or math.isfinite(found) else str(found)
+    return simple if not isinstance(simple, float) or math.isfinite(simple) else str(simple)
 
 
 def _kept(key: str, value: Any, name: str, free: Collection[str]) -> Any:
@@ -188,8 +188,8 @@ def _opened(value: Any) -> Any:
     Of a set the order differs from process to process.
     """
     if isinstance(value, torch.dtype | torch.device | Enum | date | time | Number | range):
-        found = _simple(plain_value(value))
-        return str(value) if found is None else found
+        simple = _simple(plain_value(value))
+        return str(value) if simple is None else simple
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
     if is_dataclass(value) and not isinstance(value, type):
@@ -207,14 +207,14 @@ def _simple(value: Any) -> str | int | float | None:
 
 def checked_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `run.state` holds, for a checkpoint."""
-    found = {str(name): _simple(value) for name, value in values.items()}
+    simple = {str(name): _simple(value) for name, value in values.items()}
     for name, value in values.items():
-        if value is not None and found[str(name)] is None:
+        if value is not None and simple[str(name)] is None:
             raise UserError(
                 f"run.state[{name!r}] is a {type(value).__name__}; it may hold numbers and texts. "
                 "Of a tensor take .item(); what has a state_dict belongs to run.epochs(…, state=…)."
             )
-    return found
+    return simple
 
 
 def check_order(
@@ -251,11 +251,11 @@ def check_order(
 
 def check_held(state: Mapping[str, Stateful], trained: Sequence[Any]) -> set[int]:
     """Return the ids of all that is trained; refuse what checkpoints would not hold."""
-    modules = [one for one in state.values() if isinstance(one, nn.Module)]
-    held = {id(one) for one in (*state.values(), *(p for m in modules for p in m.parameters()))}
+    modules = [part for part in state.values() if isinstance(part, nn.Module)]
+    held = {id(part) for part in (*state.values(), *(p for m in modules for p in m.parameters()))}
     # An object of the user's own may hold an optimizer, and all modules where state names none.
-    own = any(not isinstance(one, _KNOWN) for one in state.values())
-    pieces = [named for one in trained for named in _pieces(one)]
+    own = any(not isinstance(part, _KNOWN) for part in state.values())
+    pieces = [named for part in trained for named in _pieces(part)]
     lacking = [
         name
         for name, piece in pieces
@@ -268,7 +268,7 @@ def check_held(state: Mapping[str, Stateful], trained: Sequence[Any]) -> set[int
             "checkpoints would not hold it. Name the module and the optimizer in run.epochs(…, "
             "state={…}), and a parameter by itself as nn.ParameterList([parameter])."
         )
-    return {id(one) for one in (*trained, *(piece for _, piece in pieces))}
+    return {id(part) for part in (*trained, *(piece for _, piece in pieces))}
 
 
 def left_out(
@@ -280,26 +280,26 @@ def left_out(
     """
     entries, weights = list(state.values()), {id(tensor) for tensor in trained}
     steps = any(id(p) in weights for group in optimizer.param_groups for p in group["params"])
-    if not steps or any(not isinstance(one, _KNOWN) for one in entries):
+    if not steps or any(not isinstance(e, _KNOWN) for e in entries):
         return ""  # an object of the user's own may hold it
     kind = type(optimizer).__name__
-    held = (o for one in entries if isinstance(one, torch.optim.Optimizer) for o in with_inner(one))
-    if optimizer.state and not any(one is optimizer for one in held):
+    held = (o for e in entries if isinstance(e, torch.optim.Optimizer) for o in with_inner(e))
+    if optimizer.state and not any(e is optimizer for e in held):
         return f"the optimizer ({kind})"
     scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # as LRScheduler marks it
-    has_scheduler = any(isinstance(one, torch.optim.lr_scheduler.LRScheduler) for one in entries)
+    has_scheduler = any(isinstance(e, torch.optim.lr_scheduler.LRScheduler) for e in entries)
     return f"the scheduler of the optimizer ({kind})" if scheduled and not has_scheduler else ""
 
 
-def _pieces(one: Any) -> list[tuple[str, Any]]:
+def _pieces(part: Any) -> list[tuple[str, Any]]:
     """Return all that a checkpoint has to hold of what is trained, with names for messages."""
-    kind = type(one).__name__
-    if isinstance(one, nn.Module):
-        return [(f"{kind}.{name}", p) for name, p in one.named_parameters() if p.requires_grad]
-    optimizers, parameters = [], [one]
-    if isinstance(one, torch.optim.Optimizer):
-        optimizers = [(f"an optimizer ({kind})", one)]
-        parameters = [p for group in one.param_groups for p in group["params"] if p.requires_grad]
+    kind = type(part).__name__
+    if isinstance(part, nn.Module):
+        return [(f"{kind}.{name}", p) for name, p in part.named_parameters() if p.requires_grad]
+    optimizers, parameters = [], [part]
+    if isinstance(part, torch.optim.Optimizer):
+        optimizers = [(f"an optimizer ({kind})", part)]
+        parameters = [p for group in part.param_groups for p in group["params"] if p.requires_grad]
     return [*optimizers, *((f"a parameter of shape {tuple(p.shape)}", p) for p in parameters)]
 
 
@@ -340,10 +340,10 @@ class Means:
 
     def _settle(self) -> None:
         """Add up what waits, in its order; the one place where the host waits for the device."""
-        flat = [one for _, _, *pair in self._waiting for one in pair]
-        there = [one for one in flat if isinstance(one, Tensor)]
+        flat = [number for _, _, *pair in self._waiting for number in pair]
+        there = [number for number in flat if isinstance(number, Tensor)]
         read = iter(torch.stack(there).cpu().to(torch.float64).tolist() if there else ())
-        numbers = iter([next(read) if isinstance(one, Tensor) else one for one in flat])
+        numbers = iter([next(read) if isinstance(number, Tensor) else number for number in flat])
         for step, name, *_ in self._waiting:
             value, weight = next(numbers), next(numbers)
             for sums in (self.sums, self._step) if step == self._now else (self.sums,):
@@ -373,11 +373,11 @@ def _add(sums: Sums, name: str, total: float, weight: float) -> None:
 
 def added_up(ranks: list[Sums]) -> Sums:
     """Return the sums of all ranks; names in the order of the first rank."""
-    found: Sums = {}
+    total_of: Sums = {}
     for sums in ranks:
         for name, (total, weight) in sums.items():
-            _add(found, name, total, weight)
-    return found
+            _add(total_of, name, total, weight)
+    return total_of
 
 
 def _means(ranks: list[Sums]) -> dict[str, float]:

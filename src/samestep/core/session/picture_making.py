@@ -216,10 +216,10 @@ def _drawn(source: PictureSource, agreement: Agreement, limit_s: float) -> Album
 def _planned(source: PictureSource) -> list[tuple[str, Callable[[Album], None]]]:
     """Return what is to be made, by name."""
 
-    def look(album: Album) -> None:
+    def predictions(album: Album) -> None:
         try:
             with no_exit():
-                _look(source, album)
+                _add_predictions(source, album)
         except Exception as error:  # whatever the recipe's code raises: the run is whole
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             album.note(_PREDICTIONS, title_of(_PREDICTIONS), f"{kind}{error}")
@@ -228,10 +228,10 @@ def _planned(source: PictureSource) -> list[tuple[str, Callable[[Album], None]]]
         draw_own(source.recipe, source.model, source.splits, album, name)
 
     plan = [(name, partial(own, name=name)) for name in source.recipe.pictures]
-    return [(_PREDICTIONS, look), *plan] if source.split is not None else [*plan]
+    return [(_PREDICTIONS, predictions), *plan] if source.split is not None else [*plan]
 
 
-def _look(source: PictureSource, album: Album) -> None:
+def _add_predictions(source: PictureSource, album: Album) -> None:
     """Keep what is fitting of predictions: rows of `show`, images, points, or nothing."""
     recipe, classes, seed = source.recipe, source.splits.classes, source.work.settings.seed
     if recipe.forward is not None and recipe.show is None:
@@ -251,7 +251,7 @@ def _look(source: PictureSource, album: Album) -> None:
     some = _some_of(data, _NUM_IMAGES if kind == "images" else _NUM_POINTS, seed)
     pairs: list[tuple[Tensor, Tensor]] = []
     for *pair, count in source.ask(some):
-        if not all(isinstance(one, Tensor) and one.dim() and len(one) == count for one in pair):
+        if not all(isinstance(t, Tensor) and t.dim() and len(t) == count for t in pair):
             return  # no plain tensors
         pairs.append((pair[0].detach().cpu(), pair[1].detach().cpu()))
     if not pairs:

@@ -160,11 +160,11 @@ def _rows(opened: TrainedModel, files: Sequence[Path]) -> Iterator[tuple[Predict
     for path in files:
         whole, number = Prediction(file=str(path)), 0
         try:
-            found = read(path)
-            if not isinstance(found, list | Iterator | Dataset):
-                yield whole, found
+            samples = read(path)
+            if not isinstance(samples, list | Iterator | Dataset):
+                yield whole, samples
                 continue
-            for number, (sample, problem) in enumerate(_samples(found), 1):
+            for number, (sample, problem) in enumerate(_samples(samples), 1):
                 yield replace(whole, row=number, problem=problem), sample
         except (ValueError, OSError) as error:
             yield replace(whole, problem=str(error)), None
@@ -175,18 +175,18 @@ def _rows(opened: TrainedModel, files: Sequence[Path]) -> Iterator[tuple[Predict
             yield replace(whole, problem="there is no row in it"), None
 
 
-def _samples(found: Any) -> Iterator[tuple[Any, str | None]]:
+def _samples(given: Any) -> Iterator[tuple[Any, str | None]]:
     """Yield each sample, or why it cannot be read; after such a one an iterator is at its end."""
-    if isinstance(found, IterableDataset) or not hasattr(found, "__len__"):
+    if isinstance(given, IterableDataset) or not hasattr(given, "__len__"):
         try:
-            yield from ((sample, None) for sample in found)
+            yield from ((sample, None) for sample in given)
         except (ValueError, OSError) as error:
             yield None, f"{str(error).rstrip('.')}. The rows after it were not read."
         return
-    for index in range(len(found)):
+    for index in range(len(given)):
         sample, problem = None, None
         try:
-            sample = found[index]
+            sample = given[index]
         except (ValueError, OSError) as error:
             problem = str(error)
         yield sample, problem

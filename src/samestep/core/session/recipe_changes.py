@@ -47,14 +47,14 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
         if not file.is_file():
             return []
         return _file_changes(run, kept, file)
-    made = recipe is not None and source.startswith(FROM_PYTHON)
-    before = read_object(run / _PIECES) if made else {}
+    in_python = recipe is not None and source.startswith(FROM_PYTHON)
+    before = read_object(run / _PIECES) if in_python else {}
     form = (before.get("python"), before.get("record"))
     if recipe is None or form != (_PYTHON, _RECORD):  # another Python has other byte code
         return []
     then, now = before["pieces"], pieces_of(recipe)
     # A field that the run's version did not have yet is not a change where it has its default.
-    left = {one.name for one in fields(recipe) if getattr(recipe, one.name) is one.default}
+    left = {f.name for f in fields(recipe) if getattr(recipe, f.name) is f.default}
     now = {name: text for name, text in now.items() if name in then or name not in left}
     return differences(then, now)
 
@@ -67,7 +67,7 @@ def _file_changes(run: Path, kept: Path, file: Path, *, main_block: bool = False
         return differences(then, now)
     both = ((kept, copies), (file, modules_of(file, like=copies)))
     then, now = (
-        reached_pieces(one, of.files.get, of.whole, main_block=main_block) for one, of in both
+        reached_pieces(path, of.files.get, of.whole, main_block=main_block) for path, of in both
     )
     return differences(then, now)
 

@@ -50,16 +50,16 @@ class _Walk:
     """What they take from modules, as dotted names."""
 
     def pieces_of(self, recipe: Recipe) -> Pieces:
-        for one in fields(recipe):
-            if one.name not in NOT_OF_THE_TRAINING:
+        for f in fields(recipe):
+            if f.name not in NOT_OF_THE_TRAINING:
                 # A metric's attributes change with every batch: compare its class and code only.
-                depth = _DEPTH - 1 if one.name == "metrics" else 0
-                self._add(one.name, f"{one.name} = {self._repr(getattr(recipe, one.name), depth)}")
+                depth = _DEPTH - 1 if f.name == "metrics" else 0
+                self._add(f.name, f"{f.name} = {self._repr(getattr(recipe, f.name), depth)}")
         moved = {name for name in self.pieces if name.partition("[")[0] in self.moving}
-        moved -= {one.name for one in fields(recipe)}
-        found = {name: text for name, text in self.pieces.items() if name not in moved}
+        moved -= {f.name for f in fields(recipe)}
+        pieces = {name: text for name, text in self.pieces.items() if name not in moved}
         imported = named_pieces(self.imported, finder(None))
-        return found | {name: f"# {_hash(text)}" for name, text in imported.items()}
+        return pieces | {name: f"# {_hash(text)}" for name, text in imported.items()}
 
     def _add(self, name: str, text: str) -> None:
         before = self.pieces.get(name)  # two lambdas have the same name
@@ -126,12 +126,12 @@ class _Walk:
         if isinstance(value, types.FunctionType):
             self._add(f"{short}()", f"# {_hash(self._function(value))}")
             return name
-        for key, one in vars(value).items():
-            inner = getattr(one, "__func__", getattr(one, "fget", one))
+        for key, member in vars(value).items():
+            inner = getattr(member, "__func__", getattr(member, "fget", member))
             if isinstance(inner, types.FunctionType):
                 self._add(f"{short}.{key}()", f"# {_hash(self._function(inner))}")
             elif not key.startswith("__"):
-                self._add(f"{short}.{key}", f"{short}.{key} = {self._repr(one, _DEPTH - 2)}")
+                self._add(f"{short}.{key}", f"{short}.{key} = {self._repr(member, _DEPTH - 2)}")
         if not is_dataclass(value):
             self._add(f"class {short}", f"# {[self._repr(base) for base in value.__bases__]}")
         return name
@@ -141,8 +141,8 @@ class _Walk:
         self.moving |= _changed_by(code)
         self.imported |= _imported_by(function)
         with_defaults = [function.__defaults__, function.__kwdefaults__]
-        for name, one in closure_of(function).items():
-            self._name(name, one, _keys(code, name))
+        for name, value in closure_of(function).items():
+            self._name(name, value, _keys(code, name))
         for name in _names(code):
             if name in function.__globals__:
                 self._name(name, function.__globals__[name], _keys(code, name))
@@ -168,14 +168,14 @@ class _Walk:
 def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
     """Yield the code of a function, and of each function within it."""
     yield code
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            yield from _with_inner(one)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _with_inner(const)
 
 
 def _names(code: types.CodeType) -> list[str]:
     """Return the names of what code takes from its module."""
-    steps = (step for one in _with_inner(code) for step in dis.get_instructions(one))
+    steps = (step for part in _with_inner(code) for step in dis.get_instructions(part))
     return sorted({s.argval for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
 
 
@@ -183,70 +183,70 @@ def _imported_by(function: types.FunctionType) -> set[Parts]:
     """Return what a function takes from modules: `models.Net`, or what it imports itself."""
     package = function.__globals__.get("__package__") or ""
     known = {**function.__globals__, **closure_of(function)}
-    modules = {name for name, one in known.items() if isinstance(one, types.ModuleType)}
-    found = set[Parts]()
-    for one in _with_inner(function.__code__):
-        steps = list(dis.get_instructions(one))
+    modules = {name for name, value in known.items() if isinstance(value, types.ModuleType)}
+    imported = set[Parts]()
+    for value in _with_inner(function.__code__):
+        steps = list(dis.get_instructions(value))
         for place, step in enumerate(steps):
             if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME") and step.argval in modules:
                 rest = itertools.takewhile(
                     lambda s: s.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[place + 1 :]
                 )
-                found.add((*known[step.argval].__name__.split("."), *(s.argval for s in rest)))
+                imported.add((*known[step.argval].__name__.split("."), *(s.argval for s in rest)))
             elif step.opname == "IMPORT_NAME":
                 level, names = (before.argval for before in steps[place - 2 : place])
                 above = package.split(".")[: len(package.split(".")) + 1 - level] if level else ()
                 module = (*above, *filter(None, step.argval.split(".")))
-                found |= {(*module, name) for name in names} if names else {module}
-    return found
+                imported |= {(*module, name) for name in names} if names else {module}
+    return imported
 
 
 def _keys(code: types.CodeType, name: str) -> set[Any] | None:
     """Return the keys by which code reads the dict of this name; None if it has other uses."""
-    found = set[Any]()
-    for one in _with_inner(code):
-        steps = list(dis.get_instructions(one))
+    keys = set[Any]()
+    for part in _with_inner(code):
+        steps = list(dis.get_instructions(part))
         for step, key, use in zip(steps, steps[1:], [*steps[2:], steps[-1]], strict=False):
             if step.argval == name and step.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"):
                 if key.opname != "LOAD_CONST" or use.opname != "BINARY_SUBSCR":
                     return None
-                found.add(key.argval)
-    return found
+                keys.add(key.argval)
+    return keys
 
 
 def _changed_by(code: types.CodeType) -> set[str]:
     """Return the names of a module, or of an outer function, whose values code changes."""
-    found = set()
-    for one in _with_inner(code):
+    changed = set()
+    for part in _with_inner(code):
         loaded = {}  # where an expression begins → the name that it begins with
-        for step in dis.get_instructions(one):
+        for step in dis.get_instructions(part):
             at = step.positions and (step.positions.lineno, step.positions.col_offset)
             match step.opname:
                 case "LOAD_GLOBAL" | "LOAD_DEREF":
                     loaded[at] = step.argval
                 case "STORE_GLOBAL":
-                    found.add(step.argval)
-                case "STORE_DEREF" if step.argval in one.co_freevars:
-                    found.add(step.argval)
+                    changed.add(step.argval)
+                case "STORE_DEREF" if step.argval in part.co_freevars:
+                    changed.add(step.argval)
                 case "STORE_SUBSCR" | "DELETE_SUBSCR" if at in loaded:
-                    found.add(loaded[at])
+                    changed.add(loaded[at])
                 case "STORE_ATTR" if at in loaded:
-                    found |= {loaded[at], f"{loaded[at]}.{step.argval}"}
+                    changed |= {loaded[at], f"{loaded[at]}.{step.argval}"}
                 case "LOAD_ATTR" | "LOAD_METHOD" if at in loaded:
                     if step.argval in _CHANGING or step.argval.endswith("_"):
-                        found.add(loaded[at])
-    return found
+                        changed.add(loaded[at])
+    return changed
 
 
 def _is_plain(value: Any) -> bool:
     """Whether a container holds what is written in code, and not what a cache would."""
     leaves = [value]
-    for one in leaves:  # which grows
-        if isinstance(one, dict):
-            leaves += [*one, *one.values()]
-        elif isinstance(one, list | tuple | set):
-            leaves += one
-        elif not isinstance(one, (*_PLAIN[:-1], types.FunctionType, type)):
+    for leaf in leaves:  # which grows
+        if isinstance(leaf, dict):
+            leaves += [*leaf, *leaf.values()]
+        elif isinstance(leaf, list | tuple | set):
+            leaves += leaf
+        elif not isinstance(leaf, (*_PLAIN[:-1], types.FunctionType, type)):
             return False
         if len(leaves) > _MOST:
             return False
@@ -255,10 +255,10 @@ def _is_plain(value: Any) -> bool:
 
 def _constants(code: types.CodeType) -> tuple[Any, ...]:
     """Return the constants of code, without its docstring."""
-    found = code.co_consts
+    constants = code.co_consts
     may_have = sys.version_info < (3, 13) or code.co_flags & 0x4000000  # CO_HAS_DOCSTRING
-    is_doc = may_have and code.co_name[0] != "<" and found and isinstance(found[0], str)
-    return found[1:] if is_doc else found
+    is_doc = may_have and code.co_name[0] != "<" and constants and isinstance(constants[0], str)
+    return constants[1:] if is_doc else constants
 
 
 def _is_own(module: str | None) -> bool:

@@ -72,20 +72,20 @@ def take_over(holding: Holding, work: Work, state: State, recipe: str) -> list[R
     All ranks of the new group call it, newcomers too. Returns the records of the newest step.
     """
     world = work.world
-    found = world.gather((holding.progress, _own(holding), holding.parts, holding.recent))
-    newest = max(progress for progress, *_ in found)
+    ranks = world.gather((holding.progress, _own(holding), holding.parts, holding.recent))
+    newest = max(progress for progress, *_ in ranks)
     if not newest:
         return None
-    source = next(rank for rank, (progress, *_) in enumerate(found) if progress == newest)
+    source = next(rank for rank, (progress, *_) in enumerate(ranks) if progress == newest)
     content = holding.content
-    if any(progress != newest for progress, *_ in found):
+    if any(progress != newest for progress, *_ in ranks):
         mine = map_tensors(Tensor.cpu, dict(content or {})) if world.rank == source else None
         content = world.broadcast(mine, source)
     assert content is not None
-    alike = [(own, parts) for progress, own, parts, _ in found if progress == newest]
-    restore(work, state, recipe, {**content, **_together(alike, world)})
+    newest_parts = [(own, parts) for progress, own, parts, _ in ranks if progress == newest]
+    restore(work, state, recipe, {**content, **_together(newest_parts, world)})
     state.due_again = not newest[-1]
-    recent = found[source][3]
+    recent = ranks[source][3]
     return [record for record in recent.values() if record.get("step") == newest[0]]
 
 

@@ -84,7 +84,8 @@ class Draft:
 
     recipe: Recipe
     source: str
-    settings_layer: dict[str, object]
+    layers: tuple[dict[str, object], ...]
+    """Settings by the names of their fields, of the recipe and of files; the later ones win."""
     options_layer: dict[str, object]
     run: Path | None = None
     """The run that the settings are taken from, if the target was one."""
@@ -93,7 +94,11 @@ class Draft:
 
     def settings(self) -> Settings:
         """Return the settings as they are without flags."""
-        return Settings(**self.settings_layer)  # type: ignore[arg-type]
+        return Settings(**merge_layers(*self.layers))  # type: ignore[arg-type]
+
+    def asked(self, name: str, flags: Mapping[str, object]) -> Any:
+        """Return a setting as flags or a layer have it, if no other setting replaces it."""
+        return next((layer[name] for layer in (flags, *self.layers[::-1]) if name in layer), None)
 
     def options(self) -> Any:
         """Return the recipe's options as they are without flags, or None if it has none."""
@@ -143,8 +148,8 @@ def draft(
         source = str((folder / source).resolve())
     if run is not None and folder != Path.cwd():
         run = folder / run
-    found = _layered(source, recipe, tables)
-    return replace(found, run=run, folder=folder, script_args=tuple(script_args))
+    layered = _layered(source, recipe, tables)
+    return replace(layered, run=run, folder=folder, script_args=tuple(script_args))
 
 
 def _run_of(target: str) -> Path | None:
@@ -166,8 +171,7 @@ def _layered(source: str, recipe: Recipe, tables: list[tuple[Path, dict[str, Any
         ours, theirs = typed(rest, recipe, path)
         layers.append(ours)
         options.update(theirs)
-    merged = merge_layers(*layers)
-    return Draft(recipe=recipe, source=source, settings_layer=merged, options_layer=options)
+    return Draft(recipe=recipe, source=source, layers=tuple(layers), options_layer=options)
 
 
 def _name_of(source: str) -> str:
@@ -220,13 +224,13 @@ def finish(
     `given` names both. `resume` may be the address of a store that has the run.
     """
     store = resume if isinstance(resume, str) and resume != HERE else None
-    merged = merge_layers(start.settings_layer, dict(flags))
-    if store is not None and merged.get("run_dir") is None:
+    if store is not None and start.asked("run_dir", flags) is None:
         flags = {**flags, "run_dir": str(Path("runs", PurePath(store).name))}
-    if store is not None or merged.get("mirror"):
+    mirror = start.asked("mirror", flags)
+    if store is not None or mirror:
         from samestep.base.run.store import address_of, check_address  # noqa: PLC0415
 
-        for address in filter(None, (store, address_of(merged.get("mirror")))):
+        for address in filter(None, (store, address_of(mirror))):
             check_address(address)
     again = partial(_finished, start, flags, options, given, bool(resume), allow_change)
     return replace(again(), resume_from=store, again=again)
@@ -244,7 +248,7 @@ def _finished(
         raise UserError(f"--allow-change {allow_change} has no effect without --resume.")
     allowed = _names_allowed(allow_change or "", start.recipe)
     flags = dict(given_settings)
-    run_dir = str(merge_layers(start.settings_layer, flags).get("run_dir") or "")
+    run_dir = str(start.asked("run_dir", flags) or "")
     if run_dir and start.folder != Path.cwd():
         run_dir = str(start.folder / run_dir)
     run = start if resume and start.run is not None else None
@@ -259,14 +263,14 @@ def _finished(
         check_words(run.script_args, start.script_args, run_dir)
     if run is not None and (size := flags.pop("batch_size_per_rank", None)) is not None:
         _check_per_rank(run, size)
-    merged = merge_layers(start.settings_layer, flags)
+    merged = merge_layers(*start.layers, flags)
     merged |= {"run_dir": run_dir} if run_dir else {}
     if run is not None and run is not start:
         if options is not None:  # those that the repeated command does not give are the run's
             own, before = {*given, *start.options_layer}, run.options()
             kept = {f.name: getattr(before, f.name) for f in fields(before) if f.name not in own}
             options = replace(options, **kept)
-        merged = _with_sizes_of(run, merge_layers(run.settings_layer, merged), flags)
+        merged = _with_sizes_of(run, merge_layers(*run.layers, merged), flags)
     elif start.run is not None:
         merged["run_dir"] = str(start.run) if resume else flags.get("run_dir")
         merged |= {} if resume else {"mirror": flags.get("mirror")}  # that is of the other run
@@ -320,7 +324,7 @@ def _with_sizes_of(
 
     Its flags may ask for other micro-steps.
     """
-    of_run = run.settings_layer
+    of_run = merge_layers(*run.layers)
     asked = _SIZES[:2] if of_run.get("virtual_ranks") is not None else _SIZES
     sizes = {name: of_run[name] for name in _SIZES if name in of_run}
     sizes = merge_layers(sizes, {name: flags[name] for name in asked if name in flags})
@@ -348,7 +352,7 @@ def _refuse_unread(start: Draft, options: Any, given: set[str]) -> None:
 def _names_of(recipe: Recipe) -> set[str]:
     """Return the names of all settings and options."""
     own = fields(recipe.options) if recipe.options is not None else ()
-    return {one.name for one in (*fields(Settings), *own)}
+    return {f.name for f in (*fields(Settings), *own)}
 
 
 def _names_allowed(text: str, recipe: Recipe) -> tuple[str, ...]:
@@ -377,8 +381,7 @@ def _check_same(
     before, after = as_table(run.settings()), as_table(settings)
     if options is not None:
         before, after = {**before, **vars(run.options())}, {**after, **vars(options)}
-    virtual = run.settings_layer.get("virtual_ranks")
-    free = free_names(Settings, run.recipe.options, virtual_ranks=virtual)
+    free = free_names(Settings, run.recipe.options, virtual_ranks=before.get("virtual_ranks"))
     changes = _differing(before, after, (before.keys() | after.keys()) - free - {*allowed})
     for name in sorted(changes, key=lambda name: (name not in given, name)):
         raise _refused_change(name, changes[name], is_given=name in given)

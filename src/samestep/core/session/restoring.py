@@ -37,14 +37,14 @@ def go_on(request: Request, work: Work, state: State, path: Path, world: World) 
     All ranks of `world` call it. What would make it another training is refused.
     """
     mesh = mesh_of(work.learner.model)
-    found = load_newest(path, world, mesh, own=kept_parts(work))
-    if found is None:
+    loaded = load_newest(path, world, mesh, own=kept_parts(work))
+    if loaded is None:
         return None
-    made_with, now = found.content["made_with"], to_toml(request, work.plan)
-    where = f"{path / 'checkpoints' / found.entry.path}"
+    made_with, now = loaded.content["made_with"], to_toml(request, work.plan)
+    where = f"{path / 'checkpoints' / loaded.entry.path}"
     changes = work.world.on_main(lambda: changes_since(made_with, now, request, where))
-    restore(work, state, request.recipe.name, found.content)
-    return found._replace(
+    restore(work, state, request.recipe.name, loaded.content)
+    return loaded._replace(
         content={}, changes=[*changes, *(f"recipe: {c}" for c in request.recipe_changes)]
     )
 
@@ -68,12 +68,12 @@ def load_newest(
             )
         return known
 
-    found = load_first(world, folder, newest_first, problems, mesh, own)
-    if problems and found is None:
+    loaded = load_first(world, folder, newest_first, problems, mesh, own)
+    if problems and loaded is None:
         raise UserError(
             "No checkpoint of this run is whole. " + " ".join(problems), on_all_ranks=True
         )
-    return found
+    return loaded
 
 
 def remove_unfinished(path: Path) -> None:
@@ -122,8 +122,8 @@ def _raise_damage(*ended: Future[Any] | None) -> None:
     That one would be lost to this version's next checkpoint if it were passed over: to read it
     raises, on every rank.
     """
-    for one in ended:
-        error = None if one is None else one.exception()
+    for future in ended:
+        error = None if future is None else future.exception()
         if error is not None and not isinstance(error, checkpoints.NewerFormat):
             raise error
 

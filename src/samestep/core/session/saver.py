@@ -182,7 +182,7 @@ class Saver:
         hashes = shards.write(folder, parts, self._group)
         return {f"{folder.name}/{file}": digest for file, digest in hashes.items()}
 
-    def look(self) -> None:
+    def emit_written(self) -> None:
         """Emit the record of a checkpoint that was announced meanwhile."""
         if self.writing is not None and not self.writing.thread.is_alive():
             self.settle()

@@ -133,7 +133,7 @@ class Session:
             self._early.append(record)
             return
         if self.saver.writing is not None:
-            self.saver.look()
+            self.saver.emit_written()
         event = record["event"]
         if self.first_record_s is None and event not in ("start", "resume"):
             self.first_record_s = time.time()
@@ -357,9 +357,9 @@ def state_bytes(
     """
     total = sum(map(_bytes, more))
     for module in modules:
-        kept = {id(one): one for one in module.state_dict(keep_vars=True).values()}
-        total += sum(_bytes(one) for one in kept.values() if isinstance(one, Tensor))
-    for optimizer in (one for given in optimizers for one in members_of(given)):
+        kept = {id(value): value for value in module.state_dict(keep_vars=True).values()}
+        total += sum(_bytes(value) for value in kept.values() if isinstance(value, Tensor))
+    for optimizer in (value for given in optimizers for value in members_of(given)):
         held = [leaf for state in optimizer.state.values() for leaf in tree_leaves(state)]
         total += sum(_bytes(leaf) for leaf in held if isinstance(leaf, Tensor))
         for group in optimizer.param_groups:

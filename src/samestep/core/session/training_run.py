@@ -144,8 +144,8 @@ def run_elastic(
     while True:
         world = membership.join(found)
         begun = membership.run()
-        told = shown(world, Path(begun) if begun else None)
-        outcome = _run(request, world, received, told, engine, membership, holding)
+        screen = shown(world, Path(begun) if begun else None)
+        outcome = _run(request, world, received, screen, engine, membership, holding)
         if isinstance(outcome, Outcome):
             return outcome, world
         holding = outcome

@@ -93,23 +93,23 @@ def load_into(
     if not is_run(run):
         raise no_run(run)
     entry = find_checkpoint(run / "checkpoints", checkpoint)
-    found = _modules_in(load(run / "checkpoints", entry))
-    if part is None and len(found) > 1:
-        wrong = {name: misfits(one, model.state_dict()) for name, one in found.items()}
-        fitting = [name for name in found if not wrong[name]]
+    modules = _modules_in(load(run / "checkpoints", entry))
+    if part is None and len(modules) > 1:
+        wrong = {name: misfits(state, model.state_dict()) for name, state in modules.items()}
+        fitting = [name for name in modules if not wrong[name]]
         if len(fitting) != 1:
-            told = "; ".join(f"{name!r}: {what[0]}" for name, what in wrong.items() if what)
-            told = f"{', '.join(map(repr, fitting))} fit the model" if fitting else told
-            name = (fitting or [*found])[0]
-            raise UserError(f"{entry.path} has several modules: {told}. Name one: part={name!r}.")
+            fits = "; ".join(f"{name!r}: {what[0]}" for name, what in wrong.items() if what)
+            fits = f"{', '.join(map(repr, fitting))} fit the model" if fitting else fits
+            name = (fitting or [*modules])[0]
+            raise UserError(f"{entry.path} has several modules: {fits}. Name one: part={name!r}.")
         (part,) = fitting
-    part = next(iter(found), "") if part is None else part
-    if part not in found:
+    part = next(iter(modules), "") if part is None else part
+    if part not in modules:
         raise UserError(
-            f"{entry.path} has no weights named {part!r}; it has {', '.join(found) or 'none'}."
+            f"{entry.path} has no weights named {part!r}; it has {', '.join(modules) or 'none'}."
         )
     remedy = "Build the model as the script of the run does."
-    load_model(model, {"model": found[part]}, f"{part!r} of {entry.path} does", remedy)
+    load_model(model, {"model": modules[part]}, f"{part!r} of {entry.path} does", remedy)
     return model.eval()
 
 
@@ -118,14 +118,14 @@ def weights_in(content: Mapping[str, Any]) -> dict[str, Any]:
     modules = _modules_in(content)
     if len(modules) == 1:
         return dict(next(iter(modules.values())))
-    return {f"{name}.{key}": value for name, one in modules.items() for key, value in one.items()}
+    return {f"{name}.{key}": value for name, own in modules.items() for key, value in own.items()}
 
 
 def _modules_in(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weights of each module of a loop's own state, or those of a recipe's model."""
     if "state" not in content:
         return {"model": evaluated_weights(dict(content))}
-    return {name: one for name, one in content["state"].items() if _is_of_a_module(one)}
+    return {name: state for name, state in content["state"].items() if _is_of_a_module(state)}
 
 
 def _is_of_a_module(state: Any) -> bool:

@@ -71,26 +71,26 @@ class AfterEpoch:
     def _values(self, end: EpochEnd) -> dict[str, float]:
         try:
             with torch.no_grad():
-                found = self._function(self._model, end)
+                result = self._function(self._model, end)
         except Exception as error:
             blame(f"The recipe's after_epoch failed after epoch {end.epoch}", error, self._function)
         self._model.train()  # it may have asked the model for something in eval mode
         where = f"The recipe's after_epoch{defined_at(self._function)} returned"
-        if found is None:
+        if result is None:
             return {}
-        if not isinstance(found, Mapping):
+        if not isinstance(result, Mapping):
             raise UserError(
-                f"{where} {describe(found)}; it must return a dict of numbers by name, or nothing."
+                f"{where} {describe(result)}; it must return a dict of numbers by name, or nothing."
             )
-        check_names("after_epoch", found, self._taken)
-        for name, value in found.items():
+        check_names("after_epoch", result, self._taken)
+        for name, value in result.items():
             single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
             if not (single or isinstance(value, Real)):
                 raise UserError(
                     f"{where} {describe(value)} as {name!r}; a value must be a single number."
                 )
         # What FSDP shares out is added up here.
-        values = {n: whole(v) if isinstance(v, Tensor) else v for n, v in found.items()}
+        values = {n: whole(v) if isinstance(v, Tensor) else v for n, v in result.items()}
         return {name: float(value) for name, value in values.items()}
 
     def frozen(self) -> list[str]:
@@ -107,8 +107,8 @@ class AfterEpoch:
     def _follow(self, before: list[str]) -> None:
         """Take the next step with what is trained now, if that is something else."""
         now, place = self.frozen(), defined_at(self._function)
-        told = f"What the recipe's after_epoch{place} has frozen"
-        check_same({"frozen": now}, self._world, told)
+        what = f"What the recipe's after_epoch{place} has frozen"
+        check_same({"frozen": now}, self._world, what)
         if now == before:
             return
         given = {id(p) for group in self._optimizer.param_groups for p in group["params"]}

@@ -35,10 +35,10 @@ def check_same_arithmetic(world: World) -> None:
     """Refuse virtual ranks on ranks that round differently: other devices, another PyTorch."""
     if not world.virtual_ranks:
         return
-    found = world.gather(arithmetic(world.device))
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            first, this = (", ".join(one.values()) for one in (found[0], other))
+    ranks = world.gather(arithmetic(world.device))
+    for rank, other in enumerate(ranks):
+        if other != ranks[0]:
+            first, this = (", ".join(rank_has.values()) for rank_has in (ranks[0], other))
             raise UserError(
                 f"--virtual-ranks: rank {rank} computes with {this}, rank 0 with {first}, and they "
                 "round differently.",
@@ -51,8 +51,8 @@ def check_same_arithmetic(world: World) -> None:
 def _cpu() -> str:
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        if found := re.search(r"^model name\s*:(.*)$", text, re.MULTILINE):
-            return found[1].strip()
+        if model := re.search(r"^model name\s*:(.*)$", text, re.MULTILINE):
+            return model[1].strip()
     return platform.processor() or platform.machine()
 
 
@@ -101,23 +101,23 @@ def check_same(values: Mapping[str, Any], world: World, of: str, *, where: str =
     """
     if not world.connected:
         return
-    told = {name: _told(value) for name, value in values.items()}
-    digest = hashlib.sha256(repr(sorted(told.items())).encode(errors="replace")).digest()
+    shown = {name: _as_text(value) for name, value in values.items()}
+    digest = hashlib.sha256(repr(sorted(shown.items())).encode(errors="replace")).digest()
     number = torch.tensor(int.from_bytes(digest[:7]))
     most, least = world.reduce(torch.stack([number, -number]), "max")
     if most == -least:
         return
-    ranks = world.gather(told)
-    found = []
-    for name in dict.fromkeys(name for one in ranks for name in one):
-        texts = [one.get(name, "not there") for one in ranks]
+    ranks = world.gather(shown)
+    differences = []
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        texts = [rank.get(name, "not there") for rank in ranks]
         other = next((r for r, text in enumerate(texts) if text != texts[0]), 0)
         if other:
-            found.append(
+            differences.append(
                 f"{name} is {texts[0]:.80} on rank 0 and {texts[other]:.80} on rank {other}"
             )
     raise UserError(
-        f"{of} differ between the ranks: {listed(found)}.",
+        f"{of} differ between the ranks: {listed(differences)}.",
         where=where,
         remedy="Give all ranks the same: what is taken from the clock, the rank or the memory of a "
         "node is another on each.",
@@ -125,13 +125,13 @@ def check_same(values: Mapping[str, Any], world: World, of: str, *, where: str =
     )
 
 
-def _told(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """Return a value as ranks compare it, and as a message shows it."""
     if isinstance(value, Mapping):
-        pairs = sorted((str(name), _told(one)) for name, one in value.items())
+        pairs = sorted((str(name), _as_text(item)) for name, item in value.items())
         return f"{{{', '.join(f'{name}: {text}' for name, text in pairs)}}}"
     if isinstance(value, list | tuple | set | frozenset):
-        texts = [_told(one) for one in value]
+        texts = [_as_text(item) for item in value]
         return f"[{', '.join(sorted(texts) if isinstance(value, set | frozenset) else texts)}]"
     if isinstance(value, str | Path) and _OF_A_MACHINE.fullmatch(str(value)):
         return "a path or a device"
@@ -158,7 +158,7 @@ def check_same_tensors(
     if not world.connected:
         return
     rounds = world.gather(arithmetic(world.device) | {"threads": str(torch.get_num_threads())})
-    if all(one == rounds[0] for one in rounds):
+    if all(digest == rounds[0] for digest in rounds):
         pairs = zip(tensors, bits_of(tensors).tolist(), strict=True)
         forms = [f"{t.dtype} {tuple(t.shape)} with bits {bits}" for t, bits in pairs]
         check_same({f"tensor {n}": form for n, form in enumerate(forms)}, world, of, where=where)
@@ -199,13 +199,13 @@ def check_weights(
     of_gradients = bits_of(dense).tolist() if len(dense) == len(gradients) else None
     rounds = arithmetic(world.device) | {"threads": str(torch.get_num_threads())}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    set_to = [{n: _told(group[n]) for n in _SET if n in group} for group in groups]
+    set_to = [{n: _as_text(group[n]) for n in _SET if n in group} for group in groups]
     ranks = world.gather((bits.tolist(), of_gradients, rounds, set_to))
     if any(rank[2] != ranks[0][2] for rank in ranks):
         return
     place, name = next((i, n) for i, n in enumerate(named) if int(most[i]) != -int(least[i]))
-    rank = next(r for r, found in enumerate(ranks) if found[0][place] != ranks[0][0][place])
-    summed = [found[1] and found[1][place] for found in ranks]
+    rank = next(r for r, sums in enumerate(ranks) if sums[0][place] != ranks[0][0][place])
+    summed = [sums[1] and sums[1][place] for sums in ranks]
     if not named[name].requires_grad:
         why = "It is not trained: something sets it from a rank's own samples or random numbers."
     elif summed.count(summed[0]) < len(summed):
@@ -240,8 +240,8 @@ def _other_setting(
     ours: list[dict[str, str]], theirs: list[dict[str, str]]
 ) -> tuple[str, str, str] | None:
     """Return the first entry of optimizers' groups that differs, and both values."""
-    for one, other in zip(ours, theirs, strict=False):
-        for name, value in one.items():
+    for mine, other in zip(ours, theirs, strict=False):
+        for name, value in mine.items():
             if value != other.get(name):
                 return name, value, str(other.get(name))
     return None

@@ -63,13 +63,13 @@ class Applied(nn.Module):
         return new_state(self._carry, rows, like.device, like.dtype)
 
     def _with(self, batch: Any, carried: Any) -> tuple[Any, Any]:
-        found = self._forward_of_recipe(self.model, batch, carried)
-        if not (isinstance(found, tuple) and len(found) == 2):
+        returned = self._forward_of_recipe(self.model, batch, carried)
+        if not (isinstance(returned, tuple) and len(returned) == 2):
             raise UserError(
                 f"The recipe's forward{defined_at(self._forward_of_recipe)} returned "
-                f"{describe(found)}; with carry=… it must return (outputs, carried)."
+                f"{describe(returned)}; with carry=… it must return (outputs, carried)."
             )
-        return found
+        return returned
 
 
 def applied(
@@ -136,8 +136,8 @@ def timed(function: Callable[..., Any], moment: Moment) -> Callable[..., Any]:
         return function
 
     @functools.wraps(function)
-    def at_moment(*args: Any, **told: int) -> Any:
-        return function(*args, **{name: getattr(moment, name) for name in asks} | told)
+    def at_moment(*args: Any, **given: int) -> Any:
+        return function(*args, **{name: getattr(moment, name) for name in asks} | given)
 
     return at_moment
 
@@ -157,13 +157,13 @@ def summed(
     weights = weights or {}
 
     @functools.wraps(loss)  # with its arguments' names
-    def total(outputs: Any, targets: Any, **told: int) -> Any:
-        found = loss(outputs, targets, **told)
-        summed_already = isinstance(found, Tensor) and parts_of(found).keys() == {*names}
-        if summed_already or not (names or isinstance(found, Mapping)):
-            return found
-        of_these = {n: w for n, w in weights.items() if not some or n in found}
-        return total_of(found, of_these, names or found, loss)
+    def total(outputs: Any, targets: Any, **moment: int) -> Any:
+        value = loss(outputs, targets, **moment)
+        summed_already = isinstance(value, Tensor) and parts_of(value).keys() == {*names}
+        if summed_already or not (names or isinstance(value, Mapping)):
+            return value
+        of_these = {n: w for n, w in weights.items() if not some or n in value}
+        return total_of(value, of_these, names or value, loss)
 
     return total
 
@@ -180,32 +180,32 @@ def evaluating(
 
 
 def total_of(
-    found: Any, weights: Mapping[str, float], names: Collection[str], loss: object
+    parts: Any, weights: Mapping[str, float], names: Collection[str], loss: object
 ) -> Tensor:
     """Return the weighted sum of the losses that a recipe's loss returned by name."""
-    if not isinstance(found, Mapping) or found.keys() != {*names} or not found:
-        named = ", ".join(map(str, found)) if isinstance(found, Mapping) else describe(found)
+    if not isinstance(parts, Mapping) or parts.keys() != {*names} or not parts:
+        named = ", ".join(map(str, parts)) if isinstance(parts, Mapping) else describe(parts)
         raise UserError(
             f"The recipe's loss{defined_at(loss)} returned {named or 'an empty dict'} for a batch; "
             f"it must return the same losses in every batch: {', '.join(names) or 'at least one'}. "
             "A loss that a batch does not have is a zero."
         )
-    for name, part in found.items():
+    for name, part in parts.items():
         if not (isinstance(part, Tensor) and part.dim() == 0 and part.is_floating_point()):
             raise UserError(
                 f"The recipe's loss{defined_at(loss)} returned {describe(part)} as its {name!r}; "
                 "each of its losses must be a scalar tensor."
             )
-    if unknown := [name for name in weights if name not in found]:
+    if unknown := [name for name in weights if name not in parts]:
         raise UserError(
             f"Recipe(loss_weights=…) names {unknown[0]!r}, which is none of the losses that loss()"
             f"{defined_at(loss)} returns. {did_you_mean(unknown[0], names)}They are: "
             f"{', '.join(names)}."
         )
     # In one order, so that the bits do not depend on the dict's.
-    scaled = [found[n] * weights[n] if weights.get(n, 1) != 1 else found[n] for n in names]
+    scaled = [parts[n] * weights[n] if weights.get(n, 1) != 1 else parts[n] for n in names]
     total: Any = sum(scaled[1:], start=scaled[0])
-    total.parts = {name: found[name].detach() for name in names}
+    total.parts = {name: parts[name].detach() for name in names}
     return total  # type: ignore[no-any-return]
 
 
@@ -234,26 +234,26 @@ class Measure:
         """Return the values of a batch by name: (samples,)."""
         batch = inputs if self.whole else (inputs, targets)
         try:
-            found = self.function(self.model, batch)
+            result = self.function(self.model, batch)
         except Exception as error:
             given = describe(batch)
             blame(f"The recipe's evaluate_batch failed with a batch {given}", error, self.function)
         where = f"The recipe's evaluate_batch{defined_at(self.function)} returned"
-        if not isinstance(found, Mapping):
+        if not isinstance(result, Mapping):
             raise UserError(
-                f"{where} {describe(found)}; it must be a dict of names, each with one value a "
+                f"{where} {describe(result)}; it must be a dict of names, each with one value a "
                 "sample."
             )
-        if self.names and found.keys() != {*self.names}:
+        if self.names and result.keys() != {*self.names}:
             raise UserError(
-                f"{where} {', '.join(map(str, found)) or 'no names'} for a batch, and "
+                f"{where} {', '.join(map(str, result)) or 'no names'} for a batch, and "
                 f"{', '.join(self.names)} for another. Return the same names in every batch."
             )
-        values = {n: _as_values(found[n]) for n in self.names or found}
+        values = {n: _as_values(result[n]) for n in self.names or result}
         for name, value in values.items():
             if not isinstance(value, Tensor) or value.shape != (count,):
                 raise UserError(
-                    f"{where} {describe(found[name])} as {name!r} for {count} samples; it must be "
+                    f"{where} {describe(result[name])} as {name!r} for {count} samples; it must be "
                     f"one value a sample, ({count},): sums and counts are reduced here."
                 )
         return values
@@ -261,7 +261,7 @@ class Measure:
 
 def _as_values(value: Any) -> Any:
     """Return a list of numbers, as one makes of generated texts, as a tensor."""
-    if isinstance(value, list) and all(isinstance(one, int | float) for one in value):
+    if isinstance(value, list) and all(isinstance(number, int | float) for number in value):
         return torch.tensor(value, dtype=torch.float64)
     return value
 
@@ -284,28 +284,28 @@ def terms_of(recipe: Recipe) -> Terms | None:
     @functools.wraps(count)  # with its place
     def terms(inputs: Any, targets: Any) -> Any:
         try:
-            found = count(inputs if whole else (inputs, targets))
+            counted = count(inputs if whole else (inputs, targets))
         except Exception as error:
             blame("The recipe's loss_terms failed", error, count)
-        return check_terms(found, count)
+        return check_terms(counted, count)
 
     return terms
 
 
-def check_terms(found: Any, count: object) -> Any:
+def check_terms(counted: Any, count: object) -> Any:
     """Check that a number of terms is one, and return it.
 
     A share of the global batch may have none. A tensor on a device is not read: the host would wait
     for it. If it is wrong, the sum over the ranks shows it.
     """
-    if isinstance(found, Tensor) and found.numel() == 1 and found.device.type != "cpu":
-        return found.detach().reshape(())
+    if isinstance(counted, Tensor) and counted.numel() == 1 and counted.device.type != "cpu":
+        return counted.detach().reshape(())
     try:
-        number = float(found)
+        number = float(counted)
     except (TypeError, ValueError, RuntimeError):
         number = float("nan")
     if not 0 <= number < float("inf"):
-        shown = found if isinstance(found, int | float) else describe_terms(found)
+        shown = counted if isinstance(counted, int | float) else describe_terms(counted)
         raise UserError(
             f"The recipe's loss_terms{defined_at(count)} returned {shown} for a batch; it must be "
             "the number of what the loss is a mean over, 0 where these samples have none."
@@ -340,11 +340,11 @@ def over_nothing(terms: float, what: str, counts: object) -> str:
     )
 
 
-def describe_terms(found: Any) -> str:
+def describe_terms(counted: Any) -> str:
     """Describe, for a message, what was returned instead of a number."""
-    if isinstance(found, Tensor):
-        return str(found.item()) if found.numel() == 1 else f"a tensor {tuple(found.shape)}"
-    return f"a {type(found).__name__}"
+    if isinstance(counted, Tensor):
+        return str(counted.item()) if counted.numel() == 1 else f"a tensor {tuple(counted.shape)}"
+    return f"a {type(counted).__name__}"
 
 
 def as_scalar(terms: Any, like: Tensor) -> Tensor:

@@ -71,9 +71,9 @@ class BatchTransform:
         """Change the whole batch, and return these parts of it, whose first row is `first`."""
         if not parts:
             return []
-        size, found, cut = len(tensors[0]), iter(tensors), []
-        inputs = rebuilt(parts[0].inputs, found)
-        targets = inputs if self._whole else rebuilt(parts[0].targets, found)
+        size, tensors_left, cut = len(tensors[0]), iter(tensors), []
+        inputs = rebuilt(parts[0].inputs, tensors_left)
+        targets = inputs if self._whole else rebuilt(parts[0].targets, tensors_left)
         inputs, targets = self.change(inputs, targets, size, epoch, step)
         for part in parts:
             start = first if part.weight else 0
@@ -94,22 +94,22 @@ class BatchTransform:
         # Six parts: nothing else that is drawn is seeded alike.
         with _drawing(mix(self._seed, 2, epoch, step, 0, 0), self._world.device):
             try:
-                found = self._function(*given)
+                changed = self._function(*given)
             except Exception as error:
-                told = f"The recipe's batch_transform failed with a batch {describe(given)}"
-                blame(told, error, self._function)
-        pair = isinstance(found, tuple | list) and len(found) == 2
-        leaves = tree_leaves(found)
+                what = f"The recipe's batch_transform failed with a batch {describe(given)}"
+                blame(what, error, self._function)
+        pair = isinstance(changed, tuple | list) and len(changed) == 2
+        leaves = tree_leaves(changed)
         fit = [isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size for leaf in leaves]
         if not all(fit) or not (pair or self._whole):
             wanted = "the batch" if self._whole else "a pair (inputs, targets)"
             raise UserError(
                 f"The recipe's batch_transform{defined_at(self._function)} returned "
-                f"{describe(found)} for {size} samples; it must return {wanted}, of tensors with "
+                f"{describe(changed)} for {size} samples; it must return {wanted}, of tensors with "
                 "a row for each sample."
             )
-        found = map_tensors(self._cast, found)
-        return (found, found) if self._whole else (found[0], found[1])
+        changed = map_tensors(self._cast, changed)
+        return (changed, changed) if self._whole else (changed[0], changed[1])
 
     def _cast(self, leaf: Tensor) -> Tensor:
         return leaf.to(self._dtype) if leaf.is_floating_point() else leaf

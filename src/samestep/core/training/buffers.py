@@ -63,7 +63,7 @@ class StepBuffers:
         floats, others = _now(self._floats), _now(self._others)
         pairs = zip(_marks(self._marked), self._marks, strict=True)
         changed = [now != before for now, before in pairs]
-        after, found = self._flat(floats), []
+        after, changes = self._flat(floats), []
         if not self._known or after.shape != self._before.shape:
             both = zip((*floats, *others), self._kept, strict=True)
             _refuse_first(
@@ -76,9 +76,9 @@ class StepBuffers:
             pairs_of_values = zip((*floats, *others), self._kept, strict=True)
             wrote = [not torch.equal(now, kept) for now, kept in pairs_of_values]
             flags = [one or other for one, other in zip(changed, wrote, strict=True)]
-            found.append(torch.tensor(flags, dtype=self._dtype, device=self._before.device))
-        found.append(after - self._before)
-        found.append(self._no_bytes if part else self._bytes(others))
+            changes.append(torch.tensor(flags, dtype=self._dtype, device=self._before.device))
+        changes.append(after - self._before)
+        changes.append(self._no_bytes if part else self._bytes(others))
         if self._kept:
             torch._foreach_copy_([*floats, *others], self._kept)
         if self._known:
@@ -89,7 +89,7 @@ class StepBuffers:
                 "add up. Let each forward of a training step write it",
             )
         self._marks = _marks(self._marked)
-        return found
+        return changes
 
     @torch.no_grad()
     def settle(self, total: Tensor, present: int) -> None:
@@ -133,8 +133,8 @@ class StepBuffers:
 
     def _bytes(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the bytes of tensors as numbers of a type that holds each exactly."""
-        found = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-        return torch.cat(found).to(self._dtype) if found else self._no_bytes
+        parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        return torch.cat(parts).to(self._dtype) if parts else self._no_bytes
 
 
 def _refuse_first(places: Sequence[BufferPlace], wrong: Sequence[bool], why: str) -> None:

@@ -159,18 +159,18 @@ class WholeStep(EagerStep):
 
 
 def _one_by_one(
-    take: Step, block: Block, step: int, lrs: list[float], *, want_norm: bool
+    eager: Step, block: Block, step: int, lrs: list[float], *, want_norm: bool
 ) -> StepResult:
     """Take the steps of a block one after the other."""
     results = [
-        take(single, step + number, lrs[number : number + 1], want_norm=want_norm)
+        eager(single, step + number, lrs[number : number + 1], want_norm=want_norm)
         for number, single in enumerate(block.singles())
     ]
     norms = [norm for result in results for norm in result.grad_norms or ()]
     return StepResult(
         [loss for result in results for loss in result.losses],
         norms or None,
-        seen=[one for result in results for one in result.seen],
+        seen=[outputs for result in results for outputs in result.seen],
         notes=tuple(note for result in results for note in result.notes),
     )
 

@@ -140,7 +140,7 @@ def switched(settings: Settings, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _in_single(original: Callable[..., Tensor], update: Tensor, *how: Any, **more: Any) -> Tensor:
+def _in_single(original: Callable[..., Tensor], update: Tensor, *given: Any, **more: Any) -> Tensor:
     """Let torch's Muon orthogonalise in float32: what it calls to round its copy rounds nothing."""
     from samestep.base.patches import patched  # noqa: PLC0415 - imported long before
 
@@ -148,10 +148,10 @@ def _in_single(original: Callable[..., Tensor], update: Tensor, *how: Any, **mor
         return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
     with patched((Tensor, "bfloat16", copied)):
-        found = original(update, *how, **more)
-    if found.dtype in _AUTOCAST.values():
+        updated = original(update, *given, **more)
+    if updated.dtype in _AUTOCAST.values():
         raise UserError(f"--newton-schulz fp32: the Muon of torch {torch.__version__} rounds anew.")
-    return found
+    return updated
 
 
 def kernels_of(device: torch.device) -> dict[str, Any]:
@@ -310,12 +310,12 @@ def count_flops(forward: Callable[[], T]) -> tuple[T, int]:
     torch.backends.mha.set_fastpath_enabled(False)  # one operation for a whole layer; not in steps
     try:
         with counter:
-            made = forward()
+            outputs = forward()
     except Exception:  # some tensors and extensions know no such mode
         return forward(), 0
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-    return made, 0 if counter.is_partial else counter.total
+    return outputs, 0 if counter.is_partial else counter.total
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -336,12 +336,12 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formula = self._formulas.get(func._overloadpacket)  # noqa: SLF001 - as PyTorch's own does
         if formula is None and func is not torch.ops.prim.device.default:
             with self:
-                made = func.decompose(*args, **kwargs)
-            if made is not NotImplemented:
-                return made
-        made = func(*args, **kwargs)
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
         if formula is not None:
-            self.total += formula(*args, **kwargs, out_val=made)
+            self.total += formula(*args, **kwargs, out_val=result)
         elif func.namespace not in ("aten", "prims", "prim") or func._schema.name in _UNCOUNTED:  # noqa: SLF001
             self.is_partial = True
-        return made
+        return result

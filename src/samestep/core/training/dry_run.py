@@ -127,23 +127,24 @@ def dry_run(
             _check_pairs(loss_of, outputs, batch.targets, judged)
             if kept is None:
                 kept = of_loss(trial.loss, loss_of, outputs, batch.targets)
-            how = precision, world, recipe.forward
-            look = partial(_unkept, kept, trial.model, tried, evaluated, *how)
+            find_unkept = partial(
+                _unkept, kept, trial.model, tried, evaluated, precision, world, recipe.forward
+            )
             if told_later:
                 names = named(outputs) if parts is None else parts
-                return Tried(metrics, names, forward_flops=flops, unkept=look())
+                return Tried(metrics, names, forward_flops=flops, unkept=find_unkept())
             measure = measure_of(recipe, trial.model) if measures else None
             terms = terms_of(recipe)
             totals = Totals(loss_of, trial.metrics, world, classes, terms, measure=measure)
             totals.add(outputs, batch)
             computed = tuple(totals.objects.check())
-        unkept = look()
+        unkept = find_unkept()
     judged_parts, measured = tuple(totals.parts), tuple(totals.measured)
-    found = Tried(metrics, judged_parts, judged_parts, measured, flops, unkept, computed)
+    tried_out = Tried(metrics, judged_parts, judged_parts, measured, flops, unkept, computed)
     if parts is not None:
-        found = found._replace(parts=parts)
-    _check_names(recipe, found)
-    return found
+        tried_out = tried_out._replace(parts=parts)
+    _check_names(recipe, tried_out)
+    return tried_out
 
 
 class _Trial(NamedTuple):
@@ -171,12 +172,12 @@ def _copied(
     """Return copies; None if some part cannot be copied, and is first tried when it counts."""
     try:
         kept = (takes, model) if any_sharded(model) else model.parameters()
-        shared: dict[int, object] = {id(one): one for one in kept}
-        one: nn.Module
+        shared: dict[int, object] = {id(copied): copied for copied in kept}
+        copied: nn.Module
         others: Any
-        one, *others = copy.deepcopy((model, loss, judged, dict(metrics)), shared)
-        takes = takes if one is model else applied(one, recipe)
-        return _Trial(one, takes, *others)
+        copied, *others = copy.deepcopy((model, loss, judged, dict(metrics)), shared)
+        takes = takes if copied is model else applied(copied, recipe)
+        return _Trial(copied, takes, *others)
     except Exception as error:
         if measures:
             raise UserError(
@@ -281,14 +282,14 @@ def _unkept(
     function: object,
 ) -> Unkept:
     """Return what no checkpoint holds: of the loss, and the buffers of a copy of the model."""
-    found = Unkept(loss)
+    unkept = Unkept(loss)
 
     def forward(samples: int) -> Any:
         return outputs_of(applied, evaluated.peek(samples).inputs, precision, world.device)
 
     applied.train()
-    found = found._replace(**of_buffers(model, forward, _SAMPLES, world))
-    return found._replace(forward=of_forward(model, function, forward, _FEW))
+    unkept = unkept._replace(**of_buffers(model, forward, _SAMPLES, world))
+    return unkept._replace(forward=of_forward(model, function, forward, _FEW))
 
 
 @contextlib.contextmanager
@@ -310,7 +311,7 @@ def _undisturbed(takes: nn.Module, model: nn.Module) -> Iterator[None]:
 def _plain(module: nn.Module) -> dict[str, Any]:
     """Return what a module may count in attributes of its own."""
     kinds = (int, float, str, Tensor, type(None))
-    return {n: one for n, one in vars(module).items() if n[0] != "_" and isinstance(one, kinds)}
+    return {n: v for n, v in vars(module).items() if n[0] != "_" and isinstance(v, kinds)}
 
 
 def _names_of_losses(
@@ -326,14 +327,14 @@ def _names_of_losses(
         trial.applied.train()
         return forward()
 
-    found, loss = None, timed(trial.loss, Moment())
-    for make in (*(lambda one=one: one for one in outputs), in_training):
+    value, loss = None, timed(trial.loss, Moment())
+    for make in (*(lambda output=output: output for output in outputs), in_training):
         with contextlib.suppress(Exception):
-            found = loss(make(), targets)
+            value = loss(make(), targets)
             break
-    if not isinstance(found, Mapping):
+    if not isinstance(value, Mapping):
         return ()
-    parts = tuple(parts_of(total_of(found, recipe.loss_weights or {}, found, recipe.loss)))
+    parts = tuple(parts_of(total_of(value, recipe.loss_weights or {}, value, recipe.loss)))
     _check_names(recipe, Tried(recipe.metrics, parts))
     return parts
 
@@ -412,12 +413,12 @@ def _check_pairs(
     places = torch.arange(1.0, outputs.numel() + 1, device=outputs.device)
     spread = (0.5 + 0.4 * places.sin()).view(outputs.shape).to(outputs.dtype)
     try:
-        one, other = float(trial(spread, targets)), float(trial(spread, turned))
+        first, other = float(trial(spread, targets)), float(trial(spread, turned))
         blank = float(trial(spread, torch.zeros_like(targets)))
     except Exception:
         return  # it fails by itself, or takes other outputs than these
-    looks = one != 0 and abs(one - blank) > 1e-6 * abs(one)  # at its targets at all
-    if looks and abs(one - other) <= 1e-6 * abs(one):
+    looks = first != 0 and abs(first - blank) > 1e-6 * abs(first)  # at its targets at all
+    if looks and abs(first - other) <= 1e-6 * abs(first):
         raise UserError(
             f"The recipe's loss{defined_at(loss)} does not tell which target belongs to which "
             f"output: outputs are {tuple(outputs.shape)} and targets {tuple(targets.shape)}, so "

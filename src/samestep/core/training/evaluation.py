@@ -26,7 +26,7 @@ from samestep.core.training.apply import (
     parts_of,
 )
 from samestep.core.training.device import autocast
-from samestep.core.training.metrics import Confusion, Objects, functions_of, told, values_of
+from samestep.core.training.metrics import Confusion, Objects, explained, functions_of, values_of
 from samestep.core.training.side_effects import keep_buffers
 from samestep.core.training.step import check_loss
 from samestep.core.training.stopping import Agreement
@@ -103,8 +103,8 @@ def evaluate(
     result has `per_class` and `confusion`. A mistake of the recipe on any rank raises an
     `EvaluationError` on all.
     """
-    how: dict[str, Any] = {"reduction": reduction, "parts": parts, "measure": measure}
-    totals = Totals(loss, metrics, world, classes, terms, **how)
+    options: dict[str, Any] = {"reduction": reduction, "parts": parts, "measure": measure}
+    totals = Totals(loss, metrics, world, classes, terms, **options)
     carried, sharded = CarriedOn(model), any_sharded(model)
     # A forward may write buffers, and ranks compute another number of them.
     put_back = keep_buffers(model) if world.virtual_ranks else lambda: None
@@ -278,19 +278,19 @@ class Totals:
         if self._waiting and closes:
             from samestep.core.training.gathered import put_together  # noqa: PLC0415
 
-            made, wanted, counts = zip(*self._waiting, strict=True)
-            whole_outputs, whole_targets = (put_together(t, counts) for t in (made, wanted))
+            whole, wanted, counts = zip(*self._waiting, strict=True)
+            whole_outputs, whole_targets = (put_together(t, counts) for t in (whole, wanted))
             weight, self._waiting = sum(counts), []
         if closes:
-            batch_loss = told("loss", self._loss, whole_outputs, whole_targets)
+            batch_loss = explained("loss", self._loss, whole_outputs, whole_targets)
             check_loss(batch_loss, self._loss)
             each = weight if self._reduction == "mean" else 1  # a sum has all of its samples in it
             if self._terms is not None:
                 counted = torch.as_tensor(each, device=batch_loss.device)
                 batch_loss = of_counted(batch_loss, (), counted)
             sums[0] += batch_loss.to(home).to(torch.float64) * each
-            for name, one in parts_of(batch_loss).items():
-                self._named(self.parts, name).add_(one.to(home).to(torch.float64) * each)
+            for name, summand in parts_of(batch_loss).items():
+                self._named(self.parts, name).add_(summand.to(home).to(torch.float64) * each)
         if self._confusion is not None:
             self._confusion.add(outputs, targets)
         sums[-2] += terms
@@ -298,8 +298,8 @@ class Totals:
             value = values_of(name, metric, outputs, targets, count)
             sums[place] += value.to(home).sum(dtype=torch.float64)
         self.objects.update(outputs, targets)
-        found = {} if self._measure is None else self._measure(inputs, targets, count)
-        for name, value in found.items():
+        measured = {} if self._measure is None else self._measure(inputs, targets, count)
+        for name, value in measured.items():
             self._named(self.measured, name).add_(value.to(home).sum(dtype=torch.float64))
         sums[-1] += count
 
@@ -317,9 +317,9 @@ class Totals:
                     sums.update({n: self._sums[:, 0] * 0 for n in names if n not in sums})
         more = [*self.parts.values(), *self.measured.values()]
         rows = torch.cat([self._sums, torch.stack(more, dim=1)], dim=1) if more else self._sums
-        found = sum_over_parts(rows, self._world).tolist()
+        values = sum_over_parts(rows, self._world).tolist()
         own = self._sums.shape[1]
-        (loss, *totals, terms, samples), others = found[:own], iter(found[own:])
+        (loss, *totals, terms, samples), others = values[:own], iter(values[own:])
         if not terms > 0:
             what = f"the {samples:g} samples that are evaluated"
             raise EvaluationError(over_nothing(terms, what, self._terms), on_all_ranks=True)

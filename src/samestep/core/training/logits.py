@@ -59,15 +59,15 @@ def places() -> list[ModuleType]:
 @contextmanager
 def taken(modules: Sequence[ModuleType]) -> Iterator[HowTaken]:
     """Let torchmetrics, in the modules of `places`, take predictions as the yielded object says."""
-    how = HowTaken()
+    taking = HowTaken()
 
     def around(_: Any, values: Tensor, kind: Literal["sigmoid", "softmax"] | None) -> Tensor:
         if not kind:
             return values
-        how.outside.append(((values < 0) | (values > 1)).any())
-        if not how.as_logits:
+        taking.outside.append(((values < 0) | (values > 1)).any())
+        if not taking.as_logits:
             return values
         return values.sigmoid() if kind == "sigmoid" else values.softmax(dim=1)
 
     with patched(*((module, _FUNCTION, around) for module in modules)):
-        yield how
+        yield taking

@@ -174,7 +174,7 @@ def end_of_epoch(work: Work, state: State, control: RunControl) -> Iterator[Reco
         if metric is not None and not last and control.is_hopeless(number, metric):
             state.stop_reason = state.stop_reason or "successive halving"
     else:
-        yield told(work, state, epoch)
+        yield with_after_epoch(work, state, epoch)
     if epoch_is_full(work, state):
         close_epoch(work, state)
     if due.saves or state.stop_reason or _is_kept(work, state, metric):
@@ -212,15 +212,15 @@ def _evaluate(
     seconds, later = time.perf_counter() - started, work.after_epoch is not None
     if not (later and math.isfinite(values["loss"])):
         yield from before
-    record, metric = judge(work, state, values, seconds)
+    record, metric = note_validation(work, state, values, seconds)
     for epoch in before if later else ():
-        yield told(work, state, epoch)
+        yield with_after_epoch(work, state, epoch)
     yield record
     stop_early(work, state)
     return metric
 
 
-def told(work: Work, state: State, epoch: Record) -> Record:
+def with_after_epoch(work: Work, state: State, epoch: Record) -> Record:
     """Return an epoch's record with what the recipe's `after_epoch` says of it."""
     position = state.position
     if work.after_epoch is None or not epoch_is_full(work, state):
@@ -244,7 +244,7 @@ def evaluate_now(work: Work, state: State) -> tuple[Record, float]:
     """Validate at this point of the training; return the record and the monitored metric."""
     started = time.perf_counter()
     values = _measure(work, lambda source: source)
-    return judge(work, state, values, time.perf_counter() - started)
+    return note_validation(work, state, values, time.perf_counter() - started)
 
 
 def _measure(work: Work, read: Callable[[Source], Evaluable]) -> dict[str, Any]:
@@ -263,11 +263,11 @@ def measure_by_name(
 
     Without several it is empty.
     """
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, source in work.by_name.items():
         of_it = first if source is work.validation else evaluate_work(work, read(source))
-        found |= {f"{name}/{key}": of_it[key] for key in of_it if key != "samples"}
-    return found
+        values |= {f"{name}/{key}": of_it[key] for key in of_it if key != "samples"}
+    return values
 
 
 def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) -> dict[str, Any]:
@@ -293,7 +293,7 @@ def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) ->
         )
 
 
-def judge(
+def note_validation(
     work: Work, state: State, values: dict[str, float], seconds: float
 ) -> tuple[Record, float]:
     """Note a validation's values; return their record and the monitored metric."""
@@ -422,8 +422,8 @@ def epoch_steps(work: Work, state: State) -> Iterator[StepsTaken]:
         first = position.step
         after = first + block.num_steps
         if scheduler is None:
-            told = state.validated
-            lrs = [learning_rate(plan, settings, step, told) for step in range(first, after)]
+            validated = state.validated
+            lrs = [learning_rate(plan, settings, step, validated) for step in range(first, after)]
         else:
             lrs = [scheduler.begin_step()]  # one at a time, as what_compiles says
         logged = [s for s in range(first + 1, after + 1) if is_recorded(s, plan.log_every)]

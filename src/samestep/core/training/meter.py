@@ -120,7 +120,7 @@ class Window:
         lists = (self._losses, self._terms, [] if norms is None else [*norms])
         columns = [torch.stack(of) if of else None for of in lists]
         losses, terms, norms_ = (
-            None if one is None else one.to("cpu", non_blocking=not waits) for one in columns
+            None if c is None else c.to("cpu", non_blocking=not waits) for c in columns
         )
         copied = None
         if not waits and losses is not None and self._losses[0].is_cuda:
@@ -152,7 +152,7 @@ class Window:
         parts = parts if terms else (0.0,) * (len(rows[0]) - 1)
         for (loss, *named), size in zip(rows, sizes, strict=True):
             loss_sum += loss * size
-            parts = tuple(part + one * size for part, one in zip(parts, named, strict=False))
+            parts = tuple(part + added * size for part, added in zip(parts, named, strict=False))
             terms += size
         sums = Sums(loss_sum, terms, parts)
         pairs = enumerate(zip(rows, sizes, strict=True))
@@ -165,19 +165,19 @@ class Window:
             latest = torch.tensor(-bad if bad else -(2**62))
             step = -int(latest if self._world.elastic else self._world.reduce(latest, "max"))
             what = f"The loss is NaN or infinite at step {step} (learning rate {lr:.3g})."
-            told, number = f"{what} {KEPT} {REMEDIES}", sizes[step - first]
+            message, number = f"{what} {KEPT} {REMEDIES}", sizes[step - first]
             if not number > 0:
-                told = over_nothing(number, f"the global batch of step {step}", self._counts)
-                told = f"{told} {KEPT}"
-            raise UserError(told, on_all_ranks=True)
+                message = over_nothing(number, f"the global batch of step {step}", self._counts)
+                message = f"{message} {KEPT}"
+            raise UserError(message, on_all_ranks=True)
         return losses, sums
 
     def _added_up(self, mine: list[float]) -> list[float]:
         """Return the sums over the ranks; elastic ones have them, and a single one has its own."""
         if self._world.elastic or not self._world.connected:
             return mine
-        found: list[float] = self._world.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
-        return found
+        sums: list[float] = self._world.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+        return sums
 
 
 class Meter:

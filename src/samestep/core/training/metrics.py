@@ -41,7 +41,7 @@ def in_training(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def values_of(name: str, metric: Callable[..., Any], outputs: Any, targets: Any, count: int) -> Any:
     """Return a metric's values of a batch: (samples,)."""
-    value = told(f"metric {name!r}", metric, outputs, targets)
+    value = explained(f"metric {name!r}", metric, outputs, targets)
     if not isinstance(value, Tensor) or value.shape != (count,):
         raise UserError(
             f"The recipe's metric {name!r}{defined_at(metric)} returned {describe(value)} "
@@ -51,7 +51,7 @@ def values_of(name: str, metric: Callable[..., Any], outputs: Any, targets: Any,
     return value
 
 
-def told(what: str, function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
+def explained(what: str, function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
     """Call a recipe's function with outputs and targets; a failure names the recipe."""
     try:
         return function(outputs, targets)
@@ -139,21 +139,21 @@ class Objects:
         """Take in a batch."""
         if not self._metrics:
             return
-        with self._taken() as how:
+        with self._taken() as taking:
             for name, metric in self._metrics.items():
-                how.as_logits, how.outside = False, []
-                told(f"metric {name!r}", metric.update, outputs, targets)
-                self._update_twin(name, how, outputs, targets)
+                taking.as_logits, taking.outside = False, []
+                explained(f"metric {name!r}", metric.update, outputs, targets)
+                self._update_twin(name, taking, outputs, targets)
 
-    def _update_twin(self, name: str, how: Any, outputs: Any, targets: Any) -> None:
+    def _update_twin(self, name: str, taking: Any, outputs: Any, targets: Any) -> None:
         """Give a metric's twin what the metric was just given, if that may be taken for logits."""
-        found = how.checked(name)
-        if found is None:
+        outside_now = taking.checked(name)
+        if outside_now is None:
             return
-        twin, outside = self._twins.get(name) or (self._new_twin(self._metrics[name]), found)
-        how.as_logits = True
-        told(f"metric {name!r}", twin.update, outputs, targets)
-        self._twins[name] = twin, outside | found
+        twin, outside = self._twins.get(name) or (self._new_twin(self._metrics[name]), outside_now)
+        taking.as_logits = True
+        explained(f"metric {name!r}", twin.update, outputs, targets)
+        self._twins[name] = twin, outside | outside_now
 
     def _new_twin(self, metric: Any) -> Any:
         twin = copy.deepcopy(metric)
@@ -167,19 +167,19 @@ class Objects:
             own[name] |= {_AS_LOGITS: _states(twin), _OUTSIDE: outside.cpu()}
         return [*self._earlier, own] if own else self._earlier
 
-    def load(self, found: Sequence[States]) -> None:
+    def load(self, states: Sequence[States]) -> None:
         """Replace the state by what `states` returned, on one rank or on several."""
         self.reset()
-        if len(found) == 1:
-            self._put_together(found)
+        if len(states) == 1:
+            self._put_together(states)
         else:
-            self._earlier = list(found)
+            self._earlier = list(states)
 
-    def _put_together(self, found: Sequence[States]) -> None:
+    def _put_together(self, of_ranks: Sequence[States]) -> None:
         """Combine states of ranks, those of twins, too."""
         self._clear()
         for name, metric in self._metrics.items():
-            ranks = [states[name] for states in found if name in states]
+            ranks = [states[name] for states in of_ranks if name in states]
             _put_into(metric, ranks)
             twins = [states[_AS_LOGITS] for states in ranks if _AS_LOGITS in states]
             if twins:
@@ -204,11 +204,11 @@ class Objects:
         ranks = world.gather(self.states() if states is None else states)
         whole = Objects(self._metrics, torch.device("cpu"))
         whole._put_together([states for rank in ranks for states in rank])
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for name, metric in whole._decided().items():
             if name not in without:
-                found |= _numbers(name, metric)
-        return found
+                values |= _numbers(name, metric)
+        return values
 
     def _decided(self) -> dict[str, Any]:
         """Return of each metric what counts: itself or its twin."""
@@ -218,7 +218,7 @@ class Objects:
     def check(self) -> list[str]:
         """Check that each metric computes numbers, where it can compute yet; return their names."""
         decided = self._decided().items()
-        return [one for name, metric in decided for one in _numbers(name, metric, early=True)]
+        return [number for name, metric in decided for number in _numbers(name, metric, early=True)]
 
 
 def _states(metric: Any) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def _numbers(name: str, metric: Any, *, early: bool = False) -> dict[str, float]
             return {}
         blame(f"The recipe's metric {name!r} failed to compute", error)
     several = getattr(metric, "evaluated_alone", False)
-    return {n: _number(n, one) for n, one in (value if several else {name: value}).items()}
+    return {n: _number(n, item) for n, item in (value if several else {name: value}).items()}
 
 
 def _number(name: str, value: Any) -> float:
@@ -316,8 +316,8 @@ class EpochMetrics:
     def add(self, seen: Sequence[StepOutputs]) -> None:
         """Keep outputs; measure them once there are many."""
         alone = len(self._parts) == 1
-        for one in seen:
-            self._parts[0 if alone else one.part - self._first].add(one)
+        for outputs in seen:
+            self._parts[0 if alone else outputs.part - self._first].add(outputs)
 
     def settle(self) -> None:
         """Update the sums; the host waits for the device."""
@@ -341,8 +341,8 @@ class EpochMetrics:
         late = {name for name, parts in of_names if parts}
         for part in self._parts:
             part.late = late
-        found = dict(zip(some.functions, totals, strict=False))
-        whole = {n: total / samples for n, total in found.items() if n not in late}
+        sums = dict(zip(some.functions, totals, strict=False))
+        whole = {n: total / samples for n, total in sums.items() if n not in late}
         states = [state for part in self._parts for state in part.objects.states()]
         return {**whole, **some.objects.values(world, late, states)}
 
@@ -379,26 +379,26 @@ class _PartMetrics:
         """Metrics that the recipe gained within the epoch: they have not seen all of it."""
         self.objects.reset()
 
-    def add(self, one: StepOutputs) -> None:
+    def add(self, step: StepOutputs) -> None:
         """Keep outputs; measure them once there are many, or their form changes."""
-        self._samples += one.samples
-        if len(self._seen) == self._most or (self._seen and not _alike(one, self._seen[0])):
-            self._look()
+        self._samples += step.samples
+        if len(self._seen) == self._most or (self._seen and not _alike(step, self._seen[0])):
+            self._measure_kept()
         if not self._seen:
-            leaves = [leaf for leaf in tree_leaves(one.outputs) if isinstance(leaf, Tensor)]
+            leaves = [leaf for leaf in tree_leaves(step.outputs) if isinstance(leaf, Tensor)]
             each = max(1, sum(leaf.nbytes for leaf in leaves))
             self._most = max(1, min(self._most_steps, _MOST_BYTES // each))
-        self._seen.append(one)
+        self._seen.append(step)
 
-    def _look(self) -> None:
+    def _measure_kept(self) -> None:
         """Measure the kept outputs, batches of one form."""
         seen, self._seen = self._seen, []
         if not seen:
             return
         outputs, targets, samples, _part = seen[0]
         if len(seen) > 1:
-            outputs = torch.cat([one.outputs for one in seen])
-            targets = torch.cat([one.targets for one in seen])
+            outputs = torch.cat([step.outputs for step in seen])
+            targets = torch.cat([step.targets for step in seen])
         count = samples * len(seen)
         with torch.no_grad():
             self.objects.update(outputs, targets)
@@ -410,7 +410,7 @@ class _PartMetrics:
 
     def settle(self) -> None:
         """Update the sums; the host waits for the device."""
-        self._look()
+        self._measure_kept()
         if self._unread:
             for row in torch.cat(self._unread).tolist():
                 self._sums = [total + value for total, value in zip(self._sums, row, strict=True)]
@@ -424,8 +424,8 @@ class _PartMetrics:
         """Return what a checkpoint keeps of this rank, after `settle`."""
         named: list[States] = [dict(zip(self.functions, self._sums, strict=True))]  # type: ignore[arg-type]
         sums, *states = (
-            {name: value for name, value in found.items() if name not in self.late}
-            for found in named + self.objects.states()
+            {name: value for name, value in values.items() if name not in self.late}
+            for values in named + self.objects.states()
         )
         return {"sums": sums, "states": states, "samples": self._samples}
 
@@ -436,10 +436,10 @@ class _PartMetrics:
             return
         self._samples = sum(rank["samples"] for rank in ranks)
         self._sums = [sum(rank["sums"].get(n, 0.0) for rank in ranks) for n in self.functions]
-        self.objects.load([one for rank in ranks for one in rank["states"]])
+        self.objects.load([states for rank in ranks for states in rank["states"]])
         for rank in ranks:
             if rank["samples"]:
-                known = {*rank["sums"], *(name for one in rank["states"] for name in one)}
+                known = {*rank["sums"], *(name for states in rank["states"] for name in states)}
                 self.late |= set(self.names) - known
 
 

@@ -19,9 +19,9 @@ EXTRA_STATE = "_extra_state"
 
 def misfits(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Return what of saved weights does not fit those of a model, a sentence each."""
-    found = [f"{name} is missing" for name in own if name not in saved]
-    found += [f"{name} is not in the model" for name in saved if name not in own]
-    return found + _other_shapes(saved, own)
+    problems = [f"{name} is missing" for name in own if name not in saved]
+    problems += [f"{name} is not in the model" for name in saved if name not in own]
+    return problems + _other_shapes(saved, own)
 
 
 def load_model(
@@ -43,7 +43,7 @@ def load_model(
     wrong = misfits(saved, own)
     given = copy.copy(saved)  # with the versions of its modules, which are in an attribute
     if any(is_sharded(value) for value in own.values()):
-        given.update({n: sharded_as(one, own[n]) for n, one in saved.items() if n in own})
+        given.update({n: sharded_as(tensor, own[n]) for n, tensor in saved.items() if n in own})
     # A module may keep what `set_extra_state` gives it.
     given.update({n: own_memory(part) for n, part in saved.items() if n.endswith(EXTRA_STATE)})
     try:
@@ -115,9 +115,9 @@ class ModelTrial:
             load_model(twin, {"model": state})
             return difference(state, map_tensors(hollow, dict(twin.state_dict())))
         except Exception as error:
-            told = str(error).split(" Use the")[0] if isinstance(error, UserError) else said(error)
+            text = str(error).split(" Use the")[0] if isinstance(error, UserError) else said(error)
             # Its code may read numbers in tensors, which these have not.
-            return "" if "meta" in told.lower() else told
+            return "" if "meta" in text.lower() else text
 
 
 def _shape(value: object) -> tuple[int, ...] | None:
@@ -154,14 +154,14 @@ def difference(one: Any, other: Any, path: str = "") -> str:
         typed = one.dtype == other.dtype or (empty and one.dim() == 0)
         same = one.shape == other.shape and typed
         same = same and (empty or torch.equal(*(t.cpu().nan_to_num(0.5) for t in (one, other))))
-        return "" if same else _told(path, one, other)
+        return "" if same else _described(path, one, other)
     else:
         with contextlib.suppress(Exception):  # of a class that does not compare
             if one != other and repr(one) != repr(other):  # two NaNs differ, and are written alike
-                return _told(path, one, other)
+                return _described(path, one, other)
         return ""
-    found = (difference(mine, its, f"{path}[{key!r}]") for key, mine, its in pairs)
-    return next(filter(None, found), "")
+    differences = (difference(mine, its, f"{path}[{key!r}]") for key, mine, its in pairs)
+    return next(filter(None, differences), "")
 
 
 class _Gone:
@@ -172,7 +172,7 @@ class _Gone:
 _GONE = _Gone()
 
 
-def _told(path: str, one: Any, other: Any) -> str:
+def _described(path: str, one: Any, other: Any) -> str:
     def short(value: Any) -> str:
         if isinstance(value, Tensor) and value.dim():
             return f"a {str(value.dtype).removeprefix('torch.')} tensor {tuple(value.shape)}"

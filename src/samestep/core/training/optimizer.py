@@ -99,12 +99,12 @@ def optimizer_of(
         return make_optimizer(model.parameters(), settings, lr, device, fuse=fuse, frozen=frozen)
     place = defined_at(recipe.optimizer)
     try:
-        found: Any = recipe.optimizer(model, settings)
+        returned: Any = recipe.optimizer(model, settings)
     except Exception as error:
         blame("The recipe's optimizer failed", error, recipe.optimizer)
-    several = found if isinstance(found, list | tuple) else [found]
-    for one in several:
-        _check_kind(one, place)
+    several = returned if isinstance(returned, list | tuple) else [returned]
+    for member in several:
+        _check_kind(member, place)
     optimizer = joined(several, model, place, may_unfreeze=recipe.after_epoch is not None)
     _check_covers(optimizer, model, place)
     for group in optimizer.param_groups:
@@ -165,11 +165,11 @@ def has_modes(optimizer: Any) -> bool:
 
 
 def _switch(optimizer: torch.optim.Optimizer, mode: Literal["train", "eval"]) -> None:
-    for one in filter(has_modes, members_of(optimizer)):
+    for member in filter(has_modes, members_of(optimizer)):
         try:
-            getattr(one, mode)()
+            getattr(member, mode)()
         except Exception as error:
-            kind = type(one)
+            kind = type(member)
             blame(f"The recipe's optimizer, {kind.__name__}, failed in {mode}()", error, kind)
 
 
@@ -208,15 +208,15 @@ def rates_of(
     """
     if not isinstance(optimizer, Joint):
         return {}
-    found, seen, place = dict[str, float](), Counter[str](), 0
-    for one in members_of(optimizer):
-        seen[kind := type(one).__name__] += 1
+    rates, seen, place = dict[str, float](), Counter[str](), 0
+    for member in members_of(optimizer):
+        seen[kind := type(member).__name__] += 1
         rate = lr.each[place] if isinstance(lr, GroupRates) else lr
-        ratio = 1.0 if scheduled else one.param_groups[0][RATIO]
+        ratio = 1.0 if scheduled else member.param_groups[0][RATIO]
         if ratio is not None:
-            found[f"lr_{kind}" + (f"_{seen[kind]}" if seen[kind] > 1 else "")] = rate * ratio
-        place += len(one.param_groups)
-    return found
+            rates[f"lr_{kind}" + (f"_{seen[kind]}" if seen[kind] > 1 else "")] = rate * ratio
+        place += len(member.param_groups)
+    return rates
 
 
 def check_groups(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -324,19 +324,19 @@ class Update:
 
     def _own_step(self) -> None:
         """Take a step of the recipe's own optimizer, and see once that a checkpoint can hold it."""
-        told = f"The recipe's optimizer, {kind_of(self._optimizer)}"
+        what = f"The recipe's optimizer, {kind_of(self._optimizer)}"
         update: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._sharded:
             from samestep.core.training.sharded_update import sharded_update  # noqa: PLC0415
 
-            update = sharded_update(told, looks=self._trial is not None)
+            update = sharded_update(what, looks=self._trial is not None)
         try:
             with update:
                 self._ordinary_step()
         except Exception as error:
             if "does not have a grad_fn" in str(error):
                 raise UserError(
-                    f"{told}, takes the gradient of a gradient, for which backward would have to "
+                    f"{what}, takes the gradient of a gradient, for which backward would have to "
                     "keep its graph (create_graph=True). Choose one that needs gradients only."
                 ) from error
             parts = (
@@ -344,7 +344,7 @@ class Update:
                 "not every optimizer can step. Use --strategy ddp."
             )
             remedy = parts if self._sharded else ""
-            blame(f"{told}, failed in a step", error, self._maker, remedy=remedy)
+            blame(f"{what}, failed in a step", error, self._maker, remedy=remedy)
         trial, self._trial = self._trial, None
         if trial is not None:
             check_trial(trial, self._optimizer, self._maker, counts=self._checks)
@@ -380,22 +380,22 @@ def check_trial(
 
     With `counts`, also what it counts in attributes of its own.
     """
-    told, state = f"The recipe's optimizer, {kind_of(optimizer)}", optimizer.state_dict()
-    told += f"{defined_at(maker)},"
+    what, state = f"The recipe's optimizer, {kind_of(optimizer)}", optimizer.state_dict()
+    what += f"{defined_at(maker)},"
     # Tensors may be large, and it is the rest that can be of any type.
     if why := why_not_kept(state):
         raise UserError(
-            f"{told} holds what a checkpoint cannot: {why}. Its state and groups may hold tensors, "
+            f"{what} holds what a checkpoint cannot: {why}. Its state and groups may hold tensors, "
             "numbers, texts, and lists and dicts of them."
         )
     if why := trial.why_lost(optimizer, state):
         raise UserError(
-            f"{told} could not be resumed: {why}. Its load_state_dict must restore all that its "
+            f"{what} could not be resumed: {why}. Its load_state_dict must restore all that its "
             "state_dict returns."
         )
     if lost := trial.lost_counts(optimizer) if counts else ():
         raise UserError(
-            f"{told} could not be resumed: a step changes its attribute {listed(lost, 3)}, and no "
+            f"{what} could not be resumed: a step changes its attribute {listed(lost, 3)}, and no "
             "checkpoint holds it.",
             remedy="Keep it in its groups or its state; or, if no weight depends on it, add "
             "--no-self-check.",

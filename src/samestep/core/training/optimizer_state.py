@@ -60,12 +60,12 @@ class Joint(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The groups of all, the first optimizer's first."""
-        return [group for one in self.optimizers for group in one.param_groups]
+        return [group for member in self.optimizers for group in member.param_groups]
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
         """What they keep of each parameter."""
-        return {key: kept for one in self.optimizers for key, kept in one.state.items()}
+        return {key: kept for member in self.optimizers for key, kept in member.state.items()}
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter(self.optimizers)
@@ -82,18 +82,18 @@ class Joint(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for one in self.optimizers:
-            one.step()
+        for member in self.optimizers:
+            member.step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each, by its own `state_dict`."""
-        return {"optimizers": [one.state_dict() for one in self.optimizers]}
+        return {"optimizers": [member.state_dict() for member in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
-        for one, saved in zip(self.optimizers, state_dict["optimizers"], strict=True):
-            one.load_state_dict(saved)
+        for member, saved in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            member.load_state_dict(saved)
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -103,7 +103,7 @@ def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the class of an optimizer, for a reader; of several "Muon + AdamW"."""
-    return " + ".join(type(one).__name__ for one in members_of(optimizer))
+    return " + ".join(type(member).__name__ for member in members_of(optimizer))
 
 
 def joined(
@@ -122,21 +122,21 @@ def joined(
     """
     names = {id(p): name for name, p in model.named_parameters()}
     owners: dict[int, str] = {}
-    for number, one in enumerate(optimizers, 1):
-        told = f"number {number}, {type(one).__name__},"
-        held = [p for group in one.param_groups for p in group["params"]]
+    for number, optimizer in enumerate(optimizers, 1):
+        this = f"number {number}, {type(optimizer).__name__},"
+        held = [p for group in optimizer.param_groups for p in group["params"]]
         if not (may_unfreeze or any(p.requires_grad for p in held)):
             raise UserError(
-                f"Of the recipe's optimizers{place}, {told} is given nothing to train. Give it "
+                f"Of the recipe's optimizers{place}, {this} is given nothing to train. Give it "
                 "parameters that require a gradient, or leave it out."
             )
         if both := [id(p) for p in held if id(p) in owners]:
             shared = listed([names.get(key, "a parameter") for key in both])
             raise UserError(
-                f"The recipe's optimizers{place} overlap: {owners[both[0]]} and {told} are both "
+                f"The recipe's optimizers{place} overlap: {owners[both[0]]} and {this} are both "
                 f"given {shared}. Give each parameter to one of them."
             )
-        owners |= dict.fromkeys(map(id, held), told)
+        owners |= dict.fromkeys(map(id, held), this)
     if not optimizers:
         raise UserError(f"The recipe's optimizer{place} returned an empty list.")
     return Joint(optimizers) if len(optimizers) > 1 else optimizers[0]
@@ -158,13 +158,13 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def what_groups_keep(
-    optimizer: torch.optim.Optimizer, made: Sequence[Group], scheduled: Collection[str] = ()
+    optimizer: torch.optim.Optimizer, initial: Sequence[Group], scheduled: Collection[str] = ()
 ) -> list[dict[str, Any]]:
     """Return for a checkpoint which entries of each group were gathered since it was made.
 
     Args:
         optimizer: after some steps.
-        made: what `groups_of` returned when it was new.
+        initial: what `groups_of` returned when it was new.
         scheduled: entries that a scheduler sets.
     """
     return [
@@ -179,7 +179,7 @@ def what_groups_keep(
             ),
             "dtypes": _dtypes(group),
         }
-        for group, new in zip(optimizer.param_groups, made, strict=True)
+        for group, new in zip(optimizer.param_groups, initial, strict=True)
     ]
 
 
@@ -200,7 +200,7 @@ def alike(one: Any, other: Any) -> bool:
 def load_state(
     optimizer: torch.optim.Optimizer,
     saved: dict[str, Any],
-    made: Sequence[Group] = (),
+    initial: Sequence[Group] = (),
     kept: Sequence[Group] | None = None,
 ) -> None:
     """Load an optimizer's state; its settings and kernel stay those that it was built with.
@@ -210,7 +210,7 @@ def load_state(
     Args:
         optimizer: a new one.
         saved: what its `state_dict` returned.
-        made: what `groups_of` returned when it was new.
+        initial: what `groups_of` returned when it was new.
         kept: of a recipe's own, what `what_groups_keep` returned; earlier versions have no such.
 
     Raises:
@@ -218,7 +218,7 @@ def load_state(
     """
     several = saved.get("optimizers") if isinstance(saved, dict) else None
     if isinstance(optimizer, Joint) or (several is not None and not _has_its_own(optimizer)):
-        _load_each(members_of(optimizer), several or [saved], made, kept)
+        _load_each(members_of(optimizer), several or [saved], initial, kept)
         return
     own = [dict(group) for group in optimizer.param_groups]
     its: Sequence[Group] = saved.get("param_groups", ()) if isinstance(saved, dict) else ()
@@ -230,18 +230,18 @@ def load_state(
     from samestep.base.patches import patched  # noqa: PLC0415 - to resume only
 
     if RATIO in own[0] or kept is not None or any(RATIO in group for group in its):
-        gathered = _gathered(optimizer, its, made or own, kept)
+        gathered = _gathered(optimizer, its, initial or own, kept)
         same_types = kept is not None and [_dtypes(g) for g in own] == [g["dtypes"] for g in kept]
         try:
             with patched((torch.optim.Optimizer, _POLICY, partial(_placed, same_types))):
                 _load(optimizer, saved, own, its)
         except Exception as error:
             kind = type(optimizer).__name__
-            told = f"The recipe's optimizer, {kind}, failed to load what the checkpoint holds"
-            blame(told, error, type(optimizer).load_state_dict)
+            what = f"The recipe's optimizer, {kind}, failed to load what the checkpoint holds"
+            blame(what, error, type(optimizer).load_state_dict)
         take_settings(optimizer, own, gathered)
         return
-    if any(("momentum" in mine) != ("momentum" in one) for mine, one in zip(own, its, strict=True)):
+    if any(("momentum" in mine) != ("momentum" in old) for mine, old in zip(own, its, strict=True)):
         return
     _load(optimizer, saved, own, its)
     for group, mine in zip(optimizer.param_groups, own, strict=True):
@@ -251,7 +251,7 @@ def load_state(
 def _load_each(
     members: Sequence[torch.optim.Optimizer],
     saved: Sequence[dict[str, Any]],
-    made: Sequence[Group],
+    initial: Sequence[Group],
     kept: Sequence[Group] | None,
 ) -> None:
     if len(members) != len(saved):
@@ -260,9 +260,9 @@ def _load_each(
             f"{len(members)}. Use those of the run that wrote it, or start a new run."
         )
     start = 0
-    for one, state in zip(members, saved, strict=True):
-        here = slice(start, start := start + len(one.param_groups))
-        load_state(one, state, made[here], None if kept is None else kept[here])
+    for member, state in zip(members, saved, strict=True):
+        here = slice(start, start := start + len(member.param_groups))
+        load_state(member, state, initial[here], None if kept is None else kept[here])
 
 
 def _has_its_own(optimizer: torch.optim.Optimizer) -> bool:
@@ -273,19 +273,19 @@ def _has_its_own(optimizer: torch.optim.Optimizer) -> bool:
 def _gathered(
     optimizer: torch.optim.Optimizer,
     its: Sequence[Group],
-    made: Sequence[Group],
+    initial: Sequence[Group],
     kept: Sequence[Group] | None,
 ) -> list[set[str]]:
     """Return what a checkpoint's groups have gathered; refuse another kind of optimizer's."""
     if kept is not None:
-        found = [set(group["gathered"]) for group in kept]
+        gathered = [set(group["gathered"]) for group in kept]
         names = [set(group["made"]) for group in kept]
-        fits = [n - _KERNELS for n in names] == [{*g} - _KERNELS - {"params"} for g in made]
+        fits = [n - _KERNELS for n in names] == [{*g} - _KERNELS - {"params"} for g in initial]
     else:
         # Earlier versions did not say: no argument of the class is gathered, most likely.
         arguments = signature(type(optimizer).__init__).parameters
-        pairs = list(zip(its, made, strict=False))
-        found = [
+        pairs = list(zip(its, initial, strict=False))
+        gathered = [
             {
                 name
                 for name, value in group.items()
@@ -295,7 +295,7 @@ def _gathered(
             }
             for group, new in pairs
         ]
-        found += [set[str]()] * (len(made) - len(found))
+        gathered += [set[str]()] * (len(initial) - len(gathered))
         fits = all(
             not new.keys() - group.keys() - _SET_HERE
             and not _ARGUMENTS & (group.keys() - new.keys())
@@ -308,17 +308,17 @@ def _gathered(
             "does not fit this one. Use the optimizer of the run that wrote it, or start a new "
             "run."
         )
-    return found
+    return gathered
 
 
 def take_settings(
     optimizer: torch.optim.Optimizer, own: Sequence[Group], gathered: Sequence[Collection[str]]
 ) -> None:
     """Give each group its own entries, but for what it has gathered."""
-    for group, mine, found in zip(optimizer.param_groups, own, gathered, strict=True):
-        for name in group.keys() - mine.keys() - {*found}:
+    for group, mine, kept in zip(optimizer.param_groups, own, gathered, strict=True):
+        for name in group.keys() - mine.keys() - {*kept}:
             del group[name]  # a scheduler's that is no longer there
-        group.update({n: v for n, v in mine.items() if n != "params" and n not in found})
+        group.update({n: v for n, v in mine.items() if n != "params" and n not in kept})
 
 
 def _load(
@@ -332,8 +332,8 @@ def _load(
         optimizer.load_state_dict(own_memory(saved))
         return
     groups = [
-        one | {name: mine[name] for name in _KERNELS if name in mine}
-        for mine, one in zip(own, map(dict, its), strict=True)
+        group | {name: mine[name] for name in _KERNELS if name in mine}
+        for mine, group in zip(own, map(dict, its), strict=True)
     ]
     saved = {**saved, "state": _sharded_state(optimizer, saved)}
     optimizer.load_state_dict({**saved, "param_groups": groups})
@@ -410,8 +410,8 @@ class Trial:
         except Exception as error:
             cause = error.__cause__ or error
             # Its code may read numbers in tensors, which these have not.
-            told = str(error) if isinstance(error, UserError) else said(cause)
-            return "" if "meta" in f"{error} {said(cause)}".lower() else told
+            message = str(error) if isinstance(error, UserError) else said(cause)
+            return "" if "meta" in f"{error} {said(cause)}".lower() else message
         return difference(saved, back)
 
     def lost_counts(self, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -421,29 +421,29 @@ class Trial:
         """
         if self._twin is None:
             return []
-        found = list[str]()
-        for one, twin in zip(members_of(optimizer), members_of(self._twin), strict=True):
+        lost = list[str]()
+        for member, twin in zip(members_of(optimizer), members_of(self._twin), strict=True):
             back = vars(twin)
-            numbers = {n: v for n, v in vars(one).items() if isinstance(v, int | float)}
-            found += [n for n, v in numbers.items() if n[0] != "_" and repr(back.get(n)) != repr(v)]
-        return found
+            numbers = {n: v for n, v in vars(member).items() if isinstance(v, int | float)}
+            lost += [n for n, v in numbers.items() if n[0] != "_" and repr(back.get(n)) != repr(v)]
+        return lost
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     """Return a copy of an optimizer without memory; None if it holds what cannot be copied."""
-    twins = {id(one): (one, object.__new__(type(one))) for one in with_inner(optimizer)}
+    twins = {id(member): (member, object.__new__(type(member))) for member in with_inner(optimizer)}
     memo: dict[int, Any] = {key: twin for key, (_, twin) in twins.items()}
     try:
-        for one, _ in twins.values():
-            for parameter in (p for group in one.param_groups for p in group["params"]):
+        for member, _ in twins.values():
+            for parameter in (p for group in member.param_groups for p in group["params"]):
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-            for name, value in vars(one).items():
+            for name, value in vars(member).items():
                 if name.startswith("_optimizer_step_"):  # hooks, which may hold anything
                     memo[id(value)] = OrderedDict()
         with Hollowing():
-            for one, twin in twins.values():
-                vars(twin).update({n: copy.deepcopy(v, memo) for n, v in vars(one).items()})
+            for member, twin in twins.values():
+                vars(twin).update({n: copy.deepcopy(v, memo) for n, v in vars(member).items()})
     except Exception:  # it may hold locks, streams or groups of ranks
         return None
     return twins[id(optimizer)][1]
@@ -458,6 +458,6 @@ def with_inner(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimiz
         return
     for value in vars(optimizer).values():
         inside = value.values() if isinstance(value, dict) else value
-        for one in inside if isinstance(inside, list | tuple) else [inside]:
-            if isinstance(one, torch.optim.Optimizer):
-                yield one
+        for inner in inside if isinstance(inside, list | tuple) else [inside]:
+            if isinstance(inner, torch.optim.Optimizer):
+                yield inner

@@ -139,11 +139,11 @@ class Plan:
     @cached_property
     def cut(self) -> Cut:
         """How a step's rows become micro-steps."""
-        how: dict[str, Any] = {"world_size": self.world_size, "together": self.together}
+        ranks: dict[str, Any] = {"world_size": self.world_size, "together": self.together}
         if self.by_tokens is None:
-            return partial(cut_rows, batch_size=self.micro_batch_size, **how)
+            return partial(cut_rows, batch_size=self.micro_batch_size, **ranks)
         parts = self._micro_steps  # of a few long samples, too
-        return lambda rows, size: cut_rows(rows, size, batch_size=-(-size // parts), **how)
+        return lambda rows, size: cut_rows(rows, size, batch_size=-(-size // parts), **ranks)
 
 
 def make_plan(
@@ -270,8 +270,8 @@ def _check_schedule(plan: Plan, settings: Settings) -> None:
     # What it returns once there are metrics shows in the run.
     total, early = plan.total_steps, "metrics" in plan.schedule_asks
     for step in (0,) if early else (0, total // 2, total - 1):
-        found = _factors(plan, step, {})
-    if found != _factors(plan, step, {}):
+        factors = _factors(plan, step, {})
+    if factors != _factors(plan, step, {}):
         what = f"The recipe's schedule{place} returned two rates for the same step, {step}"
         raise UserError(f"{what}: a resume would be another training. Let only the step decide.")
 
@@ -280,15 +280,15 @@ def _factors(plan: Plan, step: int, metrics: Mapping[str, float]) -> list[float]
     """Return the schedule's factor, or that of each group, once they are numbers of 0 or more."""
     schedule, total, per_epoch = plan.schedule, plan.total_steps, plan.steps_per_epoch
     assert schedule is not None
-    told: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     if plan.schedule_asks:
         known = {"epoch": step // per_epoch, "steps_per_epoch": per_epoch, "metrics": {**metrics}}
-        told = {name: known[name] for name in plan.schedule_asks}
+        given = {name: known[name] for name in plan.schedule_asks}
     try:
-        found = schedule(step, total, **told)
+        result = schedule(step, total, **given)
     except Exception as error:
         remedy = "It is called with (step, total steps); to make a scheduler, name `optimizer`."
-        if "metrics" in told:
+        if "metrics" in given:
             remedy = "Before the first validation `metrics` is empty."
         blame(
             f"The recipe's schedule failed at step {step} of {total}",
@@ -297,11 +297,11 @@ def _factors(plan: Plan, step: int, metrics: Mapping[str, float]) -> list[float]
             remedy=remedy,
         )
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        factors = [float(one) for one in (found if isinstance(found, list | tuple) else [found])]
+        factors = [float(one) for one in (result if isinstance(result, list | tuple) else [result])]
         if factors and all(0 <= factor < math.inf for factor in factors):
             return factors
     raise UserError(
-        f"The recipe's schedule{defined_at(schedule)} returned {found!r:.80} at step {step} of "
+        f"The recipe's schedule{defined_at(schedule)} returned {result!r:.80} at step {step} of "
         f"{total}; it must be a number of 0 or more, which the learning rate is multiplied by, or "
         "a list with one for each group of the optimizer."
     )
@@ -424,9 +424,9 @@ class GroupRates(float):
 
     def __new__(cls, each: Sequence[float]) -> Self:
         """Take the rate of each group, before its ratio to --lr."""
-        made = super().__new__(cls, each[0])
-        made.each = tuple(each)
-        return made
+        rates = super().__new__(cls, each[0])
+        rates.each = tuple(each)
+        return rates
 
 
 def warmup_steps(plan: Plan, settings: Settings) -> int:

@@ -117,10 +117,10 @@ def match_layouts(optimizer: torch.optim.Optimizer, *, owned: bool = False) -> N
     Fused kernels treat both as plain vectors, so another layout would mix up the weights. State
     that may lie in a file, which is not `owned`, is copied in any case.
     """
-    for one in members_of(optimizer):
-        for parameter, state in one.state.items():
+    for member in members_of(optimizer):
+        for parameter, state in member.state.items():
             if not isinstance(parameter, torch.Tensor):  # such as MADGRAD's count of steps
-                one.state[parameter] = state if owned else map_tensors(torch.clone, state)
+                member.state[parameter] = state if owned else map_tensors(torch.clone, state)
                 continue
             for name, value in state.items():
                 if not isinstance(value, torch.Tensor):

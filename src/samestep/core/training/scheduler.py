@@ -38,9 +38,9 @@ class Scheduler:
         given = {"optimizer": optimizer, "plan": plan}
         asked = {name: given[name] for name in plan.schedule_asks}
         schedule, before = plan.schedule, self._as_they_are()
-        made = self._called("The recipe's schedule failed", lambda: schedule(**asked))
-        several = made if isinstance(made, list | tuple) else [made]
-        self.parts = [self._checked(one) for one in several]
+        returned = self._called("The recipe's schedule failed", lambda: schedule(**asked))
+        several = returned if isinstance(returned, list | tuple) else [returned]
+        self.parts = [self._checked(part) for part in several]
         """The scheduler, or one for each of several optimizers, and after what it is stepped."""
         self._check_optimizers()
         self._built = self._as_they_are()
@@ -60,12 +60,12 @@ class Scheduler:
     @property
     def name(self) -> str:
         """The class of the scheduler."""
-        return " + ".join(type(made).__name__ for made, _ in self.parts)
+        return " + ".join(type(scheduler).__name__ for scheduler, _ in self.parts)
 
     @property
     def plateaus(self) -> list[ReduceLROnPlateau]:
         """Those that follow the monitored metric."""
-        return [made for made, _ in self.parts if isinstance(made, ReduceLROnPlateau)]
+        return [part for part, _ in self.parts if isinstance(part, ReduceLROnPlateau)]
 
     @property
     def next_lr(self) -> float:
@@ -83,10 +83,10 @@ class Scheduler:
 
         A profile may take more steps than the training has: these are not asked for.
         """
-        for made, interval in self.parts if step <= self._plan.total_steps else ():
+        for scheduler, interval in self.parts if step <= self._plan.total_steps else ():
             if interval == what:
-                told = f"The recipe's {type(made).__name__} failed after step {step}"
-                self._called(told, partial(made.step, *monitored))
+                what_failed = f"The recipe's {type(scheduler).__name__} failed after step {step}"
+                self._called(what_failed, partial(scheduler.step, *monitored))
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: its own state, and what it has set in the groups."""
@@ -94,9 +94,9 @@ class Scheduler:
             {name: value for name, value in group.items() if built.get(name) != value}
             for group, built in zip(self._as_they_are(), self._built, strict=True)
         ]
-        states = [_plain(made.state_dict()) for made, _ in self.parts]
-        made = states if len(states) > 1 else states[0]
-        return {"lr": self._plan.lr, "made": made, "groups": moved}
+        states = [_plain(state.state_dict()) for state, _ in self.parts]
+        state = states if len(states) > 1 else states[0]
+        return {"lr": self._plan.lr, "made": state, "groups": moved}
 
     def load(self, saved: dict[str, Any] | None) -> None:
         """Continue from a checkpoint; without a state, begin with the rates of the first step."""
@@ -119,28 +119,28 @@ class Scheduler:
                 f"schedule{self._place} makes {len(self.parts)}. Use those of the run that wrote "
                 "it, or start a new run."
             )
-        for (made, _), state in zip(self.parts, states, strict=True):
-            told = f"The recipe's {type(made).__name__} failed"
-            self._called(told, partial(made.load_state_dict, state))
+        for (scheduler, _), state in zip(self.parts, states, strict=True):
+            what = f"The recipe's {type(scheduler).__name__} failed"
+            self._called(what, partial(scheduler.load_state_dict, state))
         for group, moved in zip(self._optimizer.param_groups, saved["groups"], strict=True):
             group.update(moved)
 
     def _as_they_are(self) -> list[dict[str, Any]]:
         """Return what the groups hold, once it is what a checkpoint can keep."""
         groups = self._optimizer.param_groups
-        found = [
+        plain_groups = [
             {n: _plain(v) for n, v in group.items() if n == "lr" or not _holds_tensors(n, v)}
             for group in groups
         ]
-        for group, plain in zip(groups, found, strict=True):
+        for group, plain in zip(groups, plain_groups, strict=True):
             group.update(plain)
-        return found
+        return plain_groups
 
     def _check_optimizers(self) -> None:
         """Check that each optimizer has one scheduler at most, and that no other has one."""
-        members, taken = {id(one) for one in members_of(self._optimizer)}, set[int]()
-        for made, _ in self.parts:
-            its, name = {id(one.optimizer) for one in _all_of(made)}, type(made).__name__
+        members, taken = {id(s) for s in members_of(self._optimizer)}, set[int]()
+        for scheduler, _ in self.parts:
+            its, name = {id(s.optimizer) for s in _all_of(scheduler)}, type(scheduler).__name__
             its = members if its == {id(self._optimizer)} else its
             if not its <= members - taken:
                 raise UserError(
@@ -152,16 +152,16 @@ class Scheduler:
         if not self.parts:
             raise UserError(f"The recipe's schedule{self._place} returned an empty list.")
 
-    def _checked(self, made: Any) -> tuple[Any, Interval]:
+    def _checked(self, returned: Any) -> tuple[Any, Interval]:
         """Return a scheduler, and after what it is stepped."""
-        told: dict[str, Any] = made if isinstance(made, dict) else {"scheduler": made}
-        found, interval = told.get("scheduler"), told.get("interval", "step")
-        if not isinstance(found, LRScheduler):
+        given: dict[str, Any] = returned if isinstance(returned, dict) else {"scheduler": returned}
+        scheduler, interval = given.get("scheduler"), given.get("interval", "step")
+        if not isinstance(scheduler, LRScheduler):
             raise UserError(
-                f"The recipe's schedule{self._place} returned {found!r:.80}; with a parameter "
+                f"The recipe's schedule{self._place} returned {scheduler!r:.80}; with a parameter "
                 "`optimizer` it must return a scheduler of torch.optim.lr_scheduler."
             )
-        if others := told.keys() - {"scheduler", "interval"}:
+        if others := given.keys() - {"scheduler", "interval"}:
             raise UserError(
                 f"The recipe's schedule{self._place} returned a dict with {min(others)!r}; it may "
                 "have 'scheduler' and 'interval'. The metric of ReduceLROnPlateau is --monitor."
@@ -171,16 +171,16 @@ class Scheduler:
                 f"The recipe's schedule{self._place} returned the interval {interval!r}; it is "
                 "'step' or 'epoch'."
             )
-        if not isinstance(found, ReduceLROnPlateau):
-            return found, interval
-        if "interval" in told:
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            return scheduler, interval
+        if "interval" in given:
             raise UserError(
                 f"The recipe's schedule{self._place} returned an interval for ReduceLROnPlateau, "
                 "which is stepped after each validation: --eval-every says when. Leave it out."
             )
-        return found, "validation"
+        return scheduler, "validation"
 
-    def _called(self, told: str, function: Callable[[], Any]) -> Any:
+    def _called(self, what: str, function: Callable[[], Any]) -> Any:
         """Call the user's code, which must not step the optimizer."""
         watching = self._optimizer.register_step_pre_hook(self._refuse)
         try:
@@ -188,7 +188,7 @@ class Scheduler:
                 warnings.filterwarnings("ignore", _EXPECTED, UserWarning)
                 return function()
         except Exception as error:
-            blame(told, error, self._plan.schedule)
+            blame(what, error, self._plan.schedule)
         finally:
             watching.remove()
 
@@ -204,9 +204,9 @@ def _holds_tensors(name: str, value: Any) -> bool:
     return name == "params" or any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
-def _all_of(made: Any) -> list[Any]:
+def _all_of(whole: Any) -> list[Any]:
     """Return a scheduler and those that it is made of."""
-    return [made, *(inner for one in getattr(made, "_schedulers", ()) for inner in _all_of(one))]
+    return [whole, *(inner for s in getattr(whole, "_schedulers", ()) for inner in _all_of(s))]
 
 
 def _plain(value: Any) -> Any:
@@ -214,7 +214,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if type(value) is dict:
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_plain(one) for one in value)
+        return type(value)(_plain(item) for item in value)
     return value

@@ -22,7 +22,7 @@ _PRODUCTS = tuple(getattr(torch.ops.aten, n) for n in ("mm", "addmm", "bmm", "ba
 
 
 @contextlib.contextmanager
-def sharded_update(told: str, *, looks: bool) -> Iterator[None]:
+def sharded_update(what: str, *, looks: bool) -> Iterator[None]:
     """Within this, let torch's Muon orthogonalise whole matrices; all ranks step.
 
     One at a time is gathered, and each rank computes what a single process would. The momentum
@@ -39,24 +39,24 @@ def sharded_update(told: str, *, looks: bool) -> Iterator[None]:
             return
         with _PartialProducts() as products:  # type: ignore[no-untyped-call]
             yield
-    if products.found is not None:
-        kind = str(products.found).removeprefix("torch.")
+    if products.rounded_to is not None:
+        kind = str(products.rounded_to).removeprefix("torch.")
         raise UserError(
-            f"{told}, multiplies matrices of which each rank has a part, and adds up what {kind} "
+            f"{what}, multiplies matrices of which each rank has a part, and adds up what {kind} "
             "has rounded: with --strategy fsdp its updates would be other ones, by percents.",
             remedy="Use --strategy ddp, or torch.optim.Muon, for which matrices are gathered.",
             on_all_ranks=True,
         )
 
 
-def _of_whole(original: Callable[..., Tensor], update: Tensor, *how: Any, **more: Any) -> Tensor:
-    return sharded_as(original(whole(update), *how, **more), update)
+def _of_whole(original: Callable[..., Tensor], update: Tensor, *given: Any, **more: Any) -> Tensor:
+    return sharded_as(original(whole(update), *given, **more), update)
 
 
 class _PartialProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Note products that are sums over ranks of what half precision has rounded."""
 
-    found: torch.dtype | None = None
+    rounded_to: torch.dtype | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -64,5 +64,5 @@ class _PartialProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Compute, and look at the result."""
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in _PRODUCTS and result.dtype in _HALF and is_partial_sum(result):
-            self.found = result.dtype
+            self.rounded_to = result.dtype
         return result

@@ -203,8 +203,8 @@ def find_blocks(model: nn.Module, classes: tuple[type, ...]) -> list[nn.Module]:
                 f"{did_you_mean(wanted.__name__, names)}Its modules are: {listed(names, 12)}.",
                 on_all_ranks=True,
             )
-    found = [m for m in modules if isinstance(m, classes) and any(True for _ in m.parameters())]
-    return found[::-1]
+    blocks = [m for m in modules if isinstance(m, classes) and any(True for _ in m.parameters())]
+    return blocks[::-1]
 
 
 def _by_size(model: nn.Module) -> Iterator[nn.Module]:

@@ -51,14 +51,14 @@ _OF_A_SCHEDULE = ("step", "_opt_called", "_step_count")
 
 def model_prints(model: nn.Module, loss: object = None) -> Prints:
     """Fingerprint what a model's modules, and a loss's, keep besides parameters and buffers."""
-    found: Prints = {}
+    prints: Prints = {}
     for owner, root in (("the model's", model), ("the loss's", loss)):
         for name, part in root.named_modules() if isinstance(root, nn.Module) else ():
             if type(part).__module__.startswith("torchmetrics"):
                 continue  # what it counts trains nothing
             prefix = f"{owner} {name}." if name else f"{owner} "
-            found |= _of_attributes(prefix, vars(part), _OF_ANY_MODULE)
-    return found
+            prints |= _of_attributes(prefix, vars(part), _OF_ANY_MODULE)
+    return prints
 
 
 def closure_prints(loss: object) -> Prints:
@@ -73,15 +73,15 @@ def forward_prints(model: nn.Module, function: object = None) -> Prints:
     """
     plain = nn.Module.get_extra_state
     extra = {n for n, m in model.named_modules() if type(m).get_extra_state is not plain}
-    found = {
+    prints = {
         name: text
         for name, text in model_prints(model).items()
         if name.removeprefix("the model's ").rpartition(".")[0] not in extra
     }
     for kind in {type(module) for module in model.modules()}:
         if not kind.__module__.startswith("torch."):
-            found |= _of_attributes(f"{kind.__name__}'s ", kept_by(kind.forward))
-    return found | _of_attributes("forward's ", kept_by(function))
+            prints |= _of_attributes(f"{kind.__name__}'s ", kept_by(kind.forward))
+    return prints | _of_attributes("forward's ", kept_by(function))
 
 
 def kept_by(loss: object) -> dict[str, Any]:
@@ -90,21 +90,21 @@ def kept_by(loss: object) -> dict[str, Any]:
     A function may keep it in its closure, in attributes, in defaults, or in what is global, and
     call others of its file that do; an object also in its class.
     """
-    found: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     while isinstance(loss, functools.partial | MethodType):
         if isinstance(loss, functools.partial):
-            found |= {f"argument {n}": one for n, one in enumerate(loss.args)} | loss.keywords
+            kept |= {f"argument {n}": v for n, v in enumerate(loss.args)} | loss.keywords
         loss = loss.func if isinstance(loss, functools.partial) else loss.__self__
     if isinstance(loss, FunctionType):
-        return found | _kept_by_function(loss, set())
+        return kept | _kept_by_function(loss, set())
     named = dict(loss.named_buffers()) if isinstance(loss, nn.Module) else {}
     plain = getattr(loss, "__dict__", {}).items()
     for kind in type(loss).__mro__[::-1]:
         if kind.__module__ != "builtins" and not kind.__module__.startswith("torch."):
-            found |= {n: one for n, one in vars(kind).items() if n[0] != "_" and _may_count(one)}
+            kept |= {n: v for n, v in vars(kind).items() if n[0] != "_" and _may_count(v)}
     method = getattr(type(loss), "forward" if isinstance(loss, nn.Module) else "__call__", None)
-    found |= _kept_by_function(method, set()) if isinstance(method, FunctionType) else {}
-    return found | named | {n: one for n, one in plain if n not in _OF_ANY_MODULE}
+    kept |= _kept_by_function(method, set()) if isinstance(method, FunctionType) else {}
+    return kept | named | {n: v for n, v in plain if n not in _OF_ANY_MODULE}
 
 
 def _kept_by_function(function: FunctionType, seen: set[FunctionType]) -> dict[str, Any]:
@@ -112,22 +112,22 @@ def _kept_by_function(function: FunctionType, seen: set[FunctionType]) -> dict[s
     seen.add(function)
     own = function.__globals__
     used = {n: own[n] for n in function.__code__.co_names if n in own}
-    found: dict[str, Any] = {}
-    for one in used.values():
-        if isinstance(one, FunctionType) and one.__globals__ is own and one not in seen:
-            found |= _kept_by_function(one, seen)
-    found |= {n: one for n, one in used.items() if _may_count(one, own.get("__name__"))}
+    kept: dict[str, Any] = {}
+    for value in used.values():
+        if isinstance(value, FunctionType) and value.__globals__ is own and value not in seen:
+            kept |= _kept_by_function(value, seen)
+    kept |= {n: value for n, value in used.items() if _may_count(value, own.get("__name__"))}
     named = function.__code__.co_varnames[: function.__code__.co_argcount]
     defaults = function.__defaults__ or ()
-    found |= zip(named[len(named) - len(defaults) :], defaults, strict=True)
-    return found | (function.__kwdefaults__ or {}) | vars(function) | closure_of(function)
+    kept |= zip(named[len(named) - len(defaults) :], defaults, strict=True)
+    return kept | (function.__kwdefaults__ or {}) | vars(function) | closure_of(function)
 
 
 def _may_count(value: object, module: object = None) -> bool:
     """Whether a function may count in a global: a number, a few, or an object of its module."""
     if isinstance(value, list | dict | deque):
         inside = [*value.values()] if isinstance(value, dict) else value
-        return len(inside) <= _FEW and all(isinstance(one, int | float) for one in inside)
+        return len(inside) <= _FEW and all(isinstance(number, int | float) for number in inside)
     if isinstance(value, Tensor):
         return value.numel() <= _FEW
     counts = isinstance(value, int | float | count | GeneratorType)
@@ -159,15 +159,15 @@ def _of_attributes(
     apart: Collection[str] = (),
     known: Collection[int] = (),
 ) -> Prints:
-    found = {}
+    prints = {}
     for name, value in attributes.items():
         if name not in apart:
             digest = hashlib.sha256()
             with contextlib.suppress(Exception):  # of an object that does not let itself be read
                 for piece in _pieces(value, _DEPTH, {*known}):
                     digest.update(piece)
-            found[f"{prefix}{name}"] = digest.hexdigest()
-    return found
+            prints[f"{prefix}{name}"] = digest.hexdigest()
+    return prints
 
 
 def _pieces(value: Any, depth: int, seen: set[int]) -> Iterator[bytes]:
@@ -254,11 +254,11 @@ def _some(values: Iterable[Any], size: int) -> Iterator[Any]:
 
 def closure_of(function: FunctionType) -> dict[str, Any]:
     """Return a function's closure variables by name."""
-    found = {}
+    variables = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not made yet
-            found[name] = cell.cell_contents
-    return found
+            variables[name] = cell.cell_contents
+    return variables
 
 
 Kind = Literal["batchnorm", "dropout", "state"]
@@ -381,13 +381,13 @@ def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
 
 def dropouts(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the modules that drop something, each with its attribute that says how much."""
-    found: list[tuple[nn.Module, str]] = []
+    dropouts: list[tuple[nn.Module, str]] = []
     for module in model.modules():
         name = "p" if isinstance(module, _DropoutNd) else "dropout"
         kinds = _DropoutNd | nn.RNNBase | nn.MultiheadAttention
         if isinstance(module, kinds) and getattr(module, name) > 0:
-            found.append((module, name))
-    return found
+            dropouts.append((module, name))
+    return dropouts
 
 
 def differs_by_ranks(model: nn.Module) -> list[str]:
@@ -418,11 +418,11 @@ def refused_operation(model: nn.Module, error: Exception, again: Callable[[], An
 
 def _modules_at(model: nn.Module, frames: Sequence[Frame]) -> str:
     """Return the innermost modules whose forward contains one of the frames: up (Upsample)."""
-    found: dict[type, list[str]] = {}
+    names: dict[type, list[str]] = {}
     for name, module in model.named_modules():
-        found.setdefault(type(module), []).append(name or "itself")
+        names.setdefault(type(module), []).append(name or "itself")
     spans: dict[type, tuple[str, range]] = {}
-    for kind in found:
+    for kind in names:
         with contextlib.suppress(AttributeError, OSError, TypeError):
             code = kind.forward.__code__  # type: ignore[attr-defined]
             lines, first = inspect.getsourcelines(code)
@@ -430,13 +430,13 @@ def _modules_at(model: nn.Module, frames: Sequence[Frame]) -> str:
     for file, line in reversed(frames):
         for kind, (source, span) in spans.items():
             if file == source and line in span:
-                return f"{' or '.join(found[kind][:3])} ({kind.__name__})"
+                return f"{' or '.join(names[kind][:3])} ({kind.__name__})"
     return ""
 
 
 def _forward_of(again: Callable[[], Any]) -> list[Frame]:
     """Return the lines of the forward whose backward fails, by PyTorch's anomaly mode."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with torch.autograd.set_detect_anomaly(True):
             try:
@@ -444,7 +444,7 @@ def _forward_of(again: Callable[[], Any]) -> list[Frame]:
             except RuntimeError as error:
                 if not is_not_deterministic(error):
                     return []
-    text = "".join(str(one.message) for one in told if "Error detected in" in str(one.message))
+    text = "".join(str(w.message) for w in warned if "Error detected in" in str(w.message))
     return [(file, int(line)) for file, line in _FRAME.findall(text)]
 
 
@@ -458,9 +458,9 @@ class BufferPlace(NamedTuple):
     @property
     def tensor(self) -> Tensor:
         """The buffer as it is now."""
-        found = self.module._buffers[self.key]  # noqa: SLF001 - what `self.key = …` writes to
-        assert found is not None
-        return found
+        buffer = self.module._buffers[self.key]  # noqa: SLF001 - what `self.key = …` writes to
+        assert buffer is not None
+        return buffer
 
 
 def buffer_places(model: nn.Module) -> list[BufferPlace]:

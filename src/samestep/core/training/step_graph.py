@@ -190,8 +190,8 @@ class StepGraph:
         self._compiled: Callable[..., Results] = torch.compile(
             self._steps, fullgraph=True, dynamic=False, options=options
         )
-        self._replayed = replayed_on(device, self._take)
-        self._call = self._replayed or self._take
+        self._replayed = replayed_on(device, self._take_step)
+        self._call = self._replayed or self._take_step
 
     def run(
         self, inputs: Any, targets: Any, lrs: list[float], step: int, *, unchanged: bool = False
@@ -233,7 +233,7 @@ class StepGraph:
         why_not = self._replayed.why_not
         return f", no CUDA graph ({why_not})" if why_not else ", replayed as a CUDA graph"
 
-    def _take(self, kept: Kept, fed: Any) -> Results:
+    def _take_step(self, kept: Kept, fed: Any) -> Results:
         weights, *owned, counts, buffers = kept
         inputs, targets, rates = fed
         live = dict(zip(self._buffers, buffers, strict=True))

@@ -214,14 +214,14 @@ def _buckets(like: Sequence[Tensor], world_size: int, most_bytes: int) -> list[_
             starts.append(place)
             size = 0
         size += tensor.nbytes
-    found = []
+    buckets = []
     for start, stop in pairwise([*starts, len(like)]):
         unit = _ALIGNED_BYTES // like[start].element_size()
         sizes = [-(-like[place].numel() // unit) * unit for place in range(start, stop)]
         *offsets, total = accumulate(sizes, initial=0)
         shard = -(-total // (unit * world_size)) * unit
-        found.append(_Bucket(range(start, stop), tuple(offsets), max(unit, shard)))
-    return found
+        buckets.append(_Bucket(range(start, stop), tuple(offsets), max(unit, shard)))
+    return buckets
 
 
 def _views(row: Tensor, bucket: _Bucket, like: Sequence[Tensor]) -> Tensors:

@@ -64,7 +64,7 @@ class Unkept(NamedTuple):
 
     def notes(self, remedy: str) -> list[str]:
         """Return what to tell before the first step; `remedy` is for buffers of one rank."""
-        found = {
+        names_by_note = {
             f"The loss changes {listed(self.loss, 3)} from call to call, and no checkpoint holds "
             "it: a resume will be refused. Let the loss name `step` or `epoch` among its "
             "arguments.": self.loss,
@@ -76,7 +76,7 @@ class Unkept(NamedTuple):
             f"The model's buffer {listed(self.of_rank, 3)} is made of rank 0's own samples, so "
             f"this is another training than on one rank. {remedy}": self.of_rank,
         }
-        return [note for note, names in found.items() if names]
+        return [note for note, names in names_by_note.items() if names]
 
 
 def of_loss(
@@ -98,7 +98,7 @@ def of_loss(
             kept.append(kept_by(loss))
     if len(kept) < 2 or not (changed := differing(*prints)):
         return ()
-    counts = [f"the loss's {n}" for n, one in kept[1].items() if isinstance(one, int | float)]
+    counts = [f"the loss's {n}" for n, value in kept[1].items() if isinstance(value, int | float)]
     return tuple(
         name.removeprefix("the loss's ")
         for name in changed
@@ -113,21 +113,21 @@ def of_buffers(
 
     `forward` calls it in training mode with that many samples, of which there are `rows`.
     """
-    lost, made = _watched(model, world)
-    if not (lost | made):
+    lost, own = _watched(model, world)
+    if not (lost | own):
         return {}
     put_back = keep_buffers(model)
     seen: list[dict[str, Tensor]] = []
 
-    def look(samples: int) -> None:
+    def run(samples: int) -> None:
         forward(samples)
         seen.append({n: b.detach().clone() for n, b in model.named_buffers()})
 
     with contextlib.suppress(Exception):  # the first step tells how it fails
-        look(rows)
-        look(rows)
+        run(rows)
+        run(rows)
         put_back()
-        look(max(1, rows // 2))
+        run(max(1, rows // 2))
     if len(seen) < 2:
         return {}
     first, again, half = seen[0], seen[1], seen[-1]
@@ -138,7 +138,7 @@ def of_buffers(
             n for n, (a, b) in pairs.items() if a.shape == b.shape and not torch.equal(a, b)
         )
 
-    floats = {n for n in made if n in first and first[n].is_floating_point() and half is not again}
+    floats = {n for n in own if n in first and first[n].is_floating_point() and half is not again}
     return {"lost": apart(again, lost), "of_rank": apart(half, floats)}
 
 
@@ -147,22 +147,22 @@ def of_forward(
 ) -> tuple[str, ...]:
     """Return what a copy of a model keeps that decides its outputs; `function` is the recipe's."""
     put_back = keep_buffers(model)
-    made: list[list[Any]] = []
+    outputs_seen: list[list[Any]] = []
     prints: list[dict[str, str]] = []
 
-    def look() -> None:
+    def run() -> None:
         put_back()
         with random_numbers(0):
             outputs = forward(rows)
-        made.append([t.clone() for t in tree_leaves(outputs) if isinstance(t, Tensor)])
+        outputs_seen.append([t.clone() for t in tree_leaves(outputs) if isinstance(t, Tensor)])
         prints.append(forward_prints(model, function))
 
     with contextlib.suppress(Exception):  # the first step tells how it fails
-        look()
-        look()
+        run()
+        run()
         if differing(*prints):  # the first call may fill what later ones only read
-            look()
-    if len(made) < 3 or all(map(torch.equal, made[1], made[2])):
+            run()
+    if len(outputs_seen) < 3 or all(map(torch.equal, outputs_seen[1], outputs_seen[2])):
         return ()
     return tuple(n.removeprefix("the model's ") for n in differing(prints[1], prints[2]))
 
@@ -172,19 +172,19 @@ def _watched(model: nn.Module, world: World) -> tuple[set[str], set[str]]:
     names = {n for n, _ in model.named_buffers()}
     several = world.world_size > 1 and not world.virtual_ranks
     norms = tuple(f"{n}." if n else "" for n in batch_norms(model))
-    made = {n for n in names if several and not (norms and n.startswith(norms))}
-    return names - {*model.state_dict()}, made
+    own = {n for n in names if several and not (norms and n.startswith(norms))}
+    return names - {*model.state_dict()}, own
 
 
-def at_first_forward(model: nn.Module, world: World, tell: Callable[[Unkept], None]) -> None:
-    """Let `tell` know what `of_buffers` finds, as soon as a loop of the user's trains a model.
+def at_first_forward(model: nn.Module, world: World, note: Callable[[Unkept], None]) -> None:
+    """Let `note` know what `of_buffers` finds, as soon as a loop of the user's trains a model.
 
     Every rank does as much then, in case its forward is a collective.
     """
     if not any(_watched(model, world)) or any_sharded(model):
         return
 
-    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def at_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return
         hook.remove()
@@ -199,19 +199,19 @@ def at_first_forward(model: nn.Module, world: World, tell: Callable[[Unkept], No
                 given, named = map_tensors(cut, [args, kwargs])
                 twin(*given, **named)
 
-            tell(Unkept(**of_buffers(twin, forward, min(rows or 1, _ROWS), world)))
+            note(Unkept(**of_buffers(twin, forward, min(rows or 1, _ROWS), world)))
         torch.clear_autocast_cache()  # older PyTorch kept casts made without gradients
 
-    hook = model.register_forward_pre_hook(look, with_kwargs=True)
+    hook = model.register_forward_pre_hook(at_forward, with_kwargs=True)
 
 
-def count_of_calls(model: nn.Module, tell: Callable[[list[str]], None]) -> None:
-    """Let `tell` know the numbers that the first forwards of a user's loop count in attributes."""
+def count_of_calls(model: nn.Module, note: Callable[[list[str]], None]) -> None:
+    """Let `note` know the numbers that the first forwards of a user's loop count in attributes."""
     seen: list[dict[str, Any]] = []
     plain = nn.Module.get_extra_state
     counting = [(n, m) for n, m in model.named_modules() if type(m).get_extra_state is plain]
 
-    def look(*_: Any) -> None:
+    def after_forward(*_: Any) -> None:
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return
         seen.append(
@@ -224,8 +224,8 @@ def count_of_calls(model: nn.Module, tell: Callable[[list[str]], None]) -> None:
         )
         if len(seen) == _CALLS:
             hook.remove()
-            one, other = seen[-2:]
-            if found := [n for n, value in other.items() if repr(one.get(n)) != repr(value)]:
-                tell(found)
+            before, after = seen[-2:]
+            if changed := [n for n, value in after.items() if repr(before.get(n)) != repr(value)]:
+                note(changed)
 
-    hook = model.register_forward_pre_hook(look)
+    hook = model.register_forward_pre_hook(after_forward)

@@ -319,8 +319,8 @@ class VirtualStep(EagerStep):
     ) -> tuple[Tensor, Tensor | None]:
         """Set gradients and buffers to the sums; return the mean loss, and its terms if any."""
         start, terms = 1 + len(self._learner.parts), None
-        one = numbers[0] if numbers.dim() else numbers
-        loss = numbers[:start] if start > 1 else one
+        first = numbers[0] if numbers.dim() else numbers
+        loss = numbers[:start] if start > 1 else first
         if self._learner.reduction == "sum":
             loss = loss / size
         if self._learner.terms is not None:

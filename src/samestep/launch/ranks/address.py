@@ -57,9 +57,9 @@ def interface_of(address: str) -> str:
         return "lo"
     wanted = _without_scope(address)
     for name, owned in psutil.net_if_addrs().items():
-        for one in owned:
-            is_ip = one.family in (socket.AF_INET, socket.AF_INET6)
-            if is_ip and _without_scope(one.address) == wanted:
+        for own in owned:
+            is_ip = own.family in (socket.AF_INET, socket.AF_INET6)
+            if is_ip and _without_scope(own.address) == wanted:
                 return name
     return ""
 

@@ -73,8 +73,8 @@ def detect_launch(environment: Environment) -> Launch:
     """Find out from the launchers' variables which rank of how many this process is."""
     # Slurm is last because mpirun starts its daemons with srun: on all nodes but the first, its
     # ranks inherit the variables of a step whose tasks are those daemons.
-    found = (detect(environment) for detect in (_torchrun, _mpi, _slurm))
-    return next(filter(None, found), Launch())
+    launches = (detect(environment) for detect in (_torchrun, _mpi, _slurm))
+    return next(filter(None, launches), Launch())
 
 
 def binds_gpus(environment: Environment) -> bool:

@@ -93,7 +93,7 @@ def is_sharded(tensor: object) -> bool:
 def is_partial_sum(tensor: Tensor) -> bool:
     """Whether each rank holds a summand of a tensor, which is their sum."""
     placements: tuple[Any, ...] = getattr(tensor, "placements", ())
-    return any(one.is_partial() for one in placements)
+    return any(placement.is_partial() for placement in placements)
 
 
 def any_sharded(model: nn.Module) -> bool:

@@ -149,9 +149,9 @@ class Membership:
             self.store.set(Keys(self.group.number).lost, "1")
         open_now = _sockets()
         for number in (n for n, what in self.sockets.items() if open_now.get(n) == what):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
-                one.getpeername()  # Gloo's listener has none: without it Gloo ends the process
-                one.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as open_one:
+                open_one.getpeername()  # Gloo's listener has none: without it Gloo ends the process
+                open_one.shutdown(socket.SHUT_RDWR)
         self.sockets = {}
         if in_process_group():
             for group in [*dist.distributed_c10d._world.pg_map]:  # noqa: SLF001 - threads have their own
@@ -238,12 +238,12 @@ class Membership:
 
 def _sockets() -> dict[int, str]:
     """Return the open sockets of this process, by file descriptor (on Linux)."""
-    found = {}
+    sockets = {}
     for path in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):  # it was the folder itself
             if (what := str(path.readlink())).startswith("socket:"):
-                found[int(path.name)] = what
-    return found
+                sockets[int(path.name)] = what
+    return sockets
 
 
 def membership(timeout_s: float, environment: Mapping[str, str] = os.environ) -> Membership | None:

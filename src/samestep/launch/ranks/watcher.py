@@ -54,7 +54,7 @@ class Node:
 
     def limit_s(self, pulse: RankPulse) -> float:
         """Return how long a rank may be still in what it does."""
-        from samestep.launch.stall.judge import patience  # noqa: PLC0415 - seldom, and late
+        from samestep.launch.stall.stall_verdict import patience  # noqa: PLC0415 - seldom, and late
 
         steps = self.least_s if self.exact else patience(pulse.step_times, self.least_s)
         return max(steps, pulse.times * self.least_s)
@@ -157,11 +157,11 @@ class _Watcher:
     def _others_are_still(self) -> bool:
         """Whether the ranks of all other nodes stand still, too, as far as these have told."""
         run, others = self._run, {*range(self._node.num_nodes)} - {self._node.node}
-        found = [read_object(run / HEARTBEAT.format(node=n)) for n in others] if run else []
+        beats = [read_object(run / HEARTBEAT.format(node=n)) for n in others] if run else []
         # A file system may show an old one: its ranks have stood still since then, too.
         return all(
             beat["still_s"] + time.time() - beat["time"] >= beat["limit_s"]
-            for beat in found
+            for beat in beats
             if beat.get("time", 0) > self._began - _LATE_S
         )
 
@@ -182,7 +182,7 @@ class _Watcher:
         else:
             for stand in stands:
                 write_report(stand, node.folder, place)
-            hang = not judges or self._judge(place, may_be_slow=may_be_slow)
+            hang = not judges or self._agree_on_verdict(place, may_be_slow=may_be_slow)
         if judges and (not hang or node.num_nodes == 1):
             self._claim.unlink(missing_ok=True)
         until = time.monotonic() + _VERDICT_S
@@ -205,7 +205,7 @@ class _Watcher:
                 os.kill(pid, signal.SIGKILL)
         return True
 
-    def _judge(self, place: Path, *, may_be_slow: bool) -> bool:
+    def _agree_on_verdict(self, place: Path, *, may_be_slow: bool) -> bool:
         """Wait for what the other nodes tell, and announce who hangs; False if none does."""
         from samestep.launch.stall.stall_report import STAND, read_reports, verdict_on  # noqa: PLC0415 - seldom
 
@@ -259,7 +259,7 @@ def tell_mismatch(folder: Path) -> str:
 
     The verdict on the job gets it as the error of these ranks.
     """
-    from samestep.launch.stall.judge import mismatch  # noqa: PLC0415 - seldom
+    from samestep.launch.stall.stall_verdict import mismatch  # noqa: PLC0415 - seldom
 
     verdict = mismatch(read_pulses(folder))
     if verdict is None:

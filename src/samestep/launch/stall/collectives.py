@@ -60,6 +60,8 @@ _ROOTS = ("op", "reduceOp", "src", "dst", "group_src", "group_dst")
 @contextmanager
 def watch_collectives(pulse: Pulse, on_collective: OnCollective | None = None) -> Iterator[None]:
     """Note the script's collectives and backward passes in a pulse while inside."""
+    # Not by the shared probes of `scripts`, which `launch` may not know: to a probe, only calls
+    # within its own function are nested, and here those within any of these functions.
     notes = _Notes(pulse, on_collective)
     ddp = DistributedDataParallel
     inner = [(torch.autograd, "backward", "backward"), (ddp, "__init__", ddp.__name__)]
@@ -104,7 +106,7 @@ class _Arguments:
         shapes = [f"{str(t.dtype)[6:]}{[*t.shape]}" for t in tensors] if self._compared else []
         roots = [(name, self.get(name, *call)) for name in self._roots]
         given = [f"{name}={getattr(v, 'name', v)}" for name, v in roots if v is not None]
-        given = [f"op={one[9:].upper()}" if one.startswith("reduceOp=") else one for one in given]
+        given = [f"op={g[9:].upper()}" if g.startswith("reduceOp=") else g for g in given]
         return tensors, " ".join(shapes + given)
 
 
@@ -120,8 +122,8 @@ class _Notes:
     def functional(self, module: ModuleType) -> list[Patch]:
         """Return the patches of the functional collectives, once a script imports them."""
         names = map("".join, itertools.product(_FUNCTIONAL_COLLECTIVES, _FORMS))
-        found = [(name, vars(module)[name]) for name in names if name in vars(module)]
-        patches: list[Patch] = [(module, name, self.around(name, f)) for name, f in found]
+        functions = [(name, vars(module)[name]) for name in names if name in vars(module)]
+        patches: list[Patch] = [(module, name, self.around(name, f)) for name, f in functions]
         return [*patches, (module, "wait_tensor", self.around_wait)]
 
     def around(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -276,8 +276,8 @@ def read_pulse(path: Path) -> RankPulse | None:
 
 def read_pulses(folder: Path) -> list[RankPulse]:
     """Return what the pulses in a folder say, in rank order."""
-    found = (read_pulse(path) for path in folder.glob(PULSE.format(rank="*")))
-    return sorted((pulse for pulse in found if pulse), key=lambda pulse: pulse.rank)
+    pulses = (read_pulse(path) for path in folder.glob(PULSE.format(rank="*")))
+    return sorted((pulse for pulse in pulses if pulse), key=lambda pulse: pulse.rank)
 
 
 def _read_visit(data: bytes, place: int) -> Visit | None:

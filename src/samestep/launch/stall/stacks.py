@@ -92,15 +92,15 @@ def _look_at_workers(folder: Path, pulse: RankPulse) -> tuple[Stand, ...]:
     """Return where the loader workers of a rank stand, without their idle frames."""
     pids = [pid for pid in _children(pulse.pid) if _listens(pid)]
     doing = _doing(pids)
-    found = []
+    stands = []
     for pid in pids:
         frames = _dump(folder, pulse, pid, doing)
         # Below are the frames of the rank that forked it.
         ends = [n for n, frame in enumerate(frames) if frame.file.endswith(_WORKER)]
         if ends or doing[pid] == "stopped":
             frames = frames[: ends[-1]] if ends else ()
-            found.append(Stand(pid=pid, doing=doing[pid], frames=frames))
-    return tuple(found)
+            stands.append(Stand(pid=pid, doing=doing[pid], frames=frames))
+    return tuple(stands)
 
 
 def _dump(
@@ -151,15 +151,15 @@ def _wake(pid: int) -> None:
 
 def _stack_of(thread: int, dump: str) -> tuple[StackFrame, ...]:
     """Return the frames of one thread in what faulthandler wrote."""
-    found: list[StackFrame] = []
+    stack: list[StackFrame] = []
     is_it = False
     for line in dump.splitlines():
         if match := _THREAD.match(line):
             is_it = int(match[1], 16) == thread
         elif is_it and (match := _FRAME.match(line)):
             file = _ESCAPED.sub(lambda e: chr(int(e[1] or e[2] or e[3], 16)), match[1])
-            found.append(StackFrame(file, int(match[2]), match[3]))
-    return tuple(found)
+            stack.append(StackFrame(file, int(match[2]), match[3]))
+    return tuple(stack)
 
 
 def host_name() -> str:
@@ -212,25 +212,25 @@ def _stat(pid: int) -> tuple[str, float] | None:
 
 def computed_s(pid: int) -> float:
     """Return the seconds that a process's main thread has computed; 0 if nothing tells."""
-    return found[1] if (found := _stat(pid)) is not None else 0.0
+    return stat[1] if (stat := _stat(pid)) is not None else 0.0
 
 
 def working(pids: Sequence[int]) -> dict[int, float]:
     """Return which of some processes and their children compute now, and for how long they have."""
-    doing = _doing([one for pid in pids for one in (pid, *_children(pid))])
+    doing = _doing([process for pid in pids for process in (pid, *_children(pid))])
     return {pid: computed_s(pid) for pid, does in doing.items() if does == "computes"}
 
 
 def _children(pid: int) -> list[int]:
-    found = []
+    children = []
     for path in _PROC.glob("[0-9]*/stat"):
         try:
             parent = path.read_text().rpartition(")")[2].split()[1]
         except OSError:
             continue  # it has just ended
         if int(parent) == pid:
-            found.append(int(path.parent.name))
-    return sorted(found)
+            children.append(int(path.parent.name))
+    return sorted(children)
 
 
 def _listens(pid: int) -> bool:

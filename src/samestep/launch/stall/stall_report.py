@@ -12,9 +12,9 @@ import msgspec
 
 from samestep.base.errors import listed
 from samestep.base.run.files import write_text
-from samestep.launch.stall.judge import StallVerdict, judge
 from samestep.launch.stall.pulse import STACKS, RankPulse, Visit
 from samestep.launch.stall.stacks import RankStand, Stand, host_name
+from samestep.launch.stall.stall_verdict import StallVerdict, find_culprit
 
 TEXT, STAND = "rank-{rank}.stall", ".stall-rank-{rank}.json"
 """In the run directory: where a rank stands, for people and for the verdict."""
@@ -48,15 +48,15 @@ def write_report(stand: RankStand, folder: Path, run: Path) -> None:
 
 def read_reports(run: Path, since: float) -> list[StandReport]:
     """Return the reports of ranks since a time, in rank order."""
-    found = []
+    reports = []
     for file in run.glob(STAND.format(rank="*")):
         try:
             report = msgspec.json.decode(file.read_bytes(), type=StandReport)
         except (OSError, msgspec.MsgspecError):
             continue
         if report.at >= since:
-            found.append(report)
-    return sorted(found, key=lambda report: report.stand.rank)
+            reports.append(report)
+    return sorted(reports, key=lambda report: report.stand.rank)
 
 
 def _by_wall_clock(pulse: RankPulse) -> RankPulse:
@@ -124,7 +124,7 @@ def verdict_on(
     frames = (frame for stand in stands for frame in stand.frames)
     if may_be_slow and (computes or any(_COMPILER.search(frame.file) for frame in frames)):
         return None
-    verdict = judge(stands)
+    verdict = find_culprit(stands)
     by_rank = {report.stand.rank: report for report in reports}
     missing = [rank for rank in range(world_size) if rank not in by_rank]
     # A rank that has said nothing at all is on a node that is gone, or was never started.

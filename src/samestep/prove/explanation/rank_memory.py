@@ -243,8 +243,8 @@ class WholeMatrices:
 
 def whole_matrices(optimizer: torch.optim.Optimizer, settings: Settings) -> WholeMatrices | None:
     """Return what Muon takes; None where no optimizer is `torch.optim.Muon`."""
-    members = [one for one in members_of(optimizer) if isinstance(one, torch.optim.Muon)]
-    groups = [group for one in members for group in one.param_groups]
+    members = [member for member in members_of(optimizer) if isinstance(member, torch.optim.Muon)]
+    groups = [group for member in members for group in member.param_groups]
     turns = [(p, group["ns_steps"]) for group in groups for p in group["params"]]
     if not turns:
         return None

@@ -33,7 +33,7 @@ from samestep.core.training.work import State, Work, epoch_is_full
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.world import World
 from samestep.prove.profiling.tried_values import sweep, variant
-from samestep.scripts.measuring.bottleneck import judge
+from samestep.scripts.measuring.bottleneck import diagnose
 from samestep.scripts.measuring.measured import Extent, MeasuredRank, MeasuredSteps
 from samestep.scripts.measuring.profile_report import Profile, Sweep
 from samestep.scripts.measuring.stages import MeasuredSpan, Stages, TimeAccount
@@ -87,7 +87,7 @@ def profile_recipe(
         name=request.recipe.name,
         path=path,
         measured=measured,
-        verdict=judge(measured),
+        verdict=diagnose(measured),
         sweeps=sweeps,
         traces=tuple(f"traces/{p.name}" for p in sorted((path / "traces").glob("trace_*"))),
         precision=request.settings.precision,

@@ -272,7 +272,7 @@ class _Stopwatch:
         for taken in rehearse(work, state):
             for record in meter.count(taken):
                 task.session.emit(record)
-                self._look(work, state)
+                self._cut_segments(work, state)
             agreed = agreement.after(state.position.step)
             ends = agreed.signum or agreed.wished
             if ends or epoch_is_full(work, state):
@@ -283,7 +283,7 @@ class _Stopwatch:
                 break
         state.stop_reason = Signals(state.signum).name if state.signum else "measured"
 
-    def _look(self, work: Work, state: State) -> None:
+    def _cut_segments(self, work: Work, state: State) -> None:
         seconds = work.phases.attempt()  # on a GPU the host waits here, a few times a second
         now = (state.position.step, state.position.samples, seconds)
         if self._cut is None:

@@ -272,7 +272,10 @@ class WatchedRun(OwnRun):
     ) -> Tensor:
         """Keep the loss and the gradient of this rank's share, then do as asked."""
         self._note_draws()
-        batch, step = self._current("run.backward", trains=True), self._opened.position.step + 1
+        batch, step = (
+            self._loop.use_batch("run.backward", trains=True),
+            self._opened.position.step + 1,
+        )
         usable = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
         if usable:
             parameters = parameters_of(trained)
@@ -398,8 +401,7 @@ class WatchedRun(OwnRun):
         if not self._task.start.place:
             with contextlib.suppress(Exception):  # of a data set that reads in another way
                 self._report.results[READ_AGAIN] = self._read_again()
-        for opened in self._data.values():
-            opened.source.close()
+        self._batches.close()
         hand_back(self._trace)
         hand_back(self._report)
         process_group.cleanup()

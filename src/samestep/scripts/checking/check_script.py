@@ -11,7 +11,7 @@ from msgspec import structs
 
 import samestep.scripts.checking.rules  # noqa: F401 - registers them
 from samestep.base.errors import LOST_PEER, UserError
-from samestep.launch.stall.judge import StallVerdict
+from samestep.launch.stall.stall_verdict import StallVerdict
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.check_report import CheckReport
 from samestep.scripts.checking.findings import apply_rules, without_silenced

@@ -17,7 +17,7 @@ from samestep.base.errors import UserError
 from samestep.base.run.files import write_text
 from samestep.launch.ranks.launch import Launch, detect_launch
 from samestep.launch.ranks.world import agent_serves
-from samestep.launch.stall.judge import StallVerdict
+from samestep.launch.stall.stall_verdict import StallVerdict
 from samestep.scripts.checking.check_report import CheckReport
 from samestep.scripts.checking.check_resume import check_resume
 from samestep.scripts.checking.check_script import job_of, prepare, report_on, run_job

@@ -16,9 +16,9 @@ from typing import Protocol
 
 import msgspec
 
-from samestep.launch.stall.judge import StallVerdict, find_stall, judge, patience
 from samestep.launch.stall.pulse import RAISED, RankPulse, read_pulses
 from samestep.launch.stall.stacks import computed_s, inspect_ranks, working
+from samestep.launch.stall.stall_verdict import StallVerdict, find_culprit, find_stall, patience
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.scratch import Scratch
 from samestep.scripts.checking.seen import RankSeen, read_events
@@ -255,7 +255,7 @@ def _failed_together(folder: Path, codes: Sequence[int | None]) -> StallVerdict 
     raised = {pulse.rank for pulse in pulses if pulse.calls and pulse.calls[-1].state == RAISED}
     if any(pulse.code and pulse.rank not in raised for pulse in pulses):
         return None
-    verdict = judge(inspect_ranks(folder, pulses)) if raised and len(pulses) > 1 else None
+    verdict = find_culprit(inspect_ranks(folder, pulses)) if raised and len(pulses) > 1 else None
     return None if verdict is None or verdict.cause == "unknown" else verdict
 
 
@@ -275,7 +275,7 @@ def _stalled(
         return None
     stands = inspect_ranks(folder, pulses)
     # Ranks that all compute are slow, and none waits for another.
-    return None if all(stand.doing == "computes" for stand in stands) else judge(stands)
+    return None if all(stand.doing == "computes" for stand in stands) else find_culprit(stands)
 
 
 def end(processes: Sequence[RankProcess], *, politely: bool = True) -> None:

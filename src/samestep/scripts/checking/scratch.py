@@ -99,15 +99,15 @@ class Scratch:
 
     def is_made(self, folder: str) -> bool:
         """Whether the twin of a real folder is a folder of the scratch copy, not a link out."""
-        made = os.stat(self._lock).st_size  # grows with each folder that any rank makes
-        if folder in self._known or self._unmade.get(folder) == made:
+        size = os.stat(self._lock).st_size  # grows with each folder that any rank makes
+        if folder in self._known or self._unmade.get(folder) == size:
             return folder in self._known
         twin = os.path.realpath(self.twin(folder))
         if twin.startswith(self.place + os.sep) and os.path.isdir(twin):
             self._known.add(folder)
             return True
         if os.path.isdir(folder):  # else the script may still make it
-            self._unmade[folder] = made
+            self._unmade[folder] = size
         return False
 
     def make(self, folder: str) -> None:
@@ -118,11 +118,11 @@ class Scratch:
         with self.locked() as lock:
             if self.is_made(folder):
                 return
-            made = f"{self._made}{folder}{_LINKS}"
-            os.makedirs(made, exist_ok=True)
-            self._fill(folder, made)
+            real = f"{self._made}{folder}{_LINKS}"
+            os.makedirs(real, exist_ok=True)
+            self._fill(folder, real)
             link = f"{self.place}/link-{os.getpid()}-{time.monotonic_ns()}"
-            os.symlink(made, link)
+            os.symlink(real, link)
             os.replace(link, self.twin(folder))
             os.write(lock, b".")
 

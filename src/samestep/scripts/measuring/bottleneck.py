@@ -50,7 +50,7 @@ class Bottleneck:
         return self.seconds / self.step
 
 
-def judge(measured: MeasuredSteps) -> Bottleneck:
+def diagnose(measured: MeasuredSteps) -> Bottleneck:
     """Return the verdict on some measured steps."""
     parts = sorted(split(measured), key=lambda part: -part.seconds)
     total = max(sum(part.seconds for part in parts), 1e-9)  # a clock may not have moved

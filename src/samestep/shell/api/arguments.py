@@ -75,8 +75,8 @@ def with_settings(
     def listed(function: Callable[P, T]) -> WithSettings[P, S, T]:
         signature = inspect.signature(function)
         *own, rest = signature.parameters.values()
-        merged = (rest.replace(name=one, kind=rest.KEYWORD_ONLY, default=None) for one in MERGED)
-        named = [*own, *(one for one in [*more, *merged] if one.name not in signature.parameters)]
+        merged = (rest.replace(name=p, kind=rest.KEYWORD_ONLY, default=None) for p in MERGED)
+        named = [*own, *(p for p in [*more, *merged] if p.name not in signature.parameters)]
         named.append(rest.replace(name="options", annotation=Any))
         vars(function)["__signature__"] = signature.replace(parameters=named)
         return cast("WithSettings[P, S, T]", function)
@@ -134,7 +134,7 @@ def one_line_errors(function: Callable[P, T]) -> Callable[P, T]:
             raise
 
     signature = inspect.signature(function)
-    named = [one.replace(annotation=_in_python(one)) for one in signature.parameters.values()]
+    named = [p.replace(annotation=_in_python(p)) for p in signature.parameters.values()]
     vars(called)["__signature__"] = signature.replace(parameters=named)
     return called
 

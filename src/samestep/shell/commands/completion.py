@@ -87,7 +87,7 @@ def completion_words() -> Words:
             inner.setdefault(group, []).append(name)
     return Words(
         {verb: tuple(_of_verb(form)) for verb, form in forms.items()},
-        {name: tuple(_flags(one.options)) if one.options else () for name, one in recipes.items()},
+        {name: tuple(_flags(r.options)) if r.options else () for name, r in recipes.items()},
         [verb for verb, form in forms.items() if form.settings],
         {"new": [*KINDS], **inner, "completion": [*SCRIPTS]},
     )
@@ -176,7 +176,7 @@ def bash(words: Words, end: str = "complete -F _samestep_complete samestep\n") -
 
 def _case(name: str, subject: str, rows: Iterable[tuple[list[str], str]]) -> str:
     """Return a function of bash that runs the action of the row with the subject."""
-    patterns = (("|".join(f'"{one}"' for one in ones), do) for ones, do in rows)
+    patterns = (("|".join(f'"{word}"' for word in ones), do) for ones, do in rows)
     lines = (f"    {pattern}) {do} ;;" for pattern, do in patterns)
     return "\n".join([f"{name}() {{", f'    case "{subject}" in', *lines, "    esac", "}", ""])
 

@@ -198,9 +198,9 @@ def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with a column for each class and probability."""
     flat = {name: value for name, value in row.items() if name != "classes"}
-    for place, one in enumerate(row.get("classes", ()), 1):
+    for place, guess in enumerate(row.get("classes", ()), 1):
         end = f"_{place}" if place > 1 else ""
-        flat |= {f"class{end}": one["class"], f"probability{end}": one["probability"]}
+        flat |= {f"class{end}": guess["class"], f"probability{end}": guess["probability"]}
     return flat
 
 

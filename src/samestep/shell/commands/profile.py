@@ -174,12 +174,12 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     if profile.measured.stopped:
         code = _STOPPED
     if world.is_main and place is not None and code is None:
-        values = {one.setting: one.best for one in profile.sweeps if one.sure}
+        values = {sweep.setting: sweep.best for sweep in profile.sweeps if sweep.sure}
         if values:
             apply_settings(place, values, request.source)
             shown = ", ".join(f"{key} = {n}" for key, n in values.items())
             sys.stderr.write(f"{place}: {shown}\n")
-        if unsure := ", ".join(one.setting for one in profile.sweeps if not one.sure):
+        if unsure := ", ".join(sweep.setting for sweep in profile.sweeps if not sweep.sure):
             sys.stderr.write(f"{place}: {unsure} not written: the measurements differ too much.\n")
             code = 1
     leave(world)

@@ -174,7 +174,7 @@ def own_flags(arguments: list[str]) -> list[str]:
         before = places.get(name)
         if before and (before.stop - before.start > 2 or flags[before.start] != typed):
             flags[before] = [None] * (before.stop - before.start)
-        words = [word for key, one in own.items() for word in (f"--{flag_name(key)}", str(one))]
+        words = [word for key, v in own.items() for word in (f"--{flag_name(key)}", str(v))]
         places[name] = slice(len(flags), len(flags) + len(words))
         flags += words
     own_names(given, "the command")

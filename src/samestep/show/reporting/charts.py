@@ -188,7 +188,7 @@ class Lines:
 
     def __init__(self, run: RunData) -> None:
         self.run = run
-        self.found: dict[str, list[tuple[Role, str, Floats, Floats]]] = {}
+        self.curves: dict[str, list[tuple[Role, str, Floats, Floats]]] = {}
         """Chart → (role, label, steps, values) of each of its curves."""
         rows = run.steps
         steps, samples = (_numbers(rows.numbers(name) or ()) for name in ("step", "samples"))
@@ -232,7 +232,7 @@ class Lines:
         self, chart: str, role: Role, label: str, at: Floats, values: Sequence[object] | None
     ) -> None:
         if values:
-            self.found.setdefault(chart, []).append((role, label, at, _numbers(values)))
+            self.curves.setdefault(chart, []).append((role, label, at, _numbers(values)))
 
     def _add_each(self, role: Role, label: str, records: Sequence[Record], inside: str) -> None:
         """Add what the records have in a table of their own, a chart for each of its names."""
@@ -243,7 +243,7 @@ class Lines:
     @property
     def own(self) -> list[str]:
         """The charts of values that are not in every run."""
-        return [key for key in self.found if key != "loss" and not key.startswith("_")]
+        return [key for key in self.curves if key != "loss" and not key.startswith("_")]
 
     def places(self, at: Floats, by: str) -> Floats:
         """Return where on the x axis some steps are: the step itself, or the samples until then."""
@@ -286,7 +286,7 @@ def charts_of(
     # So that the page of many runs stays as small as that of one, and its charts as fast.
     most = max(_FEWEST, MOST_POINTS // len(lines))
     by = "step" if len(lines) == 1 else "samples trained"
-    own = list(dict.fromkeys(key for one in lines for key in one.own))
+    own = list(dict.fromkeys(key for run in lines for key in run.own))
     series = [
         ("loss", "Loss", ""),
         *((key, key.replace("_", " "), "") for key in own[:_MOST_OWN]),
@@ -295,14 +295,14 @@ def charts_of(
     ]
     charts: list[Chart] = []
     for key, title, unit in series:
-        found = [
+        drawn = [
             make_curve(f"{name} {label}" if name else label, role, place, at, values, most)
-            for one, name, place in zip(lines, names, places, strict=True)
-            for role, label, steps, values in one.found.get(key, [])
+            for run, name, place in zip(lines, names, places, strict=True)
+            for role, label, steps, values in run.curves.get(key, [])
             if not (name and role in ("best", "test"))  # points that the tables have
-            for at in [one.places(steps, by)]
+            for at in [run.places(steps, by)]
         ]
-        if curves := [curve for curve in found if curve]:
+        if curves := [curve for curve in drawn if curve]:
             shown = title[:1].upper() + title[1:]
             ident = _ident(key, suffix, {"phases", *(chart.id for chart in charts)})
             charts.append(Chart(id=ident, title=shown, x=by, y=unit, curves=curves))

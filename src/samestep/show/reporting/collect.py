@@ -63,7 +63,7 @@ class RunPart:
             ("settings", "Settings"): self.settings or self.environment,
             ("commands", "Commands"): self.commands,
         }
-        return [section for section, found in there.items() if found]
+        return [section for section, present in there.items() if present]
 
 
 def _sentence(text: str) -> str:

@@ -149,21 +149,21 @@ def compare_runs(
             "measure different things; name runs of one, or add --any-recipe if you know that "
             "they train on the same data with the same loss."
         )
-    found = Comparison(runs, metric or _default_metric(runs), target)
-    if metric is not None and not any(found.curves):
+    comparison = Comparison(runs, metric or _default_metric(runs), target)
+    if metric is not None and not any(comparison.curves):
         had = "; ".join(f"{run.path}: {', '.join(run.metrics()) or 'none'}" for run in runs)
         raise UserError(f"No run has a metric {metric!r}. Those they have: {had}.")
-    return found
+    return comparison
 
 
 def with_sweeps_opened(paths: Sequence[Path]) -> list[Path]:
     """Return paths with the runs of a sweep in place of its folder."""
-    found: list[Path] = []
+    opened: list[Path] = []
     for path in paths:
         points = read_object(path / SWEEP).get("points")
         runs = [path / name for name in points if is_run(path / name)] if points else []
-        found += runs or [path]
-    return found
+        opened += runs or [path]
+    return opened
 
 
 def _check_paths(paths: Sequence[Path], *, alone: bool) -> None:
@@ -192,9 +192,9 @@ def _list(runs: Sequence[RunData]) -> str:
 
 def _default_metric(runs: Sequence[RunData]) -> str:
     """Return the first of accuracy, loss and training loss that all have, or else any has."""
-    found = [run.metrics() for run in runs]
+    metrics = [run.metrics() for run in runs]
     usual = [(has, name) for has in (all, any) for name in ("accuracy", "loss", TRAIN_LOSS)]
-    return next((name for has, name in usual if has(name in of for of in found)), TRAIN_LOSS)
+    return next((name for has, name in usual if has(name in of for of in metrics)), TRAIN_LOSS)
 
 
 def num_recipes(runs: Sequence[RunData]) -> int:
@@ -243,7 +243,7 @@ def differences(runs: Sequence[RunData]) -> list[SettingDifference]:
     cosine = any((run.settings or {}).get("schedule") == "cosine" for run in runs)
     if cosine or any(run.plan.get("own_schedule") for run in runs):
         same -= _LENGTH  # the learning rate of a step depends on it
-    found = []
+    differing = []
     for name in (*settings, *facts):
         values = tuple(_value(run, name, is_fact=name in facts) for run in runs)
         if len({value for value in values if value != UNKNOWN}) > 1:
@@ -251,8 +251,8 @@ def differences(runs: Sequence[RunData]) -> list[SettingDifference]:
             have = {run.own_loop for run, value in zip(runs, values, strict=True) if value != UNSET}
             comparable = {v for run, v in zip(runs, values, strict=True) if run.own_loop in have}
             decides = name not in same and len(comparable) > 1
-            found.append(SettingDifference(name=name, values=values, decides=decides))
-    return found
+            differing.append(SettingDifference(name=name, values=values, decides=decides))
+    return differing
 
 
 def _value(run: RunData, name: str, *, is_fact: bool) -> str:
@@ -388,10 +388,10 @@ def code_changes(one: Path, other: Path) -> list[CodeChange] | None:
             return None
         name = next((path.name for path in kept if path and path.parent.name == CODE), kept[0].name)
         before, after = {name: kept[0]}, {name: kept[1]}
-        modules = [found for run in (one, other) if (found := kept_modules(run)) is not None]
+        modules = [copied for run in (one, other) if (copied := kept_modules(run)) is not None]
         if len(modules) == 2:
-            for known, found in zip((before, after), modules, strict=True):
-                known |= {module_path(*item): item[1] for item in found.files.items()}
+            for known, copied in zip((before, after), modules, strict=True):
+                known |= {module_path(*item): item[1] for item in copied.files.items()}
     changes = (_change(name, before, after) for name in sorted({*before, *after}))
     return [change for change in changes if change is not None]
 

@@ -122,7 +122,7 @@ def settings(comparison: Comparison, longest: int = 60, *, shared: bool = False)
     differ = [d for d in comparison.differences if not (shared and UNSET in d.values)]
     if not differ:
         return None
-    marked = frozenset(place for place, one in enumerate(differ) if one.decides)
+    marked = frozenset(place for place, difference in enumerate(differ) if difference.decides)
     notes = ["Marked rows make it another training."] if marked else []
     if left := len(comparison.differences) - len(differ):
         notes.append(f"{left} more are not of all recipes.")
@@ -228,10 +228,10 @@ def _verdict(result: SameTraining, other: str, one: str) -> str:
     size = f"by at most {result.largest:.1e}, at step {result.largest_at:,}"
     explained = f"(rounding explains {result.tolerance:.0e})."
     if result.verdict == "rounding":
-        alike = f"{other} is the same training as {one}, to rounding"
+        same = f"{other} is the same training as {one}, to rounding"
         equal = not result.largest and result.weights_step is not None
         differ = "are equal, the weights are not." if equal else f"differ {size} {explained}"
-        return f"{alike}: the losses of {steps} {differ}"
+        return f"{same}: the losses of {steps} {differ}"
     if result.last_alike is None:
         apart = f"{other} is another training than {one}: of {steps} the losses differ from the"
         return f"{apart} first on, {size} {explained}"
@@ -419,7 +419,7 @@ def as_table(comparison: Comparison) -> dict[str, Any]:
             {
                 "run": name,
                 "against": comparison.names[0],
-                "files": None if changes is None else [asdict(one) for one in changes],
+                "files": None if changes is None else [asdict(change) for change in changes],
             }
             for name, changes in zip(comparison.names[1:], comparison.code, strict=True)
         ],

@@ -155,8 +155,8 @@ _PAUSES = ("evaluation", "checkpoint", "compile")
 
 def _pause_s(record: Record) -> float | None:
     """Return how long the training waited; a checkpoint may be written while it continues."""
-    found: float | None = record.get("blocked_seconds", record.get("seconds"))
-    return found
+    seconds: float | None = record.get("blocked_seconds", record.get("seconds"))
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,13 +200,13 @@ class Goal:
 
 def measured_epochs(run: RunData) -> list[Record]:
     """Return the epochs to measure by, each with its `num_steps`: all but the first, if it can."""
-    found, before = [], 0
+    epochs, before = [], 0
     for record in run.of("epoch"):
         steps = record["step"] - before
         if steps > 0 and record["train_seconds"] > 0:
-            found.append({**record, "num_steps": steps})
+            epochs.append({**record, "num_steps": steps})
             before = record["step"]
-    return found[1:] if len(found) > 1 else found
+    return epochs[1:] if len(epochs) > 1 else epochs
 
 
 def throughput(run: RunData) -> Throughput | None:
@@ -261,12 +261,12 @@ def phases(run: RunData) -> dict[str, float] | None:
 
 def pauses(run: RunData) -> dict[str, dict[str, float]]:
     """Return the count and the seconds of evaluations, checkpoints and compiling."""
-    found = {}
+    by_event = {}
     for event in _PAUSES:
         seconds = [s for r in run.of(event) if (s := _pause_s(r)) is not None]
         if seconds:
-            found[event] = {"count": len(seconds), "seconds": sum(seconds)}
-    return found
+            by_event[event] = {"count": len(seconds), "seconds": sum(seconds)}
+    return by_event
 
 
 def reached(run: RunData, curve: list[Point], target: float, *, smaller: bool) -> Goal | None:

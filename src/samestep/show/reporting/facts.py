@@ -170,15 +170,15 @@ def _is_own(words: list[str]) -> bool:
 def _anew(words: list[str], run: Path) -> list[str]:
     """Return the words of a command without what makes it continue in the run's own directory."""
     trains = words[:1] == ["train"]  # its target may be a run: a new one begins with its settings
-    found, rest = words[: 2 * trains], iter(words[2 * trains :])
+    again, rest = words[: 2 * trains], iter(words[2 * trains :])
     for word in rest:
         name, equals, _ = word.partition("=")
         if trains and name.replace("_", "-") in ("--run-dir", "--allow-change"):
             if not equals:
                 next(rest, None)
         elif name not in ("--resume", "--recipe-of-run"):
-            found.append(f"{word.rstrip('/')}-again" if Path(word).name == run.name else word)
-    return found
+            again.append(f"{word.rstrip('/')}-again" if Path(word).name == run.name else word)
+    return again
 
 
 def commands(run: RunData) -> Pairs:
@@ -186,17 +186,17 @@ def commands(run: RunData) -> Pairs:
     words = _command(run)
     path = shlex.quote(str(run.path))
     own = _is_own(words)
-    found = []
+    rows = []
     if words:
         program = ["python", words[0]] if own else ["samestep"]
-        found.append(("repeat it", shlex.join([*program, *_anew(words[1:], run.path)])))
+        rows.append(("repeat it", shlex.join([*program, *_anew(words[1:], run.path)])))
     if not own:
-        found += [
+        rows += [
             ("train anew with its settings", f"samestep train {path}"),
             ("continue it", f"samestep train {path} --resume"),
             ("evaluate it", f"samestep evaluate {path} --checkpoint best"),
         ]
-    return (*found, ("compare it", f"samestep compare {path} runs/OTHER"))
+    return (*rows, ("compare it", f"samestep compare {path} runs/OTHER"))
 
 
 def baselines_table(run: RunData) -> Table | None:

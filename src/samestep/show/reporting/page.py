@@ -122,17 +122,17 @@ class _Scripts(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=False)
-        self.found: list[str] = []
+        self.texts: list[str] = []
         self._inside = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._inside = tag == "script" and "src" not in dict(attrs)
         if self._inside:
-            self.found.append("")
+            self.texts.append("")
 
     def handle_data(self, data: str) -> None:
         if self._inside:
-            self.found[-1] += data
+            self.texts[-1] += data
 
     def handle_endtag(self, tag: str) -> None:
         self._inside = self._inside and tag != "script"
@@ -141,15 +141,15 @@ class _Scripts(HTMLParser):
 def _scripts(pages: list[str]) -> list[str]:
     parser = _Scripts()
     for page in pages:
-        known = len(parser.found)
+        known = len(parser.texts)
         try:
             # As a browser reads it: a carriage return is a line feed.
             parser.feed(re.sub(r"\r\n?", "\n", page))
             parser.close()
         except AssertionError:  # of Python's parser, for markup that it does not know
-            del parser.found[known:]
+            del parser.texts[known:]
         parser.reset()
-    return parser.found
+    return parser.texts
 
 
 NAME = "report.html"
@@ -246,14 +246,14 @@ class RunServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def _state(self) -> tuple[int, ...]:
-        found: list[int] = []
+        numbers: list[int] = []
         for name in ("events.jsonl", "result.json", SYSTEM, "pictures/pictures.json"):
             try:
                 stat = (self._run / name).stat()
             except OSError:
                 continue
-            found += [stat.st_mtime_ns, stat.st_size]
-        return tuple(found)
+            numbers += [stat.st_mtime_ns, stat.st_size]
+        return tuple(numbers)
 
 
 class _Handler(BaseHTTPRequestHandler):

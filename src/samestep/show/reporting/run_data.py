@@ -57,34 +57,34 @@ class RunData:
         """Return the records of one kind, of evaluations those of one split."""
         if event == "step":
             return self.steps
-        found = self._by_event.get(event, ())
-        return [r for r in found if split is None or r.get("split") == split]
+        records = self._by_event.get(event, ())
+        return [r for r in records if split is None or r.get("split") == split]
 
     @cached_property
     def _by_event(self) -> dict[str, list[Record]]:
-        found: dict[str, list[Record]] = {}
+        by_event: dict[str, list[Record]] = {}
         for record in self.records:
-            found.setdefault(record["event"], []).append(record)
-        return found
+            by_event.setdefault(record["event"], []).append(record)
+        return by_event
 
     @cached_property
     def system(self) -> list[Record]:
         """The samples that a tracker's process took of the machine."""
         with contextlib.suppress(OSError):
-            found = RecordFile(self.path / SYSTEM).read_all()
-            return [record for record in found if isinstance(record.get("step"), int)]
+            records = RecordFile(self.path / SYSTEM).read_all()
+            return [record for record in records if isinstance(record.get("step"), int)]
         return []
 
     def metrics(self) -> list[str]:
         """Return what the run measured on its validation set, and its training loss."""
-        found = [
+        evaluated = [
             name
             for record in self.of("evaluation", "validation")
             for name, value in metric_values(record).items()
             if isinstance(value, int | float)
         ]
         trained = [TRAIN_LOSS] if self.of("epoch") or self.of("step") else []
-        return [*dict.fromkeys(found), *trained]
+        return [*dict.fromkeys(evaluated), *trained]
 
     @cached_property
     def best(self) -> Mapping[str, Any]:
@@ -92,11 +92,11 @@ class RunData:
         best = self.result.get("best")
         if self.status != "running" and isinstance(best, dict):  # or it is of an earlier attempt
             return best
-        found = self.of("evaluation", "validation")
-        usual = "accuracy" if any("accuracy" in r for r in found) else "loss"
+        records = self.of("evaluation", "validation")
+        usual = "accuracy" if any("accuracy" in r for r in records) else "loss"
         metric = str(self.plan.get("monitor") or usual)
         pick = min if self.smaller_is_better(metric) or metric == "loss" else max
-        values = (r for r in found if isinstance(r.get(metric), int | float))
+        values = (r for r in records if isinstance(r.get(metric), int | float))
         at = pick(values, key=lambda r: r[metric], default={})
         return {"metric": metric, "value": at.get(metric), "epoch": at.get("epoch")}
 
@@ -104,8 +104,8 @@ class RunData:
     def best_evaluation(self) -> Record:
         """The evaluation with the best value; empty if none is known."""
         metric, value, epoch = (self.best.get(key) for key in ("metric", "value", "epoch"))
-        found = self.of("evaluation", "validation") if value is not None else []
-        same = (r for r in found if r.get("epoch") == epoch and r.get(str(metric)) == value)
+        records = self.of("evaluation", "validation") if value is not None else []
+        same = (r for r in records if r.get("epoch") == epoch and r.get(str(metric)) == value)
         return next(same, {})
 
     def smaller_is_better(self, metric: str) -> bool | None:
@@ -161,7 +161,7 @@ def _records(file: Path, problems: list[str]) -> tuple[list[Record], StepRows]:
     lines = RecordFile(file, checked=True)
     try:
         file.stat()
-        found = CompactRecords(lines, file.parent)
+        compact = CompactRecords(lines, file.parent)
     except OSError:
         problems.append("events.jsonl is missing: nothing is known of its training")
         return [], StepRows()
@@ -171,9 +171,9 @@ def _records(file: Path, problems: list[str]) -> tuple[list[Record], StepRows]:
         lines_named = "line" if len(damaged) == 1 else "lines"
         shown = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
         problems.append(f"events.jsonl is damaged in {lines_named} {shown}, left out")
-    if not (records := found.in_short()):
+    if not (records := compact.in_short()):
         problems.append("events.jsonl holds no record yet")
-    return records, found.steps()
+    return records, compact.steps()
 
 
 def _settings(file: Path, problems: list[str]) -> dict[str, Any] | None:

@@ -106,8 +106,8 @@ def rank_by_rank(run: RunData) -> RankByRank | None:
         {n: 1000 * sum(r["ranks"].get(n, none)[rank] for r in epochs) / steps for n in names}
         for rank in range(size)
     ]
-    longest = max(sum(one.values()) for one in ms) or 1.0
-    own = [sum(value for name, value in one.items() if name != "all_reduce") for one in ms]
+    longest = max(sum(row.values()) for row in ms) or 1.0
+    own = [sum(value for name, value in row.items() if name != "all_reduce") for row in ms]
     shown = sorted(sorted(range(size), key=lambda rank: -own[rank])[:_MOST_RANKS])
     bars = []
     for rank in shown:
@@ -233,25 +233,25 @@ def time_line(run: RunData) -> TimeLine | None:
     last = last_step(run)
     whole = max(last, 1)
     bars = []
-    for one in attempts:
-        text = f"{one.ranks}, steps {one.first:,} to {one.last:,}; {one.ended}"
-        length = 100 * (one.last - one.first) / whole
-        bars.append(Bar(100 * one.first / whole, length, one.ranks, text))
+    for a in attempts:
+        text = f"{a.ranks}, steps {a.first:,} to {a.last:,}; {a.ended}"
+        length = 100 * (a.last - a.first) / whole
+        bars.append(Bar(100 * a.first / whole, length, a.ranks, text))
     saved = run.of("checkpoint")
     marks = [
         Mark("checkpoint", 100 * r["step"] / whole, f"checkpoint, step {r['step']:,}")
         for r in saved[:: -max(1, -(-len(saved) // _MOST_MARKS))]
     ]
     marks += [
-        Mark("resume", 100 * one.first / whole, f"resumed from {one.resumed_from} on {one.ranks}")
-        for one in attempts
-        if one.resumed_from
+        Mark("resume", 100 * a.first / whole, f"resumed from {a.resumed_from} on {a.ranks}")
+        for a in attempts
+        if a.resumed_from
     ]
     summary = f"{count(last, 'step')}, {count(len(saved), 'checkpoint')}, "
     if len(attempts) == 1:
         summary += f"in a single start on {attempts[0].ranks}."
     else:
-        groups = itertools.groupby(one.ranks for one in attempts)
+        groups = itertools.groupby(a.ranks for a in attempts)
         ranks = [(on, len([*same])) for on, same in groups]
         starts = ", then ".join(f"{on} ({count(n, 'start')})" for on, n in ranks[:8])
         more = " …" if len(ranks) > 8 else ""
@@ -259,7 +259,7 @@ def time_line(run: RunData) -> TimeLine | None:
         on_same = f"{restarts}, all on {ranks[0][0]}."
         summary += on_same if len(ranks) == 1 else f"{restarts}: on {starts}{more}."
     head = ("attempt", "began", "ranks", "device", "launcher", "from", "steps kept", "end")
-    rows = [(str(place), *one.row()) for place, one in enumerate(attempts, start=1)]
+    rows = [(str(place), *a.row()) for place, a in enumerate(attempts, start=1)]
     best = run.best_evaluation.get("step")
     files = [
         (

@@ -63,16 +63,16 @@ class ScalingStudy:
 def read_study(path: Path) -> ScalingStudy:
     """Return what a file of `samestep scale RECIPE --json` tells; else raise UserError."""
     try:
-        found = json.loads(path.read_bytes())
-        parts = [_part(mode, rows) for mode, rows in found["modes"].items() if len(rows) > 1]
+        study = json.loads(path.read_bytes())
+        parts = [_part(mode, rows) for mode, rows in study["modes"].items() if len(rows) > 1]
         if not parts:
             raise ValueError("no mode has two numbers of ranks")
-        rounds = found["modes"][parts[0].id][0]["rounds"]
+        rounds = study["modes"][parts[0].id][0]["rounds"]
         return ScalingStudy(
-            recipe=str(found["recipe"]),
+            recipe=str(study["recipe"]),
             parts=parts,
-            warnings=[str(text) for text in found.get("warnings", [])],
-            phrase=f"{count(rounds, 'round')}, {number(found.get('seconds'))} s each after warming "
+            warnings=[str(text) for text in study.get("warnings", [])],
+            phrase=f"{count(rounds, 'round')}, {number(study.get('seconds'))} s each after warming "
             "up. The bars are 95 % intervals of the speed-up.",
         )
     except (

@@ -81,23 +81,23 @@ class MachineSampler:
         if self._held is None:
             return
         self._due, self._taken = time.monotonic() + _EVERY_S, True
-        found = {**self._measure(), **_ask_gpus(gpus_of(run))}
-        line = json.dumps({"event": "system", "time": time.time(), "step": step, **found})
+        measured = {**self._measure(), **_ask_gpus(gpus_of(run))}
+        line = json.dumps({"event": "system", "time": time.time(), "step": step, **measured})
         with contextlib.suppress(OSError), (run / SYSTEM).open("ab") as file:
             file.write(line.encode() + b"\n")
 
     def _measure(self) -> dict[str, Any]:
         memory = psutil.virtual_memory()
-        found: dict[str, Any] = {
+        measured: dict[str, Any] = {
             "cpu_percent": psutil.cpu_percent(),
             "memory_percent": memory.percent,
             "memory_used_gib": (memory.total - memory.available) / 2**30,
         }
         with contextlib.suppress(psutil.Error):
             if self._training is not None:
-                found["process_cpu_percent"] = self._training.cpu_percent()
-                found["process_memory_gib"] = self._training.memory_info().rss / 2**30
-        return found
+                measured["process_cpu_percent"] = self._training.cpu_percent()
+                measured["process_memory_gib"] = self._training.memory_info().rss / 2**30
+        return measured
 
 
 def gpus_of(run: Path) -> Sequence[str] | None:
@@ -106,8 +106,8 @@ def gpus_of(run: Path) -> Sequence[str] | None:
     samestep's own runs say it; of a Trainer with nothing but samestep's logger it is not known.
     """
     with contextlib.suppress(OSError, ValueError):
-        found: Sequence[str] | None = json.loads((run / "environment.json").read_text()).get("gpus")
-        return found
+        gpus: Sequence[str] | None = json.loads((run / "environment.json").read_text()).get("gpus")
+        return gpus
     return ()  # it is not written yet
 
 
@@ -129,15 +129,15 @@ def parse_gpus(printed: str, wanted: Sequence[str] | None) -> dict[str, dict[str
     A line is `GPU-8d1f…, 37, 5120, 210.5, 61`, with `[N/A]` for some. UUIDs that are wanted have no
     `GPU-`, as PyTorch has them; None takes all.
     """
-    found: dict[str, dict[str, float]] = {}
+    gpus: dict[str, dict[str, float]] = {}
     for number, line in enumerate(printed.splitlines()):
         uuid, *texts = line.split(",")
         if wanted is None or uuid.strip().removeprefix("GPU-") in wanted:
-            values = found[f"gpu{number}"] = {}
+            values = gpus[f"gpu{number}"] = {}
             for name, text in zip(_GPU, texts, strict=False):
                 with contextlib.suppress(ValueError):
                     values[name] = float(text)
-    return found
+    return gpus
 
 
 _ORPHANS_S = 20.0
@@ -249,8 +249,8 @@ _SIZES = (
 def load_tracker(source: str) -> ModuleType:
     """Import a tracker: one of samestep's, a file or a module."""
     if source in TRACKERS:
-        found: ModuleType = TRACKERS.load(source)
-        return found
+        tracker: ModuleType = TRACKERS.load(source)
+        return tracker
     if not source.endswith(".py"):
         sys.path.append(str(Path.cwd()))
         return importlib.import_module(source)

@@ -73,8 +73,8 @@ def _find(store: MlflowClient, run: TrackedRun) -> Run | None:
     experiment = store.get_experiment_by_name(run.project)
     if experiment is None:
         return None
-    found = store.search_runs([experiment.experiment_id], f"tags.`samestep.id` = '{run.id}'")
-    return found[0] if found else None
+    runs = store.search_runs([experiment.experiment_id], f"tags.`samestep.id` = '{run.id}'")
+    return runs[0] if runs else None
 
 
 def _name(text: str) -> str:

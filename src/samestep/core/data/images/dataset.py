@@ -40,7 +40,7 @@ def map_shared(num_bytes: int, world: World) -> mmap.mmap:
     """
     if max(world.gather(world.local_world_size)) == 1:
         return mmap.mmap(-1, num_bytes)  # no process to share with
-    made: list[Path] = []
+    created: list[Path] = []
     opened: list[tuple[int, mmap.mmap]] = []
 
     def agree(action: Callable[[], object]) -> None:
@@ -56,20 +56,20 @@ def map_shared(num_bytes: int, world: World) -> mmap.mmap:
                 raise NoRoomError(text)
 
     def reserve() -> None:
-        if made:
-            made[0].unlink(missing_ok=True)
+        if created:
+            created[0].unlink(missing_ok=True)
             # Reserved now: a full file system would end a rank by SIGBUS when it writes.
             allocate = getattr(os, "posix_fallocate", lambda *_: None)
             allocate(opened[0][0], 0, num_bytes)
 
     try:
-        agree(lambda: made.append(_create(num_bytes)) if world.local_rank == 0 else None)
-        places = world.gather((world.node, made[0] if made else None))
+        agree(lambda: created.append(_create(num_bytes)) if world.local_rank == 0 else None)
+        places = world.gather((world.node, created[0] if created else None))
         own = next(path for node, path in places if node == world.node and path is not None)
         agree(lambda: opened.append(_open(own, num_bytes)))
         agree(reserve)
     finally:
-        for path in made:
+        for path in created:
             path.unlink(missing_ok=True)
         for descriptor, _memory in opened:
             os.close(descriptor)  # the mapping stays

@@ -73,8 +73,8 @@ def class_names(root: Path) -> tuple[str, ...]:
                 "that of a class."
             )
     if len(names) < 2:
-        found = f"one class only, {names[0]}/" if names else "no folders"
-        raise UserError(f"{train} holds {found}. {_LAYOUT}; at least two classes are needed.")
+        classes = f"one class only, {names[0]}/" if names else "no folders"
+        raise UserError(f"{train} holds {classes}. {_LAYOUT}; at least two classes are needed.")
     return tuple(names)
 
 
@@ -99,11 +99,11 @@ def find_files(
     labels: list[int] = []
     for label, name in enumerate(classes):
         there = (folder / name).is_dir()
-        found = _names(folder / name, lambda e: e.name.lower().endswith(SUFFIXES)) if there else []
-        if not found and (whole or split == "train"):
+        files = _names(folder / name, lambda e: e.name.lower().endswith(SUFFIXES)) if there else []
+        if not files and (whole or split == "train"):
             raise _no_images(folder / name)
-        names += [os.fsencode(os.path.join(folder.name, name, file)) for file in found]  # noqa: PTH118
-        labels += [label] * len(found)
+        names += [os.fsencode(os.path.join(folder.name, name, file)) for file in files]  # noqa: PTH118
+        labels += [label] * len(files)
     if not names:
         raise _no_images(folder)
     return FileList(str(root), np.array(names, dtype=bytes), np.array(labels, np.int64))
@@ -126,13 +126,13 @@ def _names(folder: Path, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str
     """
     try:
         with os.scandir(folder) as entries:
-            found = [e.name for e in entries if wanted(e)]
+            names = [e.name for e in entries if wanted(e)]
     except OSError as error:
         raise UserError(
             f"The folder {folder} cannot be read: {error.strerror}. Make it readable for you, or "
             "name another with --data-dir."
         ) from error
-    return sorted(name for name in found if not name.startswith((".", "__MACOSX")))
+    return sorted(name for name in names if not name.startswith((".", "__MACOSX")))
 
 
 def _no_images(folder: Path) -> UserError:
@@ -229,7 +229,7 @@ def decode_in_threads(
 
 def _merge(parts: Iterable[Broken]) -> Broken:
     """Put together what several have found, in the order of the files."""
-    return dict(sorted(found for part in parts for found in part.items()))
+    return dict(sorted(broken for part in parts for broken in part.items()))
 
 
 def _stamp(files: FileList, side: int, world: World) -> str:

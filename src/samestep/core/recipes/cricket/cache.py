@@ -146,8 +146,8 @@ def _read_parts(source: MatchFiles, parts: Path, jobs: int, *, shown: bool) -> l
     total = num_files - _FILES_PER_PART * (len(paths) - len(missing))
     with counting("reading matches", max(total, 0), shown=shown) as count:
         _read_all(tasks(), min(jobs, len(missing)), count)
-    found = (part or _load(path) for path, part in zip(paths, there, strict=True))
-    whole = [part for part in found if part is not None]
+    loaded = (part or _load(path) for path, part in zip(paths, there, strict=True))
+    whole = [part for part in loaded if part is not None]
     if len(whole) < len(paths):
         raise UserError(
             f"{parts} lost files while matches were read into it. See that nothing clears this "
@@ -168,9 +168,9 @@ def _read_all(
     with contextlib.ExitStack() as stack:
         pipe, idle = subprocess.PIPE, []
         for _ in range(jobs):  # Ctrl-C is for the one that waits
-            one = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, start_new_session=True)
-            idle.append(one)
-            stack.callback(one.communicate)  # lets it end
+            reader = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, start_new_session=True)
+            idle.append(reader)
+            stack.callback(reader.communicate)  # lets it end
         pool = stack.enter_context(ThreadPoolExecutor(jobs))
         stack.callback(pool.shutdown, cancel_futures=True)
 
@@ -230,6 +230,6 @@ def _check_bad(corpus: Corpus, path: Path, skip_bad: int) -> None:
 def _about(corpus: Corpus) -> Iterator[str]:
     reasons = {"bad": "cannot be read", "passed": "are not twenty-over matches with balls"}
     for name, what in reasons.items():
-        if found := corpus.lists[name]:
-            shown = listed(found, between="; ")
-            yield f"Left out because they {what}: {words.count(len(found), 'file')}. {shown}."
+        if files := corpus.lists[name]:
+            shown = listed(files, between="; ")
+            yield f"Left out because they {what}: {words.count(len(files), 'file')}. {shown}."

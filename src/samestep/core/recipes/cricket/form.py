@@ -62,12 +62,12 @@ def form(corpus: Corpus, kept: KeptForm | None) -> Array:
     """
     kept = kept or KeptForm()
     usual = kept.usual or _USUAL * (OVERS * _WICKETS)
-    found = np.zeros((len(corpus.innings["start"]), WIDTH), np.float32)
+    rows = np.zeros((len(corpus.innings["start"]), WIDTH), np.float32)
     for row, parties in enumerate(_walk(corpus, usual, {}, kept)):
         rated = np.array(parties)
-        found[row, :9] = np.column_stack([rated[:, :2] * _SCALE, np.log1p(rated[:, 2]) / 8]).ravel()
-        found[row, 9:] = rated[:, :2].sum(axis=0) * _SCALE
-    return found
+        rows[row, :9] = np.column_stack([rated[:, :2] * _SCALE, np.log1p(rated[:, 2]) / 8]).ravel()
+        rows[row, 9:] = rated[:, :2].sum(axis=0) * _SCALE
+    return rows
 
 
 def _usual_of(corpus: Corpus, matches: Array) -> tuple[float, ...]:
@@ -139,9 +139,9 @@ def _move(ratings: dict[str, Rating], names: tuple[str, ...], beyond: Array, bal
     if not balls:
         return
     rated = [ratings.setdefault(name, [0.0, 0.0, 0.0]) for name in names]
-    errors = [float(beyond[k]) / balls - sum(one[k] for one in rated) for k in (0, 1)]
-    for one, prior in zip(rated, _PRIOR_BALLS.values(), strict=True):
-        part = balls / (one[2] + balls + prior)
-        one[0] += part * errors[0]
-        one[1] += part * errors[1]
-        one[2] = min(one[2] + float(balls), _MOST_BALLS)
+    errors = [float(beyond[k]) / balls - sum(rating[k] for rating in rated) for k in (0, 1)]
+    for rating, prior in zip(rated, _PRIOR_BALLS.values(), strict=True):
+        part = balls / (rating[2] + balls + prior)
+        rating[0] += part * errors[0]
+        rating[1] += part * errors[1]
+        rating[2] = min(rating[2] + float(balls), _MOST_BALLS)

@@ -140,5 +140,5 @@ def _convolution(name: Convolution, width: int, has_distance: bool) -> nn.Module
     kind = geometric.GATv2Conv if name == "gatv2" else geometric.TransformerConv
     more: dict[str, Any] = {"add_self_loops": False} if name == "gatv2" else {}
     distance = 1 if has_distance else None
-    made = kind(both, width // heads, heads=heads, edge_dim=distance, **more)
-    return cast("nn.Module", made)
+    layer = kind(both, width // heads, heads=heads, edge_dim=distance, **more)
+    return cast("nn.Module", layer)

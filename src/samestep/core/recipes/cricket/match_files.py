@@ -76,20 +76,20 @@ def _raise(error: OSError) -> NoReturn:
 
 
 def _folder(path: Path) -> MatchFiles:
-    found = []
+    stamped = []
     for place, _folders, files in os.walk(path, onerror=_raise):
         for file in filter(_wanted, files):
             whole = os.path.join(place, file)  # noqa: PTH118 - once per file
             status = os.stat(whole)  # noqa: PTH116 - once per file
             name = os.path.relpath(whole, path)
-            found.append((name, f"{name} {status.st_size} {status.st_mtime_ns}"))
-    _check_any(path, found)
-    return _listed(path, path, sorted(found))
+            stamped.append((name, f"{name} {status.st_size} {status.st_mtime_ns}"))
+    _check_any(path, stamped)
+    return _listed(path, path, sorted(stamped))
 
 
-def _listed(path: Path, folder: Path, found: list[tuple[str, str]]) -> MatchFiles:
+def _listed(path: Path, folder: Path, files: list[tuple[str, str]]) -> MatchFiles:
     """Return files of a folder, each with its stamp, as a source."""
-    names = tuple(name for name, _ in found)
+    names = tuple(name for name, _ in files)
 
     def read() -> Iterator[Document]:
         for name in names:
@@ -101,7 +101,7 @@ def _listed(path: Path, folder: Path, found: list[tuple[str, str]]) -> MatchFile
                     "or remove it."
                 ) from error
 
-    return MatchFiles(path, _digest(stamp for _, stamp in found), lambda: names, read)
+    return MatchFiles(path, _digest(stamp for _, stamp in files), lambda: names, read)
 
 
 Entries = Iterator[tuple[str, int, Callable[[], bytes]]]

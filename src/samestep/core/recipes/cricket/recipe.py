@@ -82,7 +82,7 @@ def draw_match(
     balls, innings, teams = corpus.balls, corpus.innings, corpus.lists["teams"]
     axes = figure.subplots(1, len(innings["start"]), sharey=True, squeeze=False)[0]
     cross: dict[str, Any] = {"color": "tab:red", "markersize": 7, "markeredgewidth": 2}
-    for number, one in enumerate(axes):
+    for number, plot in enumerate(axes):
         own = slice(int(innings["start"][number]), int(corpus.ends()[number]))
         # Where each ball is, in overs: the second of six balls is at a sixth.
         over = balls["over"][own].astype(float)
@@ -90,15 +90,15 @@ def draw_match(
         many = np.searchsorted(over, over, "right") - first
         overs = over + (np.arange(len(over)) - first) / many
         fell = balls["wickets"][own] > 0
-        one.plot(overs, actual[own], color="0.45", linewidth=1.6, label="actual")
-        one.plot(overs, predicted[own], color="tab:blue", linewidth=1.8, label="predicted")
-        one.plot(overs[fell], actual[own][fell], "x", label="wicket", **cross)
+        plot.plot(overs, actual[own], color="0.45", linewidth=1.6, label="actual")
+        plot.plot(overs, predicted[own], color="tab:blue", linewidth=1.8, label="predicted")
+        plot.plot(overs[fell], actual[own][fell], "x", label="wicket", **cross)
         runs = int(balls["runs"][own].sum()) + int(innings["before"][number])
         score = f"{teams[innings['batting'][number]]} {runs}/{int(balls['wickets'][own].sum())}"
         target = int(innings["target"][number])
-        one.set_title(f"{score}, target {target}" if target else score, fontsize="medium")
-        one.set(xlabel="over", xlim=(0, 20), xticks=range(0, 21, 5))
-        one.grid(alpha=0.3)
+        plot.set_title(f"{score}, target {target}" if target else score, fontsize="medium")
+        plot.set(xlabel="over", xlim=(0, 20), xticks=range(0, 21, 5))
+        plot.grid(alpha=0.3)
     axes[0].set(ylabel=f"runs to come, {ahead}", ylim=(0, None))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     sides = f"{teams[innings['batting'][0]]} v {teams[innings['bowling'][0]]}"
@@ -251,7 +251,7 @@ def complete(options: CricketOptions) -> CricketOptions:
     seen = digests(corpus)[np.concatenate([train, parts["validation"]])]
     return replace(
         options,
-        **{name: getattr(options, name) or found for name, found in vars(names).items()},
+        **{name: getattr(options, name) or value for name, value in vars(names).items()},
         form_names=done.names,
         form=done.ratings,
         form_usual=done.usual,

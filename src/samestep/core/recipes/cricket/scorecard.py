@@ -280,14 +280,14 @@ def _reason(document: bytes, error: Exception) -> str:
         return str(unknown)
     except msgspec.DecodeError:
         pass  # the first error says it
-    path, told = "", str(error)
+    path, message = "", str(error)
     for key, kind in _LEVELS:
-        found = _first_bad(part.get(key) if isinstance(part, dict) else None, kind)
-        if found is None:
+        bad = _first_bad(part.get(key) if isinstance(part, dict) else None, kind)
+        if bad is None:
             break
-        place, part, told = found
+        place, part, message = bad
         path += f"{key}[{place}]."
-    what, _, where = told.partition(" - at `$")
+    what, _, where = message.partition(" - at `$")
     what = what.replace("Invalid RFC3339 encoded date", "Expected a date, YYYY-MM-DD")
     inside = path + where.rstrip("`").lstrip(".")
     return f"{inside.rstrip('.') or 'the file'}: {what[:1].lower()}{what[1:]}"

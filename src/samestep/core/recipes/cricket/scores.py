@@ -78,8 +78,8 @@ class RunsError:
         spread = squared_runs - runs * runs / balls if balls else 0.0
         if not balls or (self.kind == "r2" and spread <= 0):
             return float("nan")
-        found = {"mae": absolute / balls, "rmse": (squared / balls) ** 0.5}
-        return float(found[self.kind] if self.kind in found else 1 - squared / spread)
+        values = {"mae": absolute / balls, "rmse": (squared / balls) ** 0.5}
+        return float(values[self.kind] if self.kind in values else 1 - squared / spread)
 
 
 def _sum(stacked: Tensor) -> Tensor:
@@ -147,8 +147,8 @@ def baselines(
         left_out["trees"] = "left out without scikit-learn; pip install 'samestep[cricket]'"
     elif trees:
         numbers = _numbers(corpus, known, horizon)
-        for name, how in _TREES.items():
-            predicted[name] = _by_trees(numbers[fitted], actual[fitted], numbers[tested], how)
+        for name, options in _TREES.items():
+            predicted[name] = _by_trees(numbers[fitted], actual[fitted], numbers[tested], options)
     return {name: errors(some, actual[tested]) for name, some in predicted.items()} | left_out
 
 
@@ -181,12 +181,12 @@ def _numbers(corpus: Corpus, known: Situation, horizon: int | None) -> Array:
     return np.stack([*columns, *more], axis=1).astype(np.float32)
 
 
-def _by_trees(numbers: Array, actual: Array, tested: Array, how: dict[str, Any]) -> Array:
+def _by_trees(numbers: Array, actual: Array, tested: Array, options: dict[str, Any]) -> Array:
     """Fit gradient-boosted trees on histograms, seeded."""
     from sklearn.ensemble import HistGradientBoostingRegressor  # noqa: PLC0415 - an extra
     from threadpoolctl import threadpool_limits  # noqa: PLC0415 - comes with it
 
-    model = HistGradientBoostingRegressor(random_state=0, **how)
+    model = HistGradientBoostingRegressor(random_state=0, **options)
     # On few balls threads wait for each other, many times longer on busy cores.
     with threadpool_limits(1 if len(actual) < _FEW_BALLS else None, user_api="openmp"):
         return np.asarray(model.fit(numbers, actual).predict(tested))

@@ -356,8 +356,8 @@ def uneven_batches(seen: Seen) -> Iterator[Found | NotSeen]:
         text += f": after batch {least} rank {some(short)} leaves the loop, and rank "
         text += f"{some(waits)} waits in the backward pass of batch {least + 1}"
         remedy = "Use a DistributedSampler, which gives all ranks equally many, or DDP's `Join`."
-        made = {"the loader is made": readings[0].made}
-        yield Found(readings[0].loader.where, text, remedy, comes_from=made)
+        origin = {"the loader is made": readings[0].made}
+        yield Found(readings[0].loader.where, text, remedy, comes_from=origin)
 
 
 @rule("SS711", least_ranks=1)
@@ -377,5 +377,5 @@ def same_batch_at_every_step(seen: Seen) -> Iterator[Found | NotSeen]:
         if text:
             text += f"; the loader has {first.length[0]} batches"
             remedy = "Read on in the loop: `for batch in loader:`, not `next(iter(loader))`."
-            made = {"the loader is made": first.made}
-            yield Found(batches[0].where, text, remedy, comes_from=made)
+            origin = {"the loader is made": first.made}
+            yield Found(batches[0].where, text, remedy, comes_from=origin)

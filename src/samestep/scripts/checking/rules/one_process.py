@@ -49,8 +49,8 @@ def _changed(
 
 
 def _made(rank: RankSeen, step: ev.OptimizerStep) -> str:
-    made = [e for e in rank.of(ev.OptimizerMade) if e.optimizer_id == step.optimizer_id]
-    return made[0].where if made else step.where
+    optimizers = [e for e in rank.of(ev.OptimizerMade) if e.optimizer_id == step.optimizer_id]
+    return optimizers[0].where if optimizers else step.where
 
 
 def _unheld(
@@ -117,7 +117,7 @@ def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
 def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
     """Weights with the same bits after several steps with gradients."""
     for rank in seen.ranks:
-        found = False
+        is_astray = False
         for model in rank.of(ev.ModelTrained):
             steps = [e for e in rank.of(ev.OptimizerStep) if model.model_id in e.models and e.grads]
             kept = rank.of_model(ev.WeightSumsBefore, model.model_id)
@@ -142,7 +142,7 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
                 names += stopped
             idle = [e for e in steps if len(e.still) == len(e.grads)]
             if names or (len(idle) == len(steps) >= _FEW):
-                found = True
+                is_astray = True
                 yield Found(
                     steps[0].where,
                     f"{len(names)} of {len(model.shapes)} parameters of {model.model} have "
@@ -157,7 +157,7 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
                     else "Let the schedule begin above 0, and step it once per optimizer step.",
                     comes_from={"the optimizer is made": _made(rank, steps[0])},
                 )
-        if found:
+        if is_astray:
             return
 
 

@@ -66,7 +66,7 @@ def clips_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS303")
 def clips_before_the_all_reduce(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for clipping that the reduction of the same gradients follows within the step."""
-    found: dict[str, Found] = {}
+    by_line: dict[str, Found] = {}
     before: ev.GradientsClipped | None = None
     norms: list[float | None] = []  # on the ranks
     clips = [rank.of(ev.GradientsClipped) for rank in seen.ranks]
@@ -78,7 +78,7 @@ def clips_before_the_all_reduce(seen: Seen) -> Iterator[Found | NotSeen]:
         elif isinstance(event, ev.GradientsClipped):
             before, norms = event, [own[number].norm for own in clips if len(own) > number]
             number, reduced = number + 1, 0
-        elif before is not None and before.where not in found:
+        elif before is not None and before.where not in by_line:
             known = [norm for norm in norms if norm is not None]
             differ = len(known) == len(norms) and not _close(known, 1 + 1e-4)
             later = False
@@ -92,13 +92,13 @@ def clips_before_the_all_reduce(seen: Seen) -> Iterator[Found | NotSeen]:
             if later:
                 numbers = ", ".join(f"{norm:.4g}" for norm in known)
                 text = f"; the norms on the ranks were {numbers}" if differ else ""
-                found[before.where] = Found(
+                by_line[before.where] = Found(
                     before.where,
                     f"{before.name} with a limit of {before.limit:g} comes before the "
                     f"all-reduce at {event.where}{text}",
                     "Clip once per step, after the gradients have been averaged.",
                 )
-    yield from found.values()
+    yield from by_line.values()
 
 
 @rule("SS307")

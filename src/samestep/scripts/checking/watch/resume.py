@@ -55,7 +55,7 @@ def watching(recorder: Recorder) -> Iterator[None]:
     """Note while inside."""
     training = _TrainingWatcher(recorder)
     checkpoints = _CheckpointWatcher(recorder, training)
-    made = functools.partial(functools.partial, training.on_made)
+    noting = functools.partial(functools.partial, training.on_made)
     load = functools.partial(functools.partial, checkpoints.on_load)
     save, load_file = checkpoints.on_save, load("file")
 
@@ -82,10 +82,10 @@ def watching(recorder: Recorder) -> Iterator[None]:
             (_RENAME, checkpoints.on_rename),
             (probes.LOAD_STATE, load("model")),
             (_LOAD_OPTIMIZER, load("optimizer")),
-            (probes.OPTIMIZER_MADE, made("optimizer", training.optimizers)),
-            (probes.SCALER_MADE, made("scaler", training.scalers)),
-            (_SCHEDULER_MADE, made("schedule", Numbers())),
-            (probes.LOADER_MADE, made("loader", Numbers())),
+            (probes.OPTIMIZER_MADE, noting("optimizer", training.optimizers)),
+            (probes.SCALER_MADE, noting("scaler", training.scalers)),
+            (_SCHEDULER_MADE, noting("schedule", Numbers())),
+            (probes.LOADER_MADE, noting("loader", Numbers())),
             (_COPY, training.on_copy),
             (probes.MODULE_CALL, training.on_call),
             (probes.BACKWARD, training.on_backward),

@@ -113,8 +113,8 @@ def main(arguments: list[str]) -> int:
         return _keep(job, command)
     number, script = submit(job)
     asks = options.size + (f", --time {options.time}" if options.time else "")
-    is_again = files == [Path(target, OPTIONS)] and vars(options) == vars(defaults)
-    asks += ", as its job before" * is_again
+    if files == [Path(target, OPTIONS)] and vars(options) == vars(defaults):
+        asks += ", as its job before"
     code = f"code    {job.code.text}\n" if job.code else ""
     if not code and kept_code(workload.run):  # the user's files may be others by now
         code = f"code    the run's own copy: {shown_path(workload.run / CODE)}\n"

@@ -15,7 +15,6 @@ from hypothesis import given
 from samestep.launch.ranks import world
 from samestep.launch.stall import pulse as pulses
 from samestep.launch.stall.collectives import watch_collectives
-from samestep.launch.stall.judge import find_stall, judge, mismatch, patience
 from samestep.launch.stall.stacks import RankStand, StackFrame, Stand, _stack_of, inspect_ranks
 from samestep.launch.stall.stall_report import (
     TEXT,
@@ -24,6 +23,7 @@ from samestep.launch.stall.stall_report import (
     verdict_on,
     write_report,
 )
+from samestep.launch.stall.stall_verdict import find_culprit, find_stall, mismatch, patience
 from tests.processes import TIMEOUT_S, run_ranks, start_ranks
 from tests.stall import stuck
 
@@ -83,12 +83,13 @@ def test_what_moves_is_no_stall_and_what_is_stopped_is_told(at):
     waits = dataclasses.replace(
         waits, frames=(loader, *waits.frames), workers=(Stand(pid=77, doing="stopped"),)
     )
-    verdict = judge([seen(0, at("all_reduce"), inside("all_reduce", 1, at("all_reduce"))), waits])
+    first = seen(0, at("all_reduce"), inside("all_reduce", 1, at("all_reduce")))
+    verdict = find_culprit([first, waits])
     assert (verdict.cause, verdict.culprits) == ("data", (1,))
     assert "77" in verdict.does[1]
     assert verdict.places[1] == at("batch")
     same = inside("all_reduce", 4, at("all_reduce"))
-    verdict = judge([seen(rank, "", same, doing="stopped") for rank in (0, 1)])
+    verdict = find_culprit([seen(rank, "", same, doing="stopped") for rank in (0, 1)])
     assert (verdict.cause, verdict.culprits) == ("stopped", (0, 1))
     assert verdict.places == dict.fromkeys((0, 1), at("all_reduce"))
 
@@ -102,32 +103,32 @@ def test_patience_is_twenty_steps_but_never_less_than_asked_for(times, least):
 
 def test_of_three_ranks_the_missing_or_the_one_that_computes_is_named(at):
     pair = "pair:1,2"
-    verdict = judge([
+    verdict = find_culprit([
         seen(0, at("all_reduce"), inside("all_reduce", 4, at("all_reduce"))),
         seen(1, at("barrier"), inside("barrier", 7, at("barrier"), group=pair)),
         seen(2, at("slow"), call("barrier", 6, at("barrier"), group=pair)),
     ])  # fmt: skip
     assert (verdict.cause, verdict.culprits) == ("absent", (2,))
     assert verdict.places[2] == at("slow")
-    verdict = judge([
+    verdict = find_culprit([
         seen(0, at("barrier"), inside("barrier", 1, at("barrier"), group="pair:0,1")),
         seen(1, at("slow")),
         seen(2, at("save")),
     ])  # fmt: skip
     assert verdict.culprits == (1,)
     backward = inside("backward", 2, at("backward"), group="backward")
-    verdict = judge([seen(0, at("backward"), backward), seen(1, at("slow"), backward)])
+    verdict = find_culprit([seen(0, at("backward"), backward), seen(1, at("slow"), backward)])
     assert (verdict.culprits, verdict.places[1]) == ((1,), at("slow"))
     waits, spins = seen(0, at("backward"), backward), seen(1, at("backward"), backward)
-    assert judge([waits, spins]).cause == "unknown"
-    verdict = judge([waits, dataclasses.replace(spins, doing="computes")])
+    assert find_culprit([waits, spins]).cause == "unknown"
+    verdict = find_culprit([waits, dataclasses.replace(spins, doing="computes")])
     assert verdict.culprits == (1,)
 
 
 def test_a_rank_that_calls_something_else_is_named_with_node_line_and_step(at):
     same = inside("all_reduce", 4, at("all_reduce"))
     other = inside("broadcast", 4, at("slow"))
-    verdict = judge([
+    verdict = find_culprit([
         seen(0, at("slow"), other),
         *(seen(rank, at("all_reduce"), same) for rank in (1, 2)),
     ])  # fmt: skip
@@ -136,16 +137,16 @@ def test_a_rank_that_calls_something_else_is_named_with_node_line_and_step(at):
     def backward(seq, word, state="left"):
         return call("backward", seq, at(word), group="backward", state=state)
 
-    verdict = judge([
+    verdict = find_culprit([
         seen(0, at("backward"), backward(1, "slow"), backward(2, "backward", "inside")),
         seen(1, at("barrier"), backward(1, "backward"), inside("barrier", 1, at("barrier"))),
     ])  # fmt: skip
     assert verdict.cause == "left"
     assert at("slow").rpartition("/")[2] in verdict.sentence
-    verdict = judge([seen(0, "", doing="gone", code=0), seen(1, at("save"))])
+    verdict = find_culprit([seen(0, "", doing="gone", code=0), seen(1, at("save"))])
     assert (verdict.cause, verdict.culprits) == ("absent", (1,))
     failed = call("all_reduce", 4, at("all_reduce"), state="raised")
-    verdict = judge([
+    verdict = find_culprit([
         seen(0, "", failed, doing="gone", code=1),
         seen(1, "", call("all_reduce", 3, at("all_reduce")), doing="gone", code=0, steps=3),
     ])  # fmt: skip
@@ -176,7 +177,8 @@ def test_tensors_that_differ_are_a_cause_where_the_ranks_have_not_gone_on(at, st
         first = call("all_gather", 3, at("all_reduce"), detail=shape, state=state)
         return first, inside("barrier", 4, at("barrier"))
 
-    verdict = judge([seen(0, at("barrier"), *calls("[2]")), seen(1, at("barrier"), *calls("[3]"))])
+    stands = [seen(0, at("barrier"), *calls("[2]")), seen(1, at("barrier"), *calls("[3]"))]
+    verdict = find_culprit(stands)
     assert verdict.cause == ("shapes" if state == "inside" else "unknown")
 
 
@@ -205,7 +207,7 @@ def test_ranks_that_died_in_calls_that_do_not_meet_are_named_and_no_others(at, s
 def test_a_rank_has_left_the_loop_of_the_steps_and_not_that_of_a_step_s_tensors(at, word, cause):
     steps = [call("backward", n, at("backward"), group="backward") for n in (1, 2)]
     reductions = [call("all_reduce", n, at("all_reduce")) for n in (1, 2)]
-    verdict = judge([
+    verdict = find_culprit([
         seen(0, at("all_reduce"), *steps, *reductions, inside("all_reduce", 3, at("all_reduce"))),
         seen(1, at(word), *steps, *reductions, steps=2),
     ])  # fmt: skip
@@ -218,7 +220,7 @@ def test_a_wait_whose_call_was_not_noted_is_told_by_the_files_that_it_stands_in(
     ranks = [seen(rank, at("all_reduce"), steps=4) for rank in (0, 1)]
     frame = StackFrame(module.__file__, 9, "reduce")
     waits = dataclasses.replace(ranks[0], frames=(frame, *ranks[0].frames))
-    verdict = judge([waits, seen(1, at("slow"), steps=4, doing="computes")])
+    verdict = find_culprit([waits, seen(1, at("slow"), steps=4, doing="computes")])
     assert verdict.culprits == (1,)
     assert verdict.does[0].startswith("waits in reduce")
 
@@ -242,7 +244,7 @@ def test_what_a_rank_tells_is_read_by_another_node_as_it_was(tmp_path, at):
     assert [v[:5] for v in read.stand.pulse.calls] == [v[:5] for v in stand.pulse.calls]
     assert read_reports(tmp_path, read.at + 1) == [], "of an earlier start"
     assert at("all_reduce") in (tmp_path / TEXT.format(rank=1)).read_text()
-    assert judge([read.stand]).places == judge([stand]).places
+    assert find_culprit([read.stand]).places == find_culprit([stand]).places
 
 
 def doing(stand, what):
@@ -408,7 +410,7 @@ def test_a_stall_is_named_by_rank_and_line(tmp_path, how, cause, culprits, place
     with two_ranks(folder, how) as seen_by_now:
         of_ranks = next(found for found in seen_by_now if find_stall(found, STALL_S))
         begin, still = time.monotonic(), find_stall(of_ranks, STALL_S)
-        verdict = judge(inspect_ranks(folder, of_ranks))
+        verdict = find_culprit(inspect_ranks(folder, of_ranks))
         assert still - STALL_S + time.monotonic() - begin < 60
         assert verdict.cause == cause, verdict
         assert list(verdict.culprits) == culprits, verdict
@@ -425,7 +427,7 @@ def test_each_functional_collective_names_the_rank_that_does_not_come(tmp_path):
         for found in seen_by_now:
             waits, late = found[0].now, found[1].doing
             if late not in ("", *met) and waits and waits.kind == late == found[0].doing:
-                verdict = judge(inspect_ranks(folder, found))
+                verdict = find_culprit(inspect_ranks(folder, found))
                 assert (verdict.culprits, verdict.cause) == ((1,), "absent"), verdict
                 assert late in verdict.does[0]
                 assert verdict.places[1] == stuck.line_of("late_for_each"), verdict

@@ -75,7 +75,7 @@ class StallVerdict:
         return [f"rank {rank} {does}" for rank, does in self.does.items()]
 
 
-def judge(stands: Sequence[RankStand]) -> StallVerdict:
+def find_culprit(stands: Sequence[RankStand]) -> StallVerdict:
     """Return the verdict on ranks that have stalled."""
     waits = {stand.rank: visit for stand in stands if (visit := _waits_in(stand))}
     case = _Case({stand.rank: stand for stand in stands}, waits)
@@ -115,8 +115,8 @@ def _behind(stands: Sequence[RankStand]) -> list[RankStand]:
     Where the waiting is a GPU's, no rank is seen to wait for another.
     """
     fewest = min((stand.pulse.steps for stand in stands), default=0)
-    found = [stand for stand in stands if stand.pulse.steps == fewest]
-    return [stand for stand in found if is_users(_split(_place(stand))[0])] or found
+    behind = [stand for stand in stands if stand.pulse.steps == fewest]
+    return [stand for stand in behind if is_users(_split(_place(stand))[0])] or behind
 
 
 @dataclass(frozen=True)
@@ -174,12 +174,12 @@ class _Case:
 
     def _meeting(self, but: Sequence[int]) -> list[tuple[Visit, list[int]]]:
         """Return the calls that the other ranks wait in, each with its ranks."""
-        found: dict[tuple[object, ...], tuple[Visit, list[int]]] = {}
+        meetings: dict[tuple[object, ...], tuple[Visit, list[int]]] = {}
         for rank, visit in sorted(self.waits.items()):
             if rank not in but:
                 key = (visit.kind, visit.group, visit.seq, visit.where)
-                found.setdefault(key, (visit, []))[1].append(rank)
-        return [*found.values()]
+                meetings.setdefault(key, (visit, []))[1].append(rank)
+        return [*meetings.values()]
 
     def _parting(self) -> list[str]:
         """Return where the ranks first met in one call from different lines, in a list, or none.
@@ -272,12 +272,12 @@ def _latest(pulse: RankPulse, group: str) -> int:
 
 def _meetings(stands: Sequence[RankStand]) -> list[dict[int, Visit]]:
     """Return the calls by which ranks met, of which more than one is known, each by rank."""
-    found: dict[tuple[str, int], dict[int, Visit]] = defaultdict(dict)
+    meetings: dict[tuple[str, int], dict[int, Visit]] = defaultdict(dict)
     for stand in stands:
         for visit in stand.pulse.calls:
             if not visit.group.startswith(PEER):
-                found[visit.group, visit.seq][stand.rank] = visit
-    return [met for met in found.values() if len(met) > 1]
+                meetings[visit.group, visit.seq][stand.rank] = visit
+    return [met for met in meetings.values() if len(met) > 1]
 
 
 def _begin(met: Mapping[int, Visit]) -> float:
@@ -297,25 +297,25 @@ def _first_mismatch(stands: Sequence[RankStand]) -> dict[int, Visit] | None:
     return None
 
 
-def _has_left(one: RankStand, other: RankStand) -> bool:
+def _has_left(stand: RankStand, other: RankStand) -> bool:
     """Whether a rank has left the loop that another is in."""
-    if one.pulse.code is not None and not _waits_in(one):
+    if stand.pulse.code is not None and not _waits_in(stand):
         return False  # it is said to have ended
     loops = {loop for place in _users_lines(other) for loop in _loops_around(*place)}
-    stands_in = {loop for place in _users_lines(one) for loop in _loops_around(*place)}
-    was_at = [_split(visit.where) for visit in one.pulse.calls]
+    stands_in = {loop for place in _users_lines(stand) for loop in _loops_around(*place)}
+    was_at = [_split(visit.where) for visit in stand.pulse.calls]
     been_in = {loop for place in was_at for loop in _loops_around(*place)}
     left = (loops - stands_in) & been_in
     if not loops & stands_in:
         return bool(left)
     # Both are in an outer loop. The inner one may be that of a few tensors within one step.
-    steps = [_split(visit.where) for visit in one.pulse.calls if visit.kind == "backward"]
+    steps = [_split(visit.where) for visit in stand.pulse.calls if visit.kind == "backward"]
     return any(loop in left for place in steps for loop in _loops_around(*place))
 
 
 def _users_lines(stand: RankStand) -> list[tuple[str, int]]:
-    found = [(frame.file, frame.line) for frame in stand.frames if is_users(frame.file)]
-    return found or [_split(_place(stand))]
+    lines = [(frame.file, frame.line) for frame in stand.frames if is_users(frame.file)]
+    return lines or [_split(_place(stand))]
 
 
 def _loops_around(file: str, line: int) -> list[tuple[str, int, int]]:
