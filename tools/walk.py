@@ -139,7 +139,7 @@ if __name__ == "__main__":
         loop.save_now, Saver.settle = save_now, settle  # type: ignore[assignment,method-assign]
     if asked == "setting":
         flags += ["--batch-size", SETTING[1]]
-        Settings.__getattribute__ = read_setting  # type: ignore[method-assign]
+        Settings.__getattribute__ = read_setting  # type: ignore[assignment, method-assign]
         sys.setprofile(note_setting)
     code = main(["train", "spiral", "--epochs", "2", "--log-every", "5", *flags])
     steps = [here for before, here in zip(["", *walk], walk, strict=False) if here != before]

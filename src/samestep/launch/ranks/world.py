@@ -309,7 +309,9 @@ def find_world(
     oversubscribe: bool = False,
 ) -> World:
     """Return the world that the launcher's variables describe, not joined yet."""
-    _wake_vector_functions()
+    # On several threads, a process's first `exp`, `sqrt` … is rarely off by up to 2e-4: so one
+    # comes before them on one thread (findings/first-exp-of-a-process.sh).
+    torch.ones(8).sqrt()
     launch = detect_launch(environment)
     one_each = one_gpu_each(launch, environment, oversubscribe=oversubscribe)
     chosen = choose_device(
@@ -329,16 +331,6 @@ def find_world(
     if launch.world_size == 1 and environment.get(GROUP_OF_ONE) != "1":
         connects = "none"
     return World(**vars(launch), device=chosen, backend=connects, notes=tuple(notes))
-
-
-def _wake_vector_functions() -> None:
-    """Compute a vector function on one thread, as the first one of this process.
-
-    On an x86 processor, the first `exp`, `sqrt`, `tanh` … of a process that is split over several
-    threads gives up to 2e-4 too much or too little in one of 500 to 10,000 processes, on a busy
-    machine; with this before it, in none of 24,000 (findings/first-exp-of-a-process.sh).
-    """
-    torch.ones(8).sqrt()
 
 
 def agent_serves(environment: Mapping[str, str] = os.environ) -> bool:
