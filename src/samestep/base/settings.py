@@ -123,7 +123,7 @@ class Settings:
     """Cut each batch into this many fixed shares, for the same bits on any number of ranks."""
     self_check: bool = field(default=True, metadata=_FREE)
     """With virtual ranks, compute one share of the first step twice and compare. Refuse to resume
-    where the loss or the model counts its calls."""
+    where the loss, the model or the data counts its calls."""
     drop_last: bool = False
     """Leave out the last batch of an epoch if it is incomplete."""
     order: OrderName = "shuffled"
