@@ -137,8 +137,8 @@ def test_a_buffer_shuffles_by_seed_and_epoch_and_a_stream_that_differs_is_refuse
 
 
 def opened(stream, **how):
-    how = {"num_workers": 0, **how}
-    return open_source(stream, World(), seed=1, dtype=torch.float64, **how)
+    how = {"num_workers": 0, "world": World(), **how}
+    return open_source(stream, seed=1, dtype=torch.float64, **how)
 
 
 def steps(source, epoch=0, first_step=0, *, drop_last=False):

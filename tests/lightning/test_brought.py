@@ -28,17 +28,12 @@ class Data(L.LightningDataModule):
         self.data = TensorDataset(x, (x.sum(1) > 0).float())
     def train_dataloader(self):
         return DataLoader(Subset(self.data, range(122, -1, -1)), batch_size=8)
-    def val_dataloader(self):
-        return DataLoader(self.data, batch_size=8)
-    def test_dataloader(self):
-        return [DataLoader(self.data, batch_size=8)]
+    def val_dataloader(self): return DataLoader(self.data, batch_size=8)
+    def test_dataloader(self): return [DataLoader(self.data, batch_size=8)]
 class Odd:
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-    def __len__(self):
-        return 101
-    def __iter__(self):
-        return iter([(11 * place + self.epoch) % 123 for place in range(101)])
+    def set_epoch(self, epoch): self.epoch = epoch
+    def __len__(self): return 101
+    def __iter__(self): return iter([(11 * place + self.epoch) % 123 for place in range(101)])
 class Net(L.LightningModule):
     def __init__(self):
         super().__init__()
@@ -47,10 +42,8 @@ class Net(L.LightningModule):
         self.accuracy, self.mean, self.auroc = BinaryAccuracy(), MeanMetric(), BinaryAUROC()
         self.loss = nn.BCEWithLogitsLoss()
         self.save_hyperparameters()
-    def forward(self, x):
-        return self.net(x).squeeze(1)
-    def on_train_epoch_start(self):
-        self.factor = 1 + 0.1 * self.current_epoch
+    def forward(self, x): return self.net(x).squeeze(1)
+    def on_train_epoch_start(self): self.factor = 1 + 0.1 * self.current_epoch
     def on_train_epoch_end(self):
         self.net[1].bias.requires_grad_(self.current_epoch > 0)
         self.log("bias", self.net[1].bias.sum())

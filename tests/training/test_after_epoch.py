@@ -29,6 +29,10 @@ def after_epoch(model, end):
 recipe = Recipe(after_epoch=after_epoch, """
 RECIPE = tiny.RECIPE.replace("recipe = Recipe(", AFTER)
 OWN = "recipe = Recipe(optimizer=lambda m, s: torch.optim.Adam(m[2].parameters(), lr=s.lr), "
+RATE = """held = []
+def opened(m, s): held[:] = [torch.optim.Adam(m.parameters(), lr=s.lr)]; return held[0]
+def after_epoch(model, end): held[0].param_groups[0]["lr"] /= 2
+recipe = Recipe(optimizer=opened, """
 FLAGS = ("--weight-decay", "0.1", "--ema", "0.9")
 
 
@@ -97,6 +101,12 @@ MISTAKES = {
     "fails": ("model[2].bias.mul_", "model[3].bias.mul_", "after epoch 1.*IndexError"),
     "all frozen": ("end.epoch == 2", "not model.requires_grad_(False)", "frozen all"),
     "not the optimizer's": ("recipe = Recipe(", OWN, "0.weight"),
+    "replaces": (
+        "model[2].bias.mul_(0.5)",
+        "model[2] = nn.Linear(16, 2)",
+        "other parameters.*copy_",
+    ),
+    "sets a rate": ("recipe = Recipe(", RATE, "groups of the optimizer.*schedule"),
     "no function": ("after_epoch=after_epoch", "after_epoch=3", "after_epoch"),
 }
 

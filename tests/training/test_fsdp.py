@@ -32,8 +32,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.inner = nn.LayerNorm(7), nn.Linear(7, 9)
         self.drop, self.outer = nn.Dropout(DROPOUT), nn.Linear(9, 7)
-    def forward(self, x):
-        return x + self.outer(self.drop(torch.tanh(self.inner(self.norm(x)))))
+    def forward(self, x): return x + self.outer(self.drop(torch.tanh(self.inner(self.norm(x)))))
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -304,8 +303,7 @@ class Scaled(Net):
         super().__init__()
         self.register_buffer("offset", torch.rand(2), persistent=False)
         HOW
-    def forward(self, x):
-        return self.times * super().forward(x) + self.offset
+    def forward(self, x): return self.times * super().forward(x) + self.offset
 def model():
     made = Scaled()
     made.last.weight = made.tied.weight if hasattr(made, "tied") else made.last.weight
@@ -350,8 +348,7 @@ recipe = replace(recipe, forward=forward, loss=lambda outputs, batch: mean(outpu
                  metrics={})
 """,
     "terms": """
-def terms(batch):
-    return (1 + batch[1]).sum()
+def terms(batch): return (1 + batch[1]).sum()
 def weighted(outputs, targets):
     each = nn.functional.cross_entropy(outputs, targets, reduction="none")
     return (each * (1 + targets)).sum() / (1 + targets).sum()
@@ -373,8 +370,7 @@ recipe = replace(recipe, optimizer=optimizer)
 class Read(torch.utils.data.IterableDataset):
     def __init__(self, x, y):
         self.x, self.y = x, y
-    def __iter__(self):
-        return ((x, int(y)) for x, y in zip(self.x, self.y))
+    def __iter__(self): return ((x, int(y)) for x, y in zip(self.x, self.y))
 def read():  # the last step has one sample, so that one of two ranks has none
     splits = data()
     return Splits(train=Read(*[t[:25] for t in splits.train]), validation=splits.validation)

@@ -1,6 +1,7 @@
 """What optimizers gather in their groups or by a state_dict of their own comes back in a resume."""
 
 import inspect
+import random
 import signal
 
 import pytest
@@ -50,6 +51,26 @@ class Counting(Slowing):
         self.steps += 1
         self._opened = self.steps
         super().step()
+
+
+class Keeping(Slowing):
+    """It keeps outside its state what each step changes, and fills a cache in the first."""
+
+    def __init__(self, params, lr, kept, change):
+        super().__init__(params, lr)
+        self._kept, self._change = kept, change
+
+    def step(self, closure=None):
+        self._filled = torch.ones(3)
+        self._change(self._kept)
+        super().step()
+
+
+KEPT = [
+    (torch.zeros(2), lambda kept: kept.add_(1)),
+    ({"m": torch.zeros(2)}, lambda kept: kept["m"].add_(1)),
+    (random.Random(3), lambda kept: kept.random()),
+]
 
 
 class Free(Slowing):
@@ -213,6 +234,11 @@ def test_an_optimizer_that_a_checkpoint_would_not_bring_back_is_told_in_the_firs
     )
     with pytest.raises(UserError, match=r"Slowing \+ Counting.* its attribute steps, "):
         take(model, update, range(1))
+    for kept, change in KEPT:
+        model, _, update, _ = made(Keeping, torch.float32, kept=kept, change=change)
+        take(model, update, range(1))
+        with pytest.raises(UserError, match=r"its attribute _kept, .*--no-self-check"):
+            take(model, update, range(1, 2))
     model, optimizer, update, _ = made(Slowing, torch.float32)
     update._sharded, optimizer.step = True, lambda: 1 / 0  # as of one that takes no DTensor
     with pytest.raises(UserError, match=r"ZeroDivision.*--strategy ddp"):

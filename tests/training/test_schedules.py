@@ -38,8 +38,7 @@ from torch.optim.lr_scheduler import *
 def groups(model, settings):
     body = {"params": model[0].parameters(), "lr": settings.lr / 10}
     return torch.optim.AdamW([body, {"params": model[2].parameters()}], lr=settings.lr)
-def by_epoch(scheduler):
-    return {"scheduler": scheduler, "interval": "epoch"}
+def by_epoch(scheduler): return {"scheduler": scheduler, "interval": "epoch"}
 def in_turn(optimizer):
     warmup = LinearLR(optimizer, 0.1, total_iters=4)
     return SequentialLR(optimizer, [warmup, CosineAnnealingLR(optimizer, 30)], [4])
@@ -277,10 +276,8 @@ class Keeps(StepLR):
     def __init__(self, optimizer):
         self.own = lambda: 0
         super().__init__(optimizer, 1)
-def other(optimizer):
-    return StepLR(torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1), 1)
-def nested(optimizer):
-    return ChainedScheduler([other(optimizer)])
+def other(optimizer): return StepLR(torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1), 1)
+def nested(optimizer): return ChainedScheduler([other(optimizer)])
 def steps_at_once(optimizer):
     optimizer.step()
     return StepLR(optimizer, 1)

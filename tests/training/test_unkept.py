@@ -16,11 +16,10 @@ from dataclasses import replace
 ce = nn.functional.cross_entropy
 """
 AFTER = """
-recipe = replace(recipe, loss=loss)
+recipe = replace(recipe, loss=loss() if isinstance(loss, type) else loss)
 """
 NAMES_IT = """
-def loss(outputs, targets, step, *, epoch=-1):
-    return 0 * ce(outputs, targets) + step + 100 * epoch
+def loss(outputs, targets, step, *, epoch=-1): return 0 * ce(outputs, targets) + step + 100 * epoch
 """
 
 
@@ -49,55 +48,24 @@ def test_a_loss_is_given_the_step_and_the_epoch_that_it_names(tmp_path, flags):
 
 # A loss → what it keeps that decides its value, or may do so later.
 KEPT = {
+    "class loss:\n n = 0\n def __call__(s, o, t): s.n += 1; return ce(o, t) * max(1, s.n - 9)": "n",
+    "def made(n=0):\n def loss(o, t): nonlocal n; n += 1; return ce(o, t) * min(1, n / 20)\n"
+    " return loss\nloss = made()": "n",
+    "seen = 0\ndef loss(o, t): global seen; seen += 1; return ce(o, t) * min(1, seen / 20)": "seen",
+    "def loss(o, t): loss.n = getattr(loss, 'n', 0) + 1; return ce(o, t) * min(1, loss.n / 9)": "n",
     """
-class Loss:
-    n = 0
-    def __call__(self, o, t):
-        self.n += 1
-        return ce(o, t) * max(1.0, self.n - 50)
-loss = Loss()
-""": "n",
-    """
-def made():
-    calls = 0
-    def loss(o, t):
-        nonlocal calls
-        calls += 1
-        return ce(o, t) * min(1.0, calls / 20)
-    return loss
-loss = made()
-""": "calls",
-    """
-seen = 0
-def loss(o, t):
-    global seen
-    seen += 1
-    return ce(o, t) * min(1.0, seen / 20)
-""": "seen",
-    """
-def loss(o, t):
-    loss.n = getattr(loss, "n", 0) + 1
-    return ce(o, t) * min(1.0, loss.n / 20)
-""": "n",
-    """
-class Loss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(2))
+class loss(nn.Module):
+    def __init__(self): super().__init__(); self.register_buffer("centre", torch.zeros(2))
     def forward(self, o, t):
         self.centre.mul_(0.9).add_(o.detach().mean(0), alpha=0.1)
         return ce(o - self.centre, t, label_smoothing=0.1) + self.centre.sum()
-loss = Loss()
 """: "centre",
     """
-class Loss:
-    def __init__(self):
-        self.log = []
+class loss:
+    def __init__(self): self.log = []
     def __call__(self, o, t):
-        self.log.append(len(t))
-        self.last, self.size = o.detach().mean(), len(o)
+        self.log.append(len(t)); self.last, self.size = o.detach().mean(), len(o)
         return ce(o, t)
-loss = Loss()
 """: "",
 }
 # The same, each counting by what it is given before `loss`.
@@ -107,32 +75,15 @@ COUNTED = {
     "class Steps:\n    n = 0\n    def __call__(self):\n        self.n += 1\n        return self.n\n"
     "annealed = Steps()": ("annealed", "annealed()"),
     "box = [0]\ndef count():\n    box[0] += 1\n    return box[0]": ("box", "count()"),
-    "def numbers():\n    n = 0\n    while n := n + 1:\n        yield n\nsteps = numbers()": (
-        "steps",
-        "next(steps)",
-    ),
+    "steps = (n for n in range(1, 1000))": ("steps", "next(steps)"),
+    "import random\nrng = random.Random(0)": ("rng", "rng.random()"),
 }
 for before, (kept, counted) in COUNTED.items():
     KEPT[f"{before}\ndef loss(o, t):\n    return ce(o, t) * min(1.0, {counted} / 20)\n"] = kept
-KEPT[
-    """
-class Loss:
-    n = 0
-    def __call__(self, o, t):
-        type(self).n += 1
-        return ce(o, t) * min(1.0, Loss.n / 20)
-loss = Loss()
-"""
-] = "n"
-KEPT[
-    """
-def loss(o, t, seen=[0]):
-    seen[0] += 1
-    return ce(o, t) * min(1.0, seen[0] / 20)
-"""
-] = "seen"
+KEPT["class loss:\n n = 0\n def __call__(self, o, t): loss.n += 1; return ce(o, t) * loss.n"] = "n"
+KEPT["def loss(o, t, n=[0]): n[0] += 1; return ce(o, t) * min(1.0, n[0] / 20)"] = "n"
 IDS = ("attribute", "closure", "global", "attribute of a function", "buffer", "harmless")
-IDS += ("itertools", "tensor", "object", "helper", "generator", "class", "default")
+IDS += ("itertools", "tensor", "object", "helper", "generator", "random", "class", "default")
 
 
 @pytest.mark.parametrize(("loss", "named"), KEPT.items(), ids=IDS)
@@ -146,6 +97,35 @@ def test_a_loss_that_counts_its_calls_is_told_and_not_resumed(tmp_path, refused,
         assert f" {named} " in said
         assert "counts.py:" in said
     tiny.resumed(run, "--max-steps", "4", *["--no-self-check"] * bool(named))
+
+
+# Fields of a recipe → what a note says of them, if anything.
+DRAWN = {
+    "data=lambda: replace(data(Options()), train=Rows())": "data set Rows (",
+    "batch_transform=lambda x, y: (x * rng.random(), y)": "batch_transform (",
+    "augment=lambda x, keys: x * rng.random(), transform=abs": "augment (",
+    "augment=lambda x, keys: x + torch.randn_like(x)": "",
+    "augment=lambda x, keys: x + samestep.uniform(keys, 8)": None,
+}
+
+
+@pytest.mark.parametrize(("fields", "named"), DRAWN.items(), ids=range(5))
+def test_what_gives_other_samples_when_asked_again_is_told(tmp_path, fields, named):
+    """It draws from a generator of its own, or for the batch as a whole."""
+    text = """
+import samestep, random
+rng = random.Random(0)
+class Rows(list):
+    def __len__(self): return 30
+    def __getitem__(self, i): return torch.full((8,), i + rng.random()).double(), i % 2
+"""
+    text = f"{tiny.RECIPE}{BEFORE}{text}recipe = replace(recipe, {fields})\n"
+    run = tmp_path / "run"
+    tiny.trained(tiny.write_recipe(tmp_path, text, "draws.py"), run, "--max-steps", "1")
+    told = " ".join(tiny.events(run, "start")[0]["notes"])
+    assert ("another number of ranks is another" in told) == (named == "")
+    assert ("when it is asked again" in told) == bool(named)
+    assert f"recipe's {named or ''}" in told or named is None
 
 
 class Buffers(nn.Module):
@@ -267,10 +247,8 @@ class Grows(nn.Linear):
         self.layers = nn.ModuleList()
         self.calls = 0
     LOADING
-    def get_extra_state(self):
-        return {"calls": self.calls}
-    def set_extra_state(self, state):
-        self.calls = state["calls"]
+    def get_extra_state(self): return {"calls": self.calls}
+    def set_extra_state(self, state): self.calls = state["calls"]
     def forward(self, x):
         if self.training:
             self.calls += 1

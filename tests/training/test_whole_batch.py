@@ -37,8 +37,7 @@ def data():
     g = torch.Generator().manual_seed(3)
     x, y = torch.randn(79, 2, 6, generator=g), torch.randint(0, 4, (79,), generator=g)
     return Splits(train=(x[:51], y[:51]), validation=(x[51:], y[51:]))
-def model():
-    return TwoTowers(*MORE)
+def model(): return TwoTowers(*MORE)
 MORE = ()
 def loss(outputs, targets):
     return LOSSES[KIND](outputs, targets)

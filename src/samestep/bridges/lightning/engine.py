@@ -52,12 +52,12 @@ from samestep.core.training.loop import (
     with_after_epoch,
 )
 from samestep.core.training.meter import Meter, epoch_record
-from samestep.core.training.optimizer import check_trial, optimizer_of
-from samestep.core.training.optimizer_state import Trial
+from samestep.core.training.optimizer import optimizer_of
 from samestep.core.training.plan import Plan, is_recorded, learning_rate
 from samestep.core.training.prepare import OneLayout, match_layouts
 from samestep.core.training.snapshot import capture, check_resumable
 from samestep.core.training.step import check_used
+from samestep.core.training.unkept import OptimizerTrial
 from samestep.core.training.work import StepResult, StepsTaken, close_epoch, epoch_is_full
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.world import World
@@ -95,7 +95,9 @@ class _Records(Callback):
         self._meter = Meter(task.work, task.state)
         self._norm: Tensor | None = None
         is_new = task.request.recipe.optimizer is not None and task.checkpoint is None
-        self._trial = Trial(task.work.learner.optimizer) if is_new else None
+        learner, counts = task.work.learner, task.work.settings.self_check
+        made = learner.optimizer, learner.optimizer_maker
+        self._trial = OptimizerTrial(*made, counts=counts) if is_new else None
         self._unchecked = task.work.world.world_size > 1 and not task.work.settings.allows_unused
         # Lightning would raise at the next step; the ranks have their own way to agree on a stop.
         self._heed = signal.getsignal(signal.SIGTERM)
@@ -164,10 +166,8 @@ class _Records(Callback):
         position.samples += batch.size
         for record in self._meter.count(taken):
             self._task.session.emit(record)
-        if self._trial is not None:
-            trial, self._trial, learner = self._trial, None, work.learner
-            options = {"counts": work.settings.self_check}
-            check_trial(trial, learner.optimizer, learner.optimizer_maker, **options)
+        if self._trial is not None and self._trial.after_step():
+            self._trial = None
         if is_checked(position.step - 1, position.step):
             check_resumable(work, position.step)
         work.phases.lap("other")

@@ -302,9 +302,8 @@ def open_source(
             )
         if reading.collate is not None:
             raise UserError(
-                f"The collate{defined_at(reading.collate)} has nothing to do: its data is "
-                "a pair of tensors, which are cut into batches. Leave collate out, or give a "
-                "Dataset."
+                f"{reading.data} is a pair of tensors, which are cut into batches: the collate"
+                f"{defined_at(reading.collate)} has nothing to do. Leave it out, or give a Dataset."
             )
         return MemorySource(data, reading)
     if is_stream(data):

@@ -192,17 +192,20 @@ class Source(ABC):
 
     def _ready(self, unread: Iterator[Block], epoch: int) -> Generator[Block]:
         """Yield blocks with what the model takes, from blocks of indices."""
-        reading, device = self._reading, self._world.device
-        if reading.augment is not None:
-            from samestep.core.data.prefetch import send  # noqa: PLC0415
-
         for block, stored, targets in self._read(unread, epoch):
-            rows, inputs = block.rows * block.num_steps, stored
-            if reading.augment is not None:
-                keys = self._keys(epoch, send(block.inputs, device))
-                inputs = self._call("augment", rows, reading.augment, inputs, keys)
+            rows = block.rows * block.num_steps
+            inputs = self._augmented(stored, rows, epoch, block.inputs)
             inputs, targets = self._finish(inputs, targets, rows)  # noqa: PLW2901
             yield block.with_samples(inputs, targets)
+
+    def _augmented(self, stored: Any, rows: int, epoch: int, indices: Tensor) -> Any:
+        """Return the inputs of some samples as they are in this epoch of a training."""
+        if (augment := self._reading.augment) is None:
+            return stored
+        from samestep.core.data.prefetch import send  # noqa: PLC0415
+
+        keys = self._keys(epoch, send(indices, self._world.device))
+        return self._call("augment", rows, augment, stored, keys)
 
     def _keys(self, epoch: int, indices: Tensor) -> Tensor:
         """Return the keys of samples in an epoch, for the augmentation."""
@@ -361,6 +364,12 @@ class OrderedSource(Source):
         ((inputs, targets),) = self._read_in_turn([first])
         part = held_parts(self._world).start
         return Batch(*self._finish(inputs, targets, len(first)), len(first), part=part)
+
+    def trained(self, samples: range) -> Batch:
+        """Return these samples as the first epoch trains on them, but for `batch_transform`."""
+        ((inputs, targets),) = self._read_in_turn([samples])
+        inputs = self._augmented(inputs, len(samples), 0, torch.tensor(samples))
+        return Batch(*self._finish(inputs, targets, len(samples)), len(samples))
 
     def _keys(self, epoch: int, indices: Tensor) -> Tensor:
         """Return the keys of samples in an epoch, for the augmentation.

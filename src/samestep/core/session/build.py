@@ -1,6 +1,5 @@
 """Build what a training needs: data, model, optimizer."""
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
@@ -18,11 +17,16 @@ from samestep.base.settings import Settings
 from samestep.core.data.keyed_random import seed_alike, seed_rank
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.order import held_parts
-from samestep.core.data.recipe_data import is_stream, load_splits, open_split
+from samestep.core.data.recipe_data import load_splits, open_split
 from samestep.core.data.source import Source
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.session.request import Request
-from samestep.core.training.alike import check_same_arithmetic, check_same_model, random_numbers
+from samestep.core.training.alike import (
+    check_same_arithmetic,
+    check_same_model,
+    check_same_samples,
+    random_numbers,
+)
 from samestep.core.training.apply import (
     Moment,
     applied,
@@ -56,7 +60,7 @@ from samestep.core.training.plan import Plan, learning_rate, make_plan
 from samestep.core.training.prepare import Wrap, is_fsdp, make_counter, place_loss, prepare, wrap
 from samestep.core.training.steps import Compiles, RenewableStep, make_step, what_compiles
 from samestep.core.training.stopping import Watch
-from samestep.core.training.unkept import Unkept
+from samestep.core.training.unkept import Unkept, of_data
 from samestep.core.training.work import Learner, State, Step, Work
 from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World
@@ -120,14 +124,14 @@ def build(
     threads = _share_cores(request, model, world, train)
     loss, judged = _placed_losses(recipe, world.device, dtype)
     validation, by_name = _held_out(splits, source)
-    lonely = None if holds_norms else of_one_sample(plan, settings)
-    how = (settings, world, takes, lonely)
+    how = (settings, world, takes, None if holds_norms else of_one_sample(plan, settings))
     trial = partial(dry_run, model, loss, judged, recipe, splits, train, *how)
     tried = Tried(recipe.metrics)
     if tries:
         tried = _try_out(trial, validation, splits.test, source, world)
         for other in [*by_name.values()][1:]:
             _try_out(trial, other, None, source, world)
+        tried = tried.and_of(of_data(train, splits.train, recipe, settings, world))
     metrics, parts, judged_parts = tried.metrics, tried.parts, tried.evaluation_parts
     own = _own_parts(recipe, train) + ("losses by name",) * bool(parts)
     compiles = what_compiles(settings, world, model, own=own)
@@ -405,8 +409,10 @@ def _try_out(
     """Try a recipe on what is evaluated first; return what that tells."""
     _agree_on_stream(validation)
     tested: AbstractContextManager[Source | None] = nullcontext()
-    if test is not None and (validation is None or is_stream(test)):
-        tested = closing(opened(test, split="test"))
+    if test is not None:  # else a mistake in it would end the run after the training
+        later = validation is not None  # only looked at, on the host
+        host = {"world": replace(world, device=torch.device("cpu"))} if later else {}
+        tested = closing(opened(test, split="test", **host))
     with tested as other:
         _agree_on_stream(other)
         return world.on_every(lambda: trial(other if validation is None else validation))
@@ -445,27 +451,9 @@ def _agree_on_size(source: Source, world: World) -> int:
                 "them only from the data, or with a generator that is seeded.",
                 on_all_ranks=True,
             )
-    _check_same_values(source, world)
+    if world.connected and isinstance(source, MemorySource):
+        check_same_samples(world.gather(source.marks()))
     return sizes[0]
-
-
-def _check_same_values(source: Source, world: World) -> None:
-    """Refuse other data in memory on another rank, as of a generator without a seed.
-
-    Nodes of several kinds may round differently what `data()` computes.
-    """
-    if not (world.connected and isinstance(source, MemorySource)):
-        return
-    first, *others = world.gather(source.marks())
-    allowed = 1e-3 * max((abs(value) for value in first if math.isfinite(value)), default=0.0)
-    for rank, marks in enumerate(others, 1):
-        pairs = zip(first, marks, strict=True)
-        if any(abs(one - other) > allowed for one, other in pairs):  # NaN is not
-            raise UserError(
-                f"Rank {rank} has other values of the training samples than rank 0. Let data() "
-                "read or make the same on all ranks, with a generator that is seeded.",
-                on_all_ranks=True,
-            )
 
 
 def _agree_on_stream(source: Source | None) -> None:

@@ -53,7 +53,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
         notes.append("--keep-top-k keeps only the last checkpoint: there is no validation data.")
     watched = built.splits.plain_name(built.state.watch.metric)
     rises = getattr(request.recipe.metrics.get(watched), "higher_is_better", watched == "accuracy")
-    directed = rises or watched in (*request.recipe.falling(), *work.learner.parts)
+    directed = rises or built.state.watch.mode == "min"
     if settings.monitor and settings.mode == "auto" and not directed:
         notes.append(
             f"--monitor {watched}: the highest {watched} counts as the best. If less is better, "

@@ -17,7 +17,8 @@ from samestep.base.trees import describe
 from samestep.core.data.keyed_random import mix
 from samestep.core.recipe_checks import check_names
 from samestep.core.training.alike import check_same, random_numbers
-from samestep.launch.ranks.mesh import whole
+from samestep.core.training.optimizer_state import alike, groups_of
+from samestep.launch.ranks.mesh import any_sharded, whole
 from samestep.launch.ranks.world import World
 
 
@@ -69,13 +70,26 @@ class AfterEpoch:
         self._follow(before)
 
     def _values(self, end: EpochEnd) -> dict[str, float]:
+        parameters, groups = self._parameters(), self._groups()
         try:
             with torch.no_grad():
                 result = self._function(self._model, end)
         except Exception as error:
             blame(f"The recipe's after_epoch failed after epoch {end.epoch}", error, self._function)
         self._model.train()  # it may have asked the model for something in eval mode
-        where = f"The recipe's after_epoch{defined_at(self._function)} returned"
+        where = f"The recipe's after_epoch{defined_at(self._function)}"
+        if self._parameters() != parameters:
+            raise UserError(
+                f"{where} has put other parameters into the model, which neither the optimizer nor "
+                "the ranks have. Change weights in place: parameter.copy_(…)."
+            )
+        if not alike(groups, self._groups()):
+            raise UserError(
+                f"{where} has changed the groups of the optimizer, and a resumed run would not "
+                "have that. Give the optimizer all parameters, also those to be unfrozen; rates "
+                "that change belong into a schedule that names `epoch`."
+            )
+        where += " returned"
         if result is None:
             return {}
         if not isinstance(result, Mapping):
@@ -92,6 +106,16 @@ class AfterEpoch:
         # What FSDP shares out is added up here.
         values = {n: whole(v) if isinstance(v, Tensor) else v for n, v in result.items()}
         return {name: float(value) for name, value in values.items()}
+
+    def _parameters(self) -> list[object]:
+        """Return which the model has: by name where a forward puts in whole ones."""
+        by_name = any_sharded(self._model)
+        return [name if by_name else id(p) for name, p in self._model.named_parameters()]
+
+    def _groups(self) -> list[object]:
+        """Return what the optimizer's groups hold."""
+        groups = self._optimizer.param_groups
+        return [[[id(p) for p in group["params"]] for group in groups], groups_of(self._optimizer)]
 
     def frozen(self) -> list[str]:
         """Return the names of the parameters that are not trained."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 import platform
 import random
 import re
@@ -44,6 +45,25 @@ def check_same_arithmetic(world: World) -> None:
                 "round differently.",
                 remedy="Start all ranks on the same model of device with the same PyTorch (Slurm: "
                 "--constraint), or leave --virtual-ranks out.",
+                on_all_ranks=True,
+            )
+
+
+def check_same_samples(marks: Sequence[Sequence[float]]) -> None:
+    """Refuse other data on another rank, as of a generator without a seed, or of a rank's own part.
+
+    `marks` are numbers of each rank's samples. Nodes of several kinds may round differently what
+    `data()` computes.
+    """
+    first, *others = marks
+    allowed = 1e-3 * max((abs(value) for value in first if math.isfinite(value)), default=0.0)
+    for rank, found in enumerate(others, 1):
+        pairs = zip(first, found, strict=False)
+        if any(abs(one - other) > allowed for one, other in pairs):  # NaN is not
+            raise UserError(
+                f"Rank {rank} has other values of the training samples than rank 0. Let data() "
+                "read or make the same on all ranks, with a generator that is seeded, and leave it "
+                "to samestep to share them out.",
                 on_all_ranks=True,
             )
 
@@ -220,8 +240,9 @@ def check_weights(
         same = "" if None in summed else "Its gradient is the same. "
         written = (
             "Forward writes it from a rank's own samples, as ActNorm does in its first batch: set "
-            "it in model(), or from the samples of all ranks; or an evaluation does, such as "
-            "evaluate_batch, which must leave the model as it is"
+            "it in model(), or from the samples of all ranks; or after_epoch does, with what each "
+            "rank draws or reads for itself; or an evaluation, such as evaluate_batch, which must "
+            "leave the model as it is"
         )
         update = (
             "the update draws from a generator that each rank seeds differently, or reads the "

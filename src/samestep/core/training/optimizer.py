@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError, blame, defined_at, listed
-from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.settings import Settings
 from samestep.core.recipe import Recipe
-from samestep.core.training.optimizer_state import RATIO, Joint, Trial, joined, kind_of, members_of
+from samestep.core.training.optimizer_state import RATIO, Joint, joined, kind_of, members_of
 from samestep.core.training.plan import GroupRates
+from samestep.core.training.unkept import OptimizerTrial
 from samestep.launch.ranks.mesh import is_sharded, parts_of_rank, sharded_as, total_norm
 from samestep.launch.ranks.world import World
 
@@ -285,11 +285,11 @@ class Update:
         `checks`: whether what an optimizer counts in its attributes is looked at.
         """
         self._optimizer, self._scaler, self._maker = optimizer, scaler, maker
-        self._scheduled, self._checks = scheduled, checks
+        self._scheduled = scheduled
         self._parameters: list[nn.Parameter] = optimizer.param_groups[0]["params"]
         self._sharded = any(is_sharded(p) for p in self._parameters)
         self._own = RATIO in optimizer.param_groups[0]
-        self._trial = Trial(optimizer) if self._own else None
+        self._trial = OptimizerTrial(optimizer, maker, counts=checks) if self._own else None
         self._kernel: Callable[[list[Tensor], float], None] | None = None
         """(gradients, lr) → the fused update of all parameters."""
 
@@ -329,7 +329,8 @@ class Update:
         if self._sharded:
             from samestep.core.training.sharded_update import sharded_update  # noqa: PLC0415
 
-            update = sharded_update(what, looks=self._trial is not None)
+            looks = self._trial is not None and self._trial.is_new
+            update = sharded_update(what, looks=looks)
         try:
             with update:
                 self._ordinary_step()
@@ -345,9 +346,8 @@ class Update:
             )
             remedy = parts if self._sharded else ""
             blame(f"{what}, failed in a step", error, self._maker, remedy=remedy)
-        trial, self._trial = self._trial, None
-        if trial is not None:
-            check_trial(trial, self._optimizer, self._maker, counts=self._checks)
+        if self._trial is not None and self._trial.after_step():
+            self._trial = None
 
     def _look_up(self) -> Callable[[list[Tensor], float], None] | None:
         states = [self._optimizer.state[p] for p in self._parameters]
@@ -371,35 +371,6 @@ class Update:
             kernel(parameters, gradients, *lists, lr=lr, **fixed)
 
         return update
-
-
-def check_trial(
-    trial: Trial, optimizer: torch.optim.Optimizer, maker: object, *, counts: bool
-) -> None:
-    """Check after its first step that checkpoints can hold a recipe's own optimizer.
-
-    With `counts`, also what it counts in attributes of its own.
-    """
-    what, state = f"The recipe's optimizer, {kind_of(optimizer)}", optimizer.state_dict()
-    what += f"{defined_at(maker)},"
-    # Tensors may be large, and it is the rest that can be of any type.
-    if why := why_not_kept(state):
-        raise UserError(
-            f"{what} holds what a checkpoint cannot: {why}. Its state and groups may hold tensors, "
-            "numbers, texts, and lists and dicts of them."
-        )
-    if why := trial.why_lost(optimizer, state):
-        raise UserError(
-            f"{what} could not be resumed: {why}. Its load_state_dict must restore all that its "
-            "state_dict returns."
-        )
-    if lost := trial.lost_counts(optimizer) if counts else ():
-        raise UserError(
-            f"{what} could not be resumed: a step changes its attribute {listed(lost, 3)}, and no "
-            "checkpoint holds it.",
-            remedy="Keep it in its groups or its state; or, if no weight depends on it, add "
-            "--no-self-check.",
-        )
 
 
 class Average:

@@ -33,6 +33,8 @@ from samestep.base.errors import is_not_deterministic, is_users, users_frame
 from samestep.base.trees import tree_leaves
 from samestep.core.training.optimizer_state import with_inner
 
+GENERATORS = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
+
 Prints = dict[str, str]
 """Place of an attribute, such as "the model's encoder.cache" → a hash of what is there."""
 
@@ -130,7 +132,7 @@ def _may_count(value: object, module: object = None) -> bool:
         return len(inside) <= _FEW and all(isinstance(number, int | float) for number in inside)
     if isinstance(value, Tensor):
         return value.numel() <= _FEW
-    counts = isinstance(value, int | float | count | GeneratorType)
+    counts = isinstance(value, int | float | count | GeneratorType | GENERATORS)
     return counts or (not isinstance(value, nn.Module) and type(value).__module__ == module)
 
 
@@ -145,7 +147,15 @@ def optimizer_prints(optimizer: torch.optim.Optimizer) -> Prints:
             known += [id(inner.state), *map(id, (inner.param_groups, *inner.param_groups))]
     # Not at import: the first optimizer imports torch._dynamo, which takes a second.
     usual = {*vars(torch.optim.SGD([torch.zeros(1)])), *_OF_A_SCHEDULE}
-    return _of_attributes("the optimizer's ", vars(optimizer), usual, known)
+    return _of_attributes("the optimizer's ", kept_by_optimizer(optimizer), usual, known)
+
+
+def kept_by_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return by name an optimizer's attributes, and the generators that its step finds by name."""
+    step = inspect.unwrap(type(optimizer).step)
+    kept = {} if step.__module__.startswith("torch.") else _kept_by_function(step, set())
+    own = {name: one for name, one in kept.items() if isinstance(one, GENERATORS)}
+    return own | vars(optimizer)
 
 
 def differing(before: Prints, after: Prints) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a training keeps that checkpoints do not hold, or that each rank makes of its own samples.
+"""What a training keeps that checkpoints do not hold, or that depends on a rank's samples.
 
 It is looked for before the first step, on a copy of the model and with a few samples.
 """
@@ -6,21 +6,31 @@ It is looked for before the first step, on a copy of the model and with a few sa
 import contextlib
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError, defined_at, listed
+from samestep.base.run.checkpoints import why_not_kept
+from samestep.base.settings import Settings
 from samestep.base.trees import map_tensors, num_rows, tree_leaves
-from samestep.core.training.alike import random_numbers
+from samestep.core.data.memory_source import MemorySource
+from samestep.core.data.source import Batch, OrderedSource, Source
+from samestep.core.recipe import Recipe
+from samestep.core.training.alike import check_same_samples, random_numbers
+from samestep.core.training.optimizer_state import Trial, kind_of, with_inner
 from samestep.core.training.side_effects import (
+    GENERATORS,
     batch_norms,
     closure_prints,
     differing,
     forward_prints,
     keep_buffers,
     kept_by,
+    kept_by_optimizer,
+    optimizer_prints,
 )
 from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World
@@ -29,6 +39,10 @@ _CALLS = 3
 """The first may fill what later ones only read."""
 _ROWS = 8
 """Samples of a batch of the user's that are tried."""
+
+
+_TRIED = 4
+"""Training samples that are read again: as few as mixup takes, and enough for a draw to show."""
 
 
 class Unkept(NamedTuple):
@@ -42,29 +56,36 @@ class Unkept(NamedTuple):
     """Buffers, of several ranks, that are made of a rank's own samples."""
     forward: tuple[str, ...] = ()
     """What a model keeps besides parameters and buffers, and its outputs depend on."""
+    data: tuple[str, ...] = ()
+    """What gives other samples when it is asked again, with all generators seeded alike."""
+    among: tuple[str, ...] = ()
+    """What gives another sample where others are in the batch with it."""
 
     def refuse(self, loss: object, model: object = None) -> None:
-        """Refuse to resume a training with such a loss, or such a model."""
-        if self.forward:
-            raise UserError(
-                f"The recipe's model{defined_at(model)} changes {listed(self.forward, 3)} from "
-                "call to call, and no checkpoint holds it: a resumed run would be another "
-                "training. Let a buffer or get_extra_state hold it; or, if no weight depends on "
-                "it, add --no-self-check.",
-                on_all_ranks=True,
-            )
-        if self.loss:
-            raise UserError(
-                f"The recipe's loss{defined_at(loss)} changes {listed(self.loss, 3)} from call to "
-                "call, and no checkpoint holds it: a resumed run would be another training. Let "
-                "the loss name `step` or `epoch` among its arguments, and keep nothing itself; or, "
-                "if no weight depends on it, add --no-self-check.",
-                on_all_ranks=True,
-            )
+        """Refuse to resume a training with such a loss or such a model."""
+        other = "no checkpoint holds it: a resumed run would be another training"
+        found = {
+            f"The recipe's model{defined_at(model)} changes {listed(self.forward, 3)} from call to "
+            f"call, and {other}. Let a buffer or get_extra_state hold it": self.forward,
+            f"The recipe's loss{defined_at(loss)} changes {listed(self.loss, 3)} from call to "
+            f"call, and {other}. Let the loss name `step` or `epoch` among its arguments, and keep "
+            "nothing itself": self.loss,
+        }
+        for told, names in found.items():
+            if names:
+                unless = "or, if no weight depends on it, add --no-self-check."
+                raise UserError(f"{told}; {unless}", on_all_ranks=True)
 
     def notes(self, remedy: str) -> list[str]:
         """Return what to tell before the first step; `remedy` is for buffers of one rank."""
         names_by_note = {
+            f"The recipe's {' or '.join(self.data)} gives other samples when it is asked again "
+            "with the same seeds: it draws from a generator of its own, or counts. So will other "
+            "ranks, and a resumed run. Draw from the generators of torch, NumPy and Python: "
+            "samestep seeds them.": self.data,
+            f"What the recipe's {' or '.join(self.among)} makes of a sample depends on the others "
+            "in its batch, or is drawn for all of them at once: on another number of ranks this is "
+            "another training. Draw in a data set, or in augment by its keys.": self.among,
             f"The loss changes {listed(self.loss, 3)} from call to call, and no checkpoint holds "
             "it: a resume will be refused. Let the loss name `step` or `epoch` among its "
             "arguments.": self.loss,
@@ -77,6 +98,91 @@ class Unkept(NamedTuple):
             f"this is another training than on one rank. {remedy}": self.of_rank,
         }
         return [note for note, names in names_by_note.items() if names]
+
+
+def of_data(
+    train: Source, data: object, recipe: Recipe, settings: Settings, world: World
+) -> Mapping[str, tuple[str, ...]]:
+    """Return what gives other training samples than before; all ranks call it.
+
+    The ranks have read the first elements of a stream twice already.
+    """
+    named = {n: getattr(recipe, n) for n in ("collate", "augment", "transform")}
+    makers = [f"{n}{defined_at(one)}" for n, one in named.items() if one is not None]
+    makers += ["collate"] * (train.collates and recipe.collate is None)
+    found: dict[str, tuple[str, ...]] = {"data": (), "among": ()}
+    marks: list[float] = []
+
+    with contextlib.suppress(Exception):  # the first step tells how it fails
+        kept, first = isinstance(train, MemorySource), range(min(_TRIED, train.num_samples))
+        if isinstance(train, OrderedSource) and (makers or not kept):
+            read, last = partial(_read, train, world), first[len(first) // 2 :]
+            batch = read(first)
+            if not _alike(batch, read(first)):
+                found["data"] = (*[f"data set {_kind(data)}"] * (not kept), *makers)
+            else:
+                marks = _marks(batch)
+                found["among"] = () if _alike(batch, read(last), len(last)) else (*makers,)
+        mixes = recipe.batch_transform is not None and not found["data"]
+        if mixes and not _repeats(train.peek(_TRIED), recipe, settings, world):
+            found["data"] = (f"batch_transform{defined_at(recipe.batch_transform)}",)
+    every, samples = zip(*world.gather((found, marks)), strict=True)
+    if all(samples):
+        check_same_samples(samples)
+    return {n: tuple(dict.fromkeys(one for f in every for one in f[n])) for n in found}
+
+
+def _marks(batch: Batch) -> list[float]:
+    """Return a number for each tensor of a batch: equal, to rounding, where the batch is."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.numel()]
+    real = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves]
+    flat = [leaf.to_dense().flatten().cpu().double() for leaf in real]
+    return [float(one @ torch.arange(len(one), dtype=one.dtype).cos()) for one in flat]
+
+
+def _read(train: OrderedSource, world: World, samples: range) -> Batch:
+    with random_numbers(0, world.device):
+        return train.trained(samples)
+
+
+def _kind(data: Any) -> str:
+    data = getattr(data, "dataset", data)  # of a loader that is taken apart
+    return f"{type(data).__name__}{defined_at(data)}"
+
+
+def _repeats(batch: Batch, recipe: Recipe, settings: Settings, world: World) -> bool:
+    """Whether `batch_transform` makes the same of a batch a second time."""
+    from samestep.core.training.batch_transform import BatchTransform  # noqa: PLC0415 - few have it
+
+    change = BatchTransform(recipe, settings, world).change
+
+    def made() -> Any:
+        inputs, targets = map_tensors(torch.clone, [batch.inputs, batch.targets])
+        return change(inputs, targets, batch.samples)
+
+    return _alike(made(), made())
+
+
+def _alike(one: Any, other: Any, last: int = 0) -> bool:
+    """Whether two batches are equal, but for what an operation may round.
+
+    `other` may be the `last` samples of `one`; what is padded to another length is not compared.
+    """
+    for mine, theirs in zip(tree_leaves(one), tree_leaves(other), strict=False):
+        if not (isinstance(mine, Tensor) and isinstance(theirs, Tensor)):
+            continue
+        if last:
+            mine = mine[-last:] if mine.dim() else mine  # noqa: PLW2901
+            if mine.shape != theirs.shape or len(mine) != last:
+                continue
+        if torch.equal(mine, theirs):
+            continue
+        if mine.shape != theirs.shape or not mine.is_floating_point():
+            return False
+        most = float(mine.abs().nan_to_num().max())
+        if not torch.allclose(mine, theirs, 0.0, 1e-4 * most, equal_nan=True):
+            return False
+    return True
 
 
 def of_loss(
@@ -104,6 +210,75 @@ def of_loss(
         for name in changed
         if values[0] != values[1] or name in counts
     )
+
+
+class OptimizerTrial:
+    """Whether checkpoints can hold a recipe's own optimizer: its first steps show it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, maker: object, *, counts: bool) -> None:
+        """Begin before the first step; `counts`: whether to look at attributes of its own."""
+        self._optimizer, self._trial, self._counts = optimizer, Trial(optimizer), counts
+        self._told = f"The recipe's optimizer, {kind_of(optimizer)}{defined_at(maker)},"
+        self._prints: dict[str, str] | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no step has been taken yet."""
+        return self._prints is None
+
+    def after_step(self) -> bool:
+        """Check the optimizer after a step; return whether the next one need not be checked.
+
+        The first step may fill what later ones only read.
+        """
+        before, now = self._prints, _attributes(self._optimizer) if self._counts else {}
+        if before is None:
+            self._check_state()
+            counts = self._trial.lost_counts(self._optimizer) if self._counts else []
+            lost = [f"its attribute {name}" for name in counts]
+        else:
+            lost = [name.partition(" ")[2] for name in differing(before, now)]
+        if lost:
+            raise UserError(
+                f"{self._told} could not be resumed: a step changes {listed(lost, 3)}, and no "
+                "checkpoint holds it.",
+                remedy="Keep it in its groups or its state; or, if no weight depends on it, add "
+                "--no-self-check.",
+            )
+        self._prints = now
+        return before is not None or not now
+
+    def _check_state(self) -> None:
+        state = self._optimizer.state_dict()
+        # Tensors may be large, and it is the rest that can be of any type.
+        if why := why_not_kept(state):
+            raise UserError(
+                f"{self._told} holds what a checkpoint cannot: {why}. Its state and groups may "
+                "hold tensors, numbers, texts, and lists and dicts of them."
+            )
+        if why := self._trial.why_lost(self._optimizer, state):
+            raise UserError(
+                f"{self._told} could not be resumed: {why}. Its load_state_dict must restore all "
+                "that its state_dict returns."
+            )
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Fingerprint the tensors, numbers and generators that an optimizer keeps in attributes.
+
+    What has a `state_dict` of its own says there what it keeps.
+    """
+    found = {}
+    for place, one in enumerate(with_inner(optimizer)):
+        if type(one).state_dict is torch.optim.Optimizer.state_dict:
+            prints, kept = optimizer_prints(one), kept_by_optimizer(one)
+            for name, value in kept.items():
+                numbers = GENERATORS | (Tensor if name[0] == "_" else Tensor | int | float)
+                key = f"the optimizer's {name}"
+                if key in prints and any(isinstance(leaf, numbers) for leaf in tree_leaves(value)):
+                    what = "its attribute" if name in vars(one) else "the generator"
+                    found[f"{place} {what} {name}"] = prints[key]
+    return found
 
 
 def of_buffers(

@@ -28,12 +28,11 @@ from samestep.core.training.side_effects import (
     closure_prints,
     differing,
     model_prints,
-    optimizer_prints,
     refused_operation,
 )
 from samestep.core.training.step import EagerStep, check_used
 from samestep.core.training.tree import Tensors, TreeReduce, TreeSum, add_tensors
-from samestep.core.training.work import Learner, StepResult
+from samestep.core.training.work import Learner
 from samestep.launch.ranks.world import as_if_alone
 
 _OUTSIDE = (
@@ -45,19 +44,18 @@ _OR = "or, if no weight depends on it, add --no-self-check"
 
 
 class SelfCheck:
-    """Check a process's first step, and the state of the optimizer if it is the user's `own`.
+    """Check a process's first step.
 
     A rank's first share is computed again, after the others and as if there were no other ranks. It
     has to give the same bits and leave the same state: else something counts the shares that a rank
     computes, or depends on the ranks or the clock.
     """
 
-    def __init__(self, learner: Learner, *, own: bool) -> None:
-        self._learner, self._own = learner, own
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
         self._kept: tuple[int, tuple[Block, ...]] | None = None
         self._bits: torch.Tensor | None = None
         self._prints: tuple[Prints, Prints] = ({}, {})
-        self._updates: list[Prints] = []
 
     def keep(self, part: int, micro_steps: Sequence[Block]) -> None:
         """Keep the samples of the first share before forward may write to them."""
@@ -99,22 +97,6 @@ class SelfCheck:
                 "--virtual-ranks."
             )
         self._kept, self._prints = None, ({}, {})
-
-    def after_update(self) -> bool:
-        """Compare the optimizer's state after updates 1 and 2; return whether all is checked."""
-        if not self._own:
-            return True
-        self._updates.append(optimizer_prints(self._learner.optimizer))
-        if len(self._updates) < 2:
-            return False
-        if named := differing(*self._updates):
-            raise UserError(
-                f"--virtual-ranks: each step changes {named[0]}, which checkpoints do not hold: a "
-                "resumed run would have other weights. Keep it in self.state[parameter], "
-                f"{_OR}.",
-                on_all_ranks=True,
-            )
-        return True
 
     def _print(self) -> tuple[Prints, Prints]:
         loss = self._learner.loss
@@ -158,9 +140,8 @@ class VirtualStep(EagerStep):
         self._dtype = torch.float64 if wide else torch.float32
         self._buffers = StepBuffers(learner.model, self._dtype)
         self._still = WriteCheck(learner.model, learner.loss)
-        self._check = SelfCheck(learner, own=self._update_draws) if settings.self_check else None
+        self._check = SelfCheck(learner) if settings.self_check else None
         """Until it has seen enough."""
-        self._repeats = self._check is not None
         self._reduce: TreeReduce | None = None
         self._numbers = -1
         """How many numbers travel with the gradients."""
@@ -174,7 +155,7 @@ class VirtualStep(EagerStep):
         if not block.parts and not self._objective.agreed:
             self._objective.agree_without_samples()
         tree = TreeSum(add_tensors)
-        checks = self._check if self._repeats else None
+        checks = self._check
         for part, parts in groupby(block.parts, key=lambda micro_step: micro_step.place):
             micro_steps = tuple(parts)
             if checks is not None:
@@ -190,7 +171,7 @@ class VirtualStep(EagerStep):
                 tree.push(share, part)
         self._to_check = False
         if checks is not None:  # the first share again, once all ranks have theirs
-            self._repeats, seen = False, len(self._seen)
+            self._check, seen = None, len(self._seen)
             self._world.on_every(lambda: checks.repeat(self._share))
             del self._seen[seen:]
         *gradients, numbers = self._reducer()(tree.roots, present)
@@ -269,13 +250,6 @@ class VirtualStep(EagerStep):
         if len(numbers) == 1 and not more:
             return [*gradients, numbers[0]]
         return [*gradients, torch.cat([*(number.view(-1) for number in numbers), *more])]
-
-    def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
-        """Take the one step of this block."""
-        result = super().__call__(block, step, lrs, want_norm=want_norm)
-        if self._check is not None and self._check.after_update():
-            self._check = None
-        return result
 
     def _used(self) -> list[Tensor]:
         """Return which parameters have a gradient, where some may have none."""
