@@ -123,7 +123,7 @@ class Rows(list):
     run = tmp_path / "run"
     tiny.trained(tiny.write_recipe(tmp_path, text, "draws.py"), run, "--max-steps", "1")
     told = " ".join(tiny.events(run, "start")[0]["notes"])
-    assert ("another number of ranks is another" in told) == (named == "")
+    assert ("or is drawn for all of them" in told) == (named == "")
     assert ("when it is asked again" in told) == bool(named)
     assert f"recipe's {named or ''}" in told or named is None
 
