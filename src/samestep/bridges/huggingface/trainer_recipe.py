@@ -38,6 +38,7 @@ from samestep.bridges.huggingface.callbacks import LoggingCallbacks, settings_of
 from samestep.bridges.huggingface.predictions import Predictions, generated, predicted
 from samestep.bridges.huggingface.training_arguments import (
     check_arguments,
+    check_data,
     groups_by_length,
     leave_ranks_alone,
     settings_of,
@@ -111,7 +112,7 @@ def recipe(
             "samestep train FILE.",
         )
     for name, data in (("train", train_dataset), ("eval", eval_dataset), ("test", test_dataset)):
-        _check_data(name, data)
+        check_data(name, data)
     given = _ForTrainer(
         model=model,
         args=args,
@@ -224,25 +225,6 @@ def _optimizer_of(trainer: Trainer, model: nn.Module, _: Settings) -> torch.opti
 def _schedule_of(trainer: Trainer, optimizer: torch.optim.Optimizer, plan: Any) -> Any:
     trainer.lr_scheduler = None
     return trainer.create_scheduler(plan.total_steps, optimizer) or trainer.lr_scheduler
-
-
-def _check_data(name: str, data: Any) -> None:
-    if name == "eval" and isinstance(data, Mapping):
-        for of_it in data.values():
-            _check_data("", of_it)
-        return
-    if isinstance(data, Mapping):
-        raise UserError(
-            f"{name}_dataset is a dict of {len(data)} data sets; a recipe has one.",
-            remedy="Give one of them, or torch.utils.data.ConcatDataset.",
-        )
-    if name != "train" and data is not None and not hasattr(data, "__getitem__"):
-        raise UserError(
-            f"{name}_dataset is a stream, a {type(data).__name__}{defined_at(type(data))}.",
-            remedy="Evaluate on a map-style data set, as load_dataset(…, streaming=False).",
-        )
-    if name == "train" and data is None:
-        raise UserError("samestep.huggingface.recipe(…) needs a train_dataset.")
 
 
 def _map_style(data: Any) -> Any:
@@ -380,8 +362,8 @@ class _ForTrainer:
 
     def forward(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         """Return the loss, and in evaluations what `compute_metrics` is given."""
-        if self.generates(model):
-            return self.generated(model, batch)
+        if (tokens := self.generated(model, batch)) is not None:
+            return tokens
         inputs = dict(batch)
         # A share without labels has a loss of 0 by this; its mean would be NaN.
         items = {"num_items_in_batch": torch.as_tensor(self.terms(batch)).clamp(min=1)}
@@ -394,8 +376,8 @@ class _ForTrainer:
         def forward(model: nn.Module, batch: Any, *, step: int, epoch: int) -> dict[str, Any]:
             taken = step + (not model.training)  # in an evaluation the step is over
             trainer.state.global_step, trainer.state.epoch = taken, float(epoch)
-            if self.generates(model):
-                return self.generated(model, batch)
+            if (tokens := self.generated(model, batch)) is not None:
+                return tokens
             items = {"num_items_in_batch": torch.as_tensor(self.terms(batch)).clamp(min=1)}
             items = items if "num_items_in_batch" in takes else {}
             loss, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True, **items)
@@ -426,17 +408,13 @@ class _ForTrainer:
             loss = outputs["loss"] if named else outputs[0]
         return loss, outputs
 
-    def generates(self, model: nn.Module) -> bool:
-        """Whether it generates, for `compute_metrics`."""
+    def generated(self, model: nn.Module, batch: Any) -> dict[str, Any] | None:
+        """Return the loss and what the model generates, if `compute_metrics` is given that."""
         wanted = getattr(self.args, "predict_with_generate", False)
-        return wanted and self.predicts and not model.training
-
-    def generated(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """Return the loss of a batch, what the model generates, and the labels."""
-        about = self.about
-        return generated(
-            model, batch, self.args, about.smoother, self.processing_class, self.preprocess
-        )
+        if model.training or not (wanted and self.predicts):
+            return None
+        how = self.about.smoother, self.processing_class, self.preprocess
+        return generated(model, batch, self.args, *how)
 
     def found(self, model: nn.Module, batch: Any, loss: Any, outputs: Any) -> dict[str, Any]:
         """Return the loss of a batch, and in evaluations what `compute_metrics` is given."""

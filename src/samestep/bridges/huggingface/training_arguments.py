@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from accelerate.state import PartialState
 from transformers import TrainingArguments
 
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, defined_at
 from samestep.core.recipe import being_read
 
 _TAKEN = """
@@ -157,6 +157,31 @@ def settings_of(args: TrainingArguments) -> dict[str, Any]:
         "mode": ("max" if args.greater_is_better else "min") if best else None,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def check_data(name: str, data: Any) -> None:
+    """Refuse data that a recipe could not train or evaluate on.
+
+    Raises:
+        UserError: names the data set, and what to give instead.
+    """
+    if name == "eval" and isinstance(data, Mapping):
+        for of_it in data.values():
+            check_data("", of_it)
+        return
+    if isinstance(data, Mapping):
+        raise UserError(
+            f"{name}_dataset is a dict of {len(data)} data sets; a recipe has one.",
+            remedy="Give one of them, or torch.utils.data.ConcatDataset.",
+        )
+    known = data is None or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+    if name != "train" and not known:
+        raise UserError(
+            f"{name}_dataset is a stream, a {type(data).__name__}{defined_at(type(data))}.",
+            remedy="Evaluate on a map-style data set, as load_dataset(…, streaming=False).",
+        )
+    if name == "train" and data is None:
+        raise UserError("samestep.huggingface.recipe(…) needs a train_dataset.")
 
 
 def settings_of_weights(model: Any) -> dict[str, Any]:
