@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import samestep
+from samestep.base.file_kinds import trains_by_trainer
 from tests.command_line import run, train_here
 from tests.tiny import last_state
 
@@ -58,7 +59,33 @@ falling = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1 / (1 + step))
 trainer = Trainer(model, args, optimizers=(sgd, falling), **given)
 recipe = samestep.huggingface.from_trainer(trainer)
 """
+STREAM = """class Stream(torch.utils.data.IterableDataset):
+    __iter__ = lambda self: iter(train)
+given["train_dataset"] = Stream()
+args.max_steps, args.gradient_accumulation_steps = 60, 1
+args.eval_strategy, args.eval_steps = "steps", 25
+kind = torch.optim.NAdam, {"lr": 0.01}
+model = model.to(torch.bfloat16)
+trainer = Trainer(model, args, optimizer_cls_and_kwargs=kind, **given)
+recipe = samestep.huggingface.from_trainer(trainer)
+"""
+GENERATES = """from transformers import (BartConfig, BartForConditionalGeneration, Seq2SeqTrainer,
+    Seq2SeqTrainingArguments)
+args.gradient_accumulation_steps = 1
+asked = {**args.to_dict(), "predict_with_generate": True, "generation_max_length": 6}
+args = Seq2SeqTrainingArguments(**asked)
+torch.manual_seed(1)
+layers = {"encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0, "d_model": 16}
+model = BartForConditionalGeneration(BartConfig(vocab_size=30, **layers))
+def measure(seen):
+    part = seen.predictions[:, :4] * seen.label_ids[:, :4]
+    return {"accuracy": seen.predictions.mean(), "by_place": part.mean()}
+trainer = Seq2SeqTrainer(model, args, **given | {"compute_metrics": measure})
+recipe = samestep.huggingface.from_trainer(trainer)
+"""
 METHODS = """class Own(Trainer):
+    def _get_train_sampler(self, train_dataset=None):
+        return [*reversed(range(50))]
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**{**inputs, "labels": None})
         loss = torch.nn.functional.cross_entropy(outputs.logits, inputs.pop("labels"))
@@ -101,16 +128,20 @@ def records(folder, event):
     return [one for one in samestep.read_records(folder) if one["event"] == event]
 
 
-@pytest.mark.parametrize("kind", ["tokens", "classes", "own optimizer", "own methods"])
+@pytest.mark.parametrize(
+    "kind", ["tokens", "classes", "own optimizer", "own methods", "stream", "generates"]
+)
 def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
     """Padded tokens in micro-steps, or classes with smoothed labels; schedule, decay, metrics.
 
     A callback that only logs is given what the Trainer gives it.
     """
-    changes = [("TOKENS = True", f"TOKENS = {kind == 'tokens'}")]
-    changes += [("label_smoothing_factor=0.1, ", "")] * (kind == "tokens")
-    changes += [(OURS, OWN)] * (kind == "own optimizer")
-    changes += [(OURS, METHODS)] * (kind == "own methods")
+    tokens = kind in ("tokens", "stream", "generates")
+    changes = [("TOKENS = True", f"TOKENS = {tokens}")]
+    changes += [("label_smoothing_factor=0.1, ", "")] * tokens
+    own = {"own optimizer": OWN, "own methods": METHODS, "stream": STREAM, "generates": GENERATES}
+    changes += [(OURS, own.get(kind, OURS))]
+    changes += [('"train_sampling_strategy": "sequential", ', "")] * (kind == "own methods")
     by_name = kind == "classes"
     changes += [('eval_dataset": validation', 'eval_dataset": {"a": validation}')] * by_name
     file = written(tmp_path, *changes)
@@ -133,6 +164,8 @@ def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
     losses = [one["loss"] for one in records(tmp_path / "run", "step")]
     assert len(losses) >= 52
     np.testing.assert_allclose(losses, logs, atol=1e-6)
+    steps = {one["step"] for one in trainer.state.log_history if "eval_runtime" in one}
+    assert {one["step"] for one in records(tmp_path / "run", "evaluation")} >= steps
     last, log = records(tmp_path / "run", "evaluation")[-1], trainer.evaluate()
     of = ("a/", "eval_a_eval_") if by_name else ("", "eval_")
     assert last[f"{of[0]}accuracy"] == pytest.approx(log[f"{of[1]}accuracy"], abs=1e-12)
@@ -166,6 +199,8 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     how = ("--max-steps", "4", *ALONE)
     train_here(written(tmp_path), *how, "--run-dir", str(tmp_path / "recipe"))
     imports = ("import samestep.huggingface\n", "")
+    (tmp_path / "star.py").write_text(f"from transformers import *\n{SCRIPT}")
+    assert trains_by_trainer(tmp_path / "star.py", tmp_path)
     script = written(tmp_path, (OURS, SCRIPT), imports)
     Path(script).rename(tmp_path / "parts.py")  # what it needs is in a module beside it
     Path(script).write_text(f"from parts import *  # a recipe by others\n{SCRIPT}")
@@ -211,7 +246,7 @@ class OwnCallback(transformers.TrainerCallback):
         ({"accelerator_config": {"split_batches": True}}, {}, "batch_size"),
         ({}, {"callbacks": [OwnCallback()]}, "OwnCallback.*its own on_step_end"),
         ({}, {"test_dataset": {"one": [], "other": []}}, "a dict of 2 data sets"),
-        ({}, {"train_dataset": iter([])}, "is a stream"),
+        ({}, {"eval_dataset": iter([])}, "is a stream"),
         ({}, {"trainer": OwnSteps}, "its own training_step.*open_run"),
     ],
 )

@@ -89,7 +89,7 @@ def recipe(
     Args:
         model: a model, or better a function that makes one: samestep seeds before the call.
         args: its training arguments; what has no counterpart is refused by name.
-        train_dataset: a map-style data set: of `datasets`, of PyTorch, or a list of dicts.
+        train_dataset: a data set or a stream: of `datasets`, of PyTorch, or a list of dicts.
         eval_dataset: the validation data, or a dict of several.
         data_collator: puts samples into a batch; by default as in the Trainer.
         compute_metrics: called with the predictions of all ranks.
@@ -102,7 +102,7 @@ def recipe(
         settings: as of `Recipe(settings=…)`, instead of what the arguments say.
 
     Raises:
-        UserError: an argument has no counterpart, or a data set is a stream.
+        UserError: an argument has no counterpart, or validation data is a stream.
     """
     check_arguments(args)
     if getattr(args, "distributed_state", None) is not None and in_process_group():
