@@ -22,7 +22,8 @@ FILE = """
 import json, sys
 import torch
 import samestep.huggingface
-from transformers import (BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM,
+from transformers import (BartConfig, BartForConditionalGeneration, BertConfig, LlamaConfig,
+    BertForSequenceClassification, LlamaForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments,
     Trainer, TrainerCallback, TrainingArguments)
 TOKENS = True
 draw = torch.Generator().manual_seed(0)
@@ -53,35 +54,27 @@ given = {"train_dataset": train, "eval_dataset": validation, "compute_metrics": 
 model = make()
 recipe = samestep.huggingface.recipe(model, args, **given)
 """
+FROM = "recipe = samestep.huggingface.from_trainer(trainer)\n"
 OURS = "recipe = samestep.huggingface.recipe(model, args, **given)\n"
 OWN = """sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 falling = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1 / (1 + step))
 trainer = Trainer(model, args, optimizers=(sgd, falling), **given)
-recipe = samestep.huggingface.from_trainer(trainer)
 """
 STREAM = """class Stream(torch.utils.data.IterableDataset):
     __iter__ = lambda self: iter(train)
 given["train_dataset"] = Stream()
-args.max_steps, args.gradient_accumulation_steps = 60, 1
-args.eval_strategy, args.eval_steps = "steps", 25
-kind = torch.optim.NAdam, {"lr": 0.01}
-model = model.to(torch.bfloat16)
-trainer = Trainer(model, args, optimizer_cls_and_kwargs=kind, **given)
-recipe = samestep.huggingface.from_trainer(trainer)
-"""
-GENERATES = """from transformers import (BartConfig, BartForConditionalGeneration, Seq2SeqTrainer,
-    Seq2SeqTrainingArguments)
+args.max_steps, args.eval_strategy, args.eval_steps = 60, "steps", 25
 args.gradient_accumulation_steps = 1
-asked = {**args.to_dict(), "predict_with_generate": True, "generation_max_length": 6}
-args = Seq2SeqTrainingArguments(**asked)
-torch.manual_seed(1)
+given["optimizer_cls_and_kwargs"] = torch.optim.NAdam, {"lr": 0.01}
+trainer = Trainer(model.to(torch.bfloat16), args, **given)
+"""
+GENERATES = """asked = {"predict_with_generate": True, "gradient_accumulation_steps": 1}
+args = Seq2SeqTrainingArguments(**args.to_dict() | asked | {"generation_max_length": 6})
 layers = {"encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0, "d_model": 16}
+torch.manual_seed(1)
 model = BartForConditionalGeneration(BartConfig(vocab_size=30, **layers))
-def measure(seen):
-    part = seen.predictions[:, :4] * seen.label_ids[:, :4]
-    return {"accuracy": seen.predictions.mean(), "by_place": part.mean()}
-trainer = Seq2SeqTrainer(model, args, **given | {"compute_metrics": measure})
-recipe = samestep.huggingface.from_trainer(trainer)
+mean = lambda seen: {"accuracy": seen.predictions.mean(), "by_place": seen.label_ids.mean()}
+trainer = Seq2SeqTrainer(model, args, **given | {"compute_metrics": mean})
 """
 METHODS = """class Own(Trainer):
     def _get_train_sampler(self, train_dataset=None):
@@ -103,7 +96,6 @@ class Logs(TrainerCallback):
         with open(args.output_dir + ".log", "a") as file:
             file.write(json.dumps([state.global_step, state.epoch, logs]) + "\\n")
 trainer = Own(model, args, callbacks=[Logs], **given)
-recipe = samestep.huggingface.from_trainer(trainer)
 """
 ALONE = ("--threads", "1", "--device", "cpu")
 
@@ -140,7 +132,7 @@ def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
     changes = [("TOKENS = True", f"TOKENS = {tokens}")]
     changes += [("label_smoothing_factor=0.1, ", "")] * tokens
     own = {"own optimizer": OWN, "own methods": METHODS, "stream": STREAM, "generates": GENERATES}
-    changes += [(OURS, own.get(kind, OURS))]
+    changes += [(OURS, own[kind] + FROM if kind in own else OURS)]
     changes += [('"train_sampling_strategy": "sequential", ', "")] * (kind == "own methods")
     by_name = kind == "classes"
     changes += [('eval_dataset": validation', 'eval_dataset": {"a": validation}')] * by_name
@@ -222,14 +214,8 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
         assert says in refused("train", file, "--run-dir", str(tmp_path / "other"))
 
 
-class OwnSteps(transformers.Trainer):
-    def training_step(self, *given, **more):
-        return super().training_step(*given, **more)
-
-
-class OwnCallback(transformers.TrainerCallback):
-    def on_step_end(self, args, state, control, **more):
-        pass
+OwnSteps = type("OwnSteps", (transformers.Trainer,), {"training_step": print})
+OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {"on_step_end": print})
 
 
 @pytest.mark.parametrize(

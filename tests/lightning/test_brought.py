@@ -168,15 +168,7 @@ PLATEAU = (
     ("changes", "told"),
     [
         ([("(net, Data, batch_size=8, ", "(net, Data, ")], "needs batch_size"),
-        (
-            [
-                (
-                    "super().__init__()",
-                    "super().__init__()\n        self.automatic_optimization = False",
-                )
-            ],
-            "o",
-        ),
+        ([("self.save_hyperparameters()", "self.automatic_optimization = False")], "open_run"),
         ([("return [optimizer], ", "return [optimizer, optimizer], ")], "returns several"),
         ([("def on_train_epoch_start", "def on_validation_epoch_end")], "on_validation_epoch_end"),
         ([("BinaryAccuracy(), MeanM", "BinaryAUROC(), MeanM")], "is not a mean"),
@@ -186,10 +178,7 @@ PLATEAU = (
         ([("epochs=3,", "max_epochs=3,")], "Give epochs=… instead"),
         ([STEP, (PLATEAU[0], f'{PLATEAU[1]} "interval": "step"}}')], "--eval-every"),
         ([STEP, (PLATEAU[0], f'{PLATEAU[1]} "monitor": "train_loss"}}')], "validation_step logs"),
-        (
-            [STEP, (PLATEAU[0], f'{PLATEAU[1]} "monitor": "val/accuracy"}}')],
-            "monitor='accuracy:min'",
-        ),
+        ([STEP, (PLATEAU[0], f'{PLATEAU[1]} "monitor": "val_acc"}}')], "monitor='acc:min'"),
     ],
 )
 def test_what_it_asks_in_vain_is_refused_by_name(tmp_path, refused, changes, told):

@@ -216,7 +216,7 @@ class _Brought:
     """What the evaluation that runs has seen."""
     schedulers: "WeakKeyDictionary[Any, dict[str, Any]]" = field(default_factory=WeakKeyDictionary)
     names: dict[str, str] = field(default_factory=dict)
-    """Of what evaluations measure: the name in records → as the module logs it."""
+    """Of what validations measure: the name in records → as the module logs it."""
 
     def model(self) -> nn.Module:
         """Make the module."""
@@ -331,7 +331,8 @@ class _Brought:
         nth = int(batch.stage.removeprefix(_NTH)) if batch.stage.startswith(_NTH) else None
         loss, logged = called(module, name, value, seen.batches, nth or 0)
         of, its = ("", "") if nth is None else (f"{batch.stage}/", f"/{batch.stage}")
-        self.names.update({of + plain_name(n, nth): n + its for n in logged})
+        if trainer.validating:
+            self.names.update({of + plain_name(n, nth): n + its for n in logged})
         values = {plain_name(n, nth): v for n, v in logged.items()}
         values = seen.add(batch.samples, values, defined_at(getattr(type(module), name)))
         for metric in metrics_of(module):
