@@ -175,7 +175,7 @@ PLATEAU = (
         ([("return {", "return None and {")], "returned no loss"),
         ([("(self.trainer.esti", "(self.trainer.fit_loop.esti")], "asks its Trainer for 'fit"),
         ([('"val_loss", self.mean', '"val_loss", out.max(), reduce_fx="max"')], "reduce_fx=max"),
-        ([("epochs=3,", "max_epochs=3,")], "Give epochs=… instead"),
+        ([("epochs=3,", "max_epochs=3,")], "Here it is epochs"),
         ([STEP, (PLATEAU[0], f'{PLATEAU[1]} "interval": "step"}}')], "--eval-every"),
         ([STEP, (PLATEAU[0], f'{PLATEAU[1]} "monitor": "train_loss"}}')], "validation_step logs"),
         ([STEP, (PLATEAU[0], f'{PLATEAU[1]} "monitor": "val_acc"}}')], "monitor='acc:min'"),

@@ -33,7 +33,6 @@ from samestep.base.settings import Settings
 from samestep.bridges.lightning.logged import (
     Evaluated,
     called,
-    check_means,
     log,
     mean_of,
     metrics_of,
@@ -64,20 +63,13 @@ _REMEDIES = {
 _DROPS = (
     "The training loader's drop_last=True is not used: --drop-last leaves out an incomplete step."
 )
-_OF_TRAINER = {
-    "max_epochs": "epochs=…",
-    "devices": "--nproc to the command",
-    "num_nodes": "--nodes to samestep slurm submit",
-    "accumulate_grad_batches": "micro_batch_size=…",
-    "gradient_clip_val": "clip_norm=…",
-    "check_val_every_n_epoch": "eval_every_epochs=…",
-    "val_check_interval": "eval_every_steps=…",
-    "log_every_n_steps": "log_every=…",
-    "logger": 'track="wandb" or another tracker',
-    "callbacks": 'patience=…, monitor="loss:min", keep_top_k=… or ema=…',
-    "ckpt_path": "--resume to the command",
-}
-"""Arguments of Lightning's Trainer, and what says the same here."""
+_OF_TRAINER = """
+    max_epochs=epochs accumulate_grad_batches=micro_batch_size gradient_clip_val=clip_norm
+    check_val_every_n_epoch=eval_every_epochs val_check_interval=eval_every_steps devices=--nproc
+    log_every_n_steps=log_every logger=track callbacks=patience,monitor,keep_top_k,ema
+    ckpt_path=--resume num_nodes=--nodes
+"""
+"""Arguments of Lightning's Trainer, and the settings or flags that say the same here."""
 _NTH = "dataloader_idx_"
 """As Lightning calls what several validation loaders measure."""
 
@@ -101,11 +93,11 @@ def recipe(module: Any, datamodule: Any = None, **settings: Any) -> Recipe:
         UserError: `batch_size` is not given, or the module asks for what samestep does not do:
             steps of its own (`automatic_optimization=False`), several optimizers, other hooks.
     """
-    for name, own in _OF_TRAINER.items():
+    for name, own in (pair.split("=") for pair in _OF_TRAINER.split()):
         if name in settings:
             raise UserError(
                 f"samestep.lightning.recipe(…) takes settings, and {name} is the Trainer's.",
-                remedy=f"Give {own} instead.",
+                remedy=f"Here it is {own.replace(',', ', ')}: page “Bring what you have”.",
             )
     if not {"batch_size", "batch_size_per_rank", "batch_tokens"} & settings.keys():
         raise UserError(
@@ -329,7 +321,7 @@ class _Brought:
         wanted = ("test_step",) * trainer.testing + ("validation_step", "training_step")
         name = next(n for n in wanted if _has_own(module, base, n))
         nth = int(batch.stage.removeprefix(_NTH)) if batch.stage.startswith(_NTH) else None
-        loss, logged = called(module, name, value, seen.batches, nth or 0)
+        loss, logged = called(module, name, value, seen.batches, nth or 0, kept=True)
         of, its = ("", "") if nth is None else (f"{batch.stage}/", f"/{batch.stage}")
         if trainer.validating:
             self.names.update({of + plain_name(n, nth): n + its for n in logged})
@@ -357,7 +349,6 @@ class _Brought:
         own = {self.names.get(n, n): torch.tensor(v) for n, v in end.metrics.items()}
         self.trainer.callback_metrics = own
         _, logged = noted(module.on_train_epoch_end)
-        check_means(logged, defined_at(module.on_train_epoch_end))
         return logged
 
     def optimizer(self, module: Any, settings: Settings) -> torch.optim.Optimizer:
@@ -462,12 +453,11 @@ def _check_monitor(monitor: str, plateau: Any, settings: Settings, where: str) -
     named = f"{_NTH}{loader}/" * bool(loader) + plain_name(name)
     trained = monitor.lower().startswith("train")
     if trained or named != (settings.monitor or "loss"):
+        give = f"Give it to the recipe: monitor='{named}:{plateau.mode}'."
         raise UserError(
             f"ReduceLROnPlateau{where} has the monitor {monitor!r}; it follows --monitor here, "
             f"which is {settings.monitor or 'loss'!r}.",
-            remedy="Name a value that validation_step logs."
-            if trained
-            else f"Give it to the recipe: monitor='{named}:{plateau.mode}'.",
+            remedy="Name a value that validation_step logs." if trained else give,
         )
 
 

@@ -17,7 +17,8 @@ from samestep.base.errors import UserError, defined_at
 _STAGES = ("train_", "training_", "val_", "valid_", "validation_", "test_")
 _APART = 1e-4  # relative: rounding in float32 is less
 
-_logged: ContextVar[dict[str, Any]] = ContextVar("logged")
+_logged: ContextVar[dict[str, Any] | None] = ContextVar("logged", default=None)
+_OF_MEANS = ("mean", "avg", torch.mean)
 
 
 @dataclass
@@ -54,12 +55,13 @@ class Evaluated:
         return self.values
 
 
-def called(module: Any, name: str, batch: Any, *numbers: int) -> tuple[Any, dict[str, Any]]:
-    """Call a step; return its loss, None if it returns none, and what it logs."""
+def called(
+    module: Any, name: str, batch: Any, *numbers: int, kept: bool = False
+) -> tuple[Any, dict[str, Any]]:
+    """Call a step; return its loss, None if it returns none, and what it logs, if that is kept."""
     function = getattr(module, name)
-    found, logged = noted(function, *(batch, *numbers)[: _num_taken(module.__class__, name)])
-    if name != "training_step":
-        check_means(logged, defined_at(function))
+    given = (batch, *numbers)[: _num_taken(module.__class__, name)]
+    found, logged = noted(function, *given, kept=kept)
     loss = found.get("loss") if isinstance(found, Mapping) else found
     if name == "training_step":
         if loss is None:
@@ -72,33 +74,16 @@ def called(module: Any, name: str, batch: Any, *numbers: int) -> tuple[Any, dict
     return loss, logged
 
 
-def noted(function: Callable[..., Any], *given: Any) -> tuple[Any, dict[str, Any]]:
-    """Call a function; return what it returns, and what it logs."""
+def noted(
+    function: Callable[..., Any], *given: Any, kept: bool = True
+) -> tuple[Any, dict[str, Any]]:
+    """Call a function; return what it returns, and what it logs, if that is kept."""
     logged: dict[str, Any] = {}
-    token = _logged.set(logged)
+    token = _logged.set(logged if kept else None)
     try:
         return function(*given), logged
     finally:
         _logged.reset(token)
-
-
-@dataclass(frozen=True)
-class _OtherThanMean:
-    """A logged value whose batches are to be put together by another function than the mean."""
-
-    by: Any
-
-
-def check_means(logged: Mapping[str, Any], where: str) -> None:
-    """Refuse values that are logged with another `reduce_fx` than the mean."""
-    for name, value in logged.items():
-        if isinstance(value, _OtherThanMean):
-            by = getattr(value.by, "__name__", value.by)
-            raise UserError(
-                f"{name!r} is logged with reduce_fx={by}{where}; logged values become means over "
-                "all samples.",
-                remedy="Log a value that is a mean over the samples of the batch, or leave it out.",
-            )
 
 
 @cache
@@ -109,9 +94,15 @@ def _num_taken(kind: type, name: str) -> int:
 
 def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", **__: Any) -> None:
     """Stand in for `LightningModule.log`."""
-    if reduce_fx not in ("mean", "avg", torch.mean) and not isinstance(value, nn.Module):
-        value = _OtherThanMean(reduce_fx)
-    _logged.get({})[name] = value.detach() if isinstance(value, Tensor) else value
+    if (logged := _logged.get()) is None:
+        return
+    if reduce_fx not in _OF_MEANS and not isinstance(value, nn.Module):
+        raise UserError(
+            f"{name!r} is logged with reduce_fx={getattr(reduce_fx, '__name__', reduce_fx)}; such "
+            "values become means over all samples.",
+            remedy="Log a value that is a mean over the samples of the batch, or leave it out.",
+        )
+    logged[name] = value.detach() if isinstance(value, Tensor) else value
 
 
 def mean_of(value: Any, samples: int) -> float:
