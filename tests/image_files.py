@@ -63,10 +63,6 @@ def _too_large(path: Path) -> None:
     )
 
 
-def _a_link_to_nothing(path: Path) -> None:
-    path.symlink_to(path.parent / "nothing")
-
-
 BROKEN = {
     "empty": (lambda path: path.write_bytes(b""), "it is empty"),
     "truncated": (_truncated, "it is truncated"),
@@ -76,6 +72,6 @@ BROKEN = {
     "checksum": (_bad_checksum, "broken"),
     "a bomb": (_too_large, "DecompressionBomb"),
     "a folder": (lambda path: path.mkdir(), "Is a directory"),
-    "a link to nothing": (_a_link_to_nothing, "No such file"),
+    "a link to nothing": (lambda path: path.symlink_to(path.parent / "nothing"), "No such file"),
 }
 """kind → what writes such a file, and a part of what is said of it."""

@@ -86,12 +86,8 @@ def breaks(facts: int) -> Finding:
     raise KeyError(facts)
 
 
-def has_nothing_to_look_at(facts: int) -> None:
-    return None
-
-
 def test_a_check_that_breaks_is_yellow_and_bandwidth_that_of_nccl_tests():
-    findings = run_checks([breaks, has_nothing_to_look_at, shared_memory], 7)
+    findings = run_checks([breaks, lambda _nothing_to_look_at: None, shared_memory], 7)
     assert [(f.name, f.status) for f in findings] == [
         ("breaks", "yellow"),
         ("shared memory", "green"),

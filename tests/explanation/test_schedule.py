@@ -105,7 +105,8 @@ def test_the_shares_of_a_step_add_up_to_it_and_are_what_the_ranks_read(training)
     if (last := schedule.last_step(plan, run, world)) is not None:
         told[plan.steps_per_epoch - 1] = last
     for shares in told.values():
-        assert sum(ranks_of(s) * s.samples for s in shares.shares) == shares.samples
+        taken = ((s.last_rank - s.first_rank + 1) * s.samples for s in shares.shares)
+        assert sum(taken) == shares.samples
         assert max(s.samples for s in shares.shares) >= shares.samples / plan.world_size
     for rank in range(plan.world_size):
         own = replace(world, rank=rank)
@@ -120,10 +121,6 @@ def test_the_shares_of_a_step_add_up_to_it_and_are_what_the_ranks_read(training)
             if run.virtual_ranks:
                 assert mine.micro_steps == tuple(part.rows for part in block.parts)
                 assert sum(mine.virtual_ranks) == block.rows
-
-
-def ranks_of(share):
-    return share.last_rank - share.first_rank + 1
 
 
 def test_an_epoch_that_the_batch_divides_has_no_step_of_its_own_at_its_end():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import samestep
+from samestep.base.file_kinds import trains_by_trainer
 from tests.command_line import run, train_here
 from tests.tiny import last_state
 
@@ -21,7 +22,8 @@ FILE = """
 import json, sys
 import torch
 import samestep.huggingface
-from transformers import (BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM,
+from transformers import (BartConfig, BartForConditionalGeneration, BertConfig, LlamaConfig,
+    BertForSequenceClassification, LlamaForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments,
     Trainer, TrainerCallback, TrainingArguments)
 TOKENS = True
 draw = torch.Generator().manual_seed(0)
@@ -52,13 +54,31 @@ given = {"train_dataset": train, "eval_dataset": validation, "compute_metrics": 
 model = make()
 recipe = samestep.huggingface.recipe(model, args, **given)
 """
+FROM = "recipe = samestep.huggingface.from_trainer(trainer)\n"
 OURS = "recipe = samestep.huggingface.recipe(model, args, **given)\n"
 OWN = """sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 falling = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1 / (1 + step))
 trainer = Trainer(model, args, optimizers=(sgd, falling), **given)
-recipe = samestep.huggingface.from_trainer(trainer)
+"""
+STREAM = """class Stream(torch.utils.data.IterableDataset):
+    __iter__ = lambda self: iter(train)
+given["train_dataset"] = Stream()
+args.max_steps, args.eval_strategy, args.eval_steps = 60, "steps", 25
+args.gradient_accumulation_steps = 1
+given["optimizer_cls_and_kwargs"] = torch.optim.NAdam, {"lr": 0.01}
+trainer = Trainer(model.to(torch.bfloat16), args, **given)
+"""
+GENERATES = """asked = {"predict_with_generate": True, "gradient_accumulation_steps": 1}
+args = Seq2SeqTrainingArguments(**args.to_dict() | asked | {"generation_max_length": 6})
+layers = {"encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0, "d_model": 16}
+torch.manual_seed(1)
+model = BartForConditionalGeneration(BartConfig(vocab_size=30, **layers))
+mean = lambda seen: {"accuracy": seen.predictions.mean(), "by_place": seen.label_ids.mean()}
+trainer = Seq2SeqTrainer(model, args, **given | {"compute_metrics": mean})
 """
 METHODS = """class Own(Trainer):
+    def _get_train_sampler(self, train_dataset=None):
+        return [*reversed(range(50))]
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**{**inputs, "labels": None})
         loss = torch.nn.functional.cross_entropy(outputs.logits, inputs.pop("labels"))
@@ -76,7 +96,6 @@ class Logs(TrainerCallback):
         with open(args.output_dir + ".log", "a") as file:
             file.write(json.dumps([state.global_step, state.epoch, logs]) + "\\n")
 trainer = Own(model, args, callbacks=[Logs], **given)
-recipe = samestep.huggingface.from_trainer(trainer)
 """
 ALONE = ("--threads", "1", "--device", "cpu")
 
@@ -101,16 +120,20 @@ def records(folder, event):
     return [one for one in samestep.read_records(folder) if one["event"] == event]
 
 
-@pytest.mark.parametrize("kind", ["tokens", "classes", "own optimizer", "own methods"])
+@pytest.mark.parametrize(
+    "kind", ["tokens", "classes", "own optimizer", "own methods", "stream", "generates"]
+)
 def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
     """Padded tokens in micro-steps, or classes with smoothed labels; schedule, decay, metrics.
 
     A callback that only logs is given what the Trainer gives it.
     """
-    changes = [("TOKENS = True", f"TOKENS = {kind == 'tokens'}")]
-    changes += [("label_smoothing_factor=0.1, ", "")] * (kind == "tokens")
-    changes += [(OURS, OWN)] * (kind == "own optimizer")
-    changes += [(OURS, METHODS)] * (kind == "own methods")
+    tokens = kind in ("tokens", "stream", "generates")
+    changes = [("TOKENS = True", f"TOKENS = {tokens}")]
+    changes += [("label_smoothing_factor=0.1, ", "")] * tokens
+    own = {"own optimizer": OWN, "own methods": METHODS, "stream": STREAM, "generates": GENERATES}
+    changes += [(OURS, own[kind] + FROM if kind in own else OURS)]
+    changes += [('"train_sampling_strategy": "sequential", ', "")] * (kind == "own methods")
     by_name = kind == "classes"
     changes += [('eval_dataset": validation', 'eval_dataset": {"a": validation}')] * by_name
     file = written(tmp_path, *changes)
@@ -133,6 +156,8 @@ def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
     losses = [one["loss"] for one in records(tmp_path / "run", "step")]
     assert len(losses) >= 52
     np.testing.assert_allclose(losses, logs, atol=1e-6)
+    steps = {one["step"] for one in trainer.state.log_history if "eval_runtime" in one}
+    assert {one["step"] for one in records(tmp_path / "run", "evaluation")} >= steps
     last, log = records(tmp_path / "run", "evaluation")[-1], trainer.evaluate()
     of = ("a/", "eval_a_eval_") if by_name else ("", "eval_")
     assert last[f"{of[0]}accuracy"] == pytest.approx(log[f"{of[1]}accuracy"], abs=1e-12)
@@ -166,6 +191,8 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     how = ("--max-steps", "4", *ALONE)
     train_here(written(tmp_path), *how, "--run-dir", str(tmp_path / "recipe"))
     imports = ("import samestep.huggingface\n", "")
+    (tmp_path / "star.py").write_text(f"from transformers import *\n{SCRIPT}")
+    assert trains_by_trainer(tmp_path / "star.py", tmp_path)
     script = written(tmp_path, (OURS, SCRIPT), imports)
     Path(script).rename(tmp_path / "parts.py")  # what it needs is in a module beside it
     Path(script).write_text(f"from parts import *  # a recipe by others\n{SCRIPT}")
@@ -187,14 +214,8 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
         assert says in refused("train", file, "--run-dir", str(tmp_path / "other"))
 
 
-class OwnSteps(transformers.Trainer):
-    def training_step(self, *given, **more):
-        return super().training_step(*given, **more)
-
-
-class OwnCallback(transformers.TrainerCallback):
-    def on_step_end(self, args, state, control, **more):
-        pass
+OwnSteps = type("OwnSteps", (transformers.Trainer,), {"training_step": print})
+OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {"on_step_end": print})
 
 
 @pytest.mark.parametrize(
@@ -211,7 +232,7 @@ class OwnCallback(transformers.TrainerCallback):
         ({"accelerator_config": {"split_batches": True}}, {}, "batch_size"),
         ({}, {"callbacks": [OwnCallback()]}, "OwnCallback.*its own on_step_end"),
         ({}, {"test_dataset": {"one": [], "other": []}}, "a dict of 2 data sets"),
-        ({}, {"train_dataset": iter([])}, "is a stream"),
+        ({}, {"eval_dataset": iter([])}, "is a stream"),
         ({}, {"trainer": OwnSteps}, "its own training_step.*open_run"),
     ],
 )

@@ -139,10 +139,8 @@ def assert_same(folder: Path, tolerance: float = TOLERANCE) -> None:
     assert tested.get("loss") == pytest.approx(must.get("loss"), rel=tolerance)
     for key in ("samples", "confusion"):
         assert tested.get(key) == must.get(key), key
-    kept, expected_kept = (
-        sorted(p.name for p in (path / "checkpoints").iterdir()) for path in (ours, theirs)
-    )
-    assert kept == expected_kept
+    kept = [sorted(p.name for p in (path / "checkpoints").iterdir()) for path in (ours, theirs)]
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("name", ON_TWO)
@@ -287,10 +285,9 @@ def test_cifar10s_data_module_and_batches_of_graphs_serve_anyones_trainer(tmp_pa
 )
 def test_a_trainer_that_accumulates_otherwise_or_has_no_end_is_told(trainer, ends, named):
     settings = samestep.Settings(epochs=1, micro_batch_size=8, batch_size=32)
+    given = (kind("spiral", settings) for kind in (samestep.LitRecipe, samestep.LitData))
     with pytest.raises(samestep.UserError, match=named):
-        trainer(**ends).fit(
-            samestep.LitRecipe("spiral", settings), samestep.LitData("spiral", settings)
-        )
+        trainer(**ends).fit(*given)
 
 
 def test_data_modules_take_the_numbers_of_the_next_trainer_or_of_none(trainer):

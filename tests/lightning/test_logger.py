@@ -142,11 +142,14 @@ def _fit(folder, args, kwargs):
 
 def expected(logged):
     """Return what a tracker has to have of what was logged: (step, epoch, values), in order."""
-    rows = []
-    for step, metrics in logged:
-        values = {k: v for k, v in metrics.items() if k != "epoch" and math.isfinite(v)}
-        rows.append((step, metrics.get("epoch"), values))
-    return rows
+    return [
+        (
+            step,
+            row.get("epoch"),
+            {k: v for k, v in row.items() if k != "epoch" and math.isfinite(v)},
+        )
+        for step, row in logged
+    ]
 
 
 def arrived(run, service="service"):
@@ -330,19 +333,15 @@ def test_a_loggers_run_cannot_be_resumed_nor_written_by_two(tmp_path, refused):
     run = logged("none", tmp_path)
     assert "settings.toml" in refused("train", str(run), "--resume")
     assert read_json(run / "result.json")["status"] == "completed"
-    one, other = (
-        samestep.TrackerLogger("none", save_dir=tmp_path, version="same") for _ in range(2)
-    )
+    one, other = (samestep.TrackerLogger("none", save_dir=tmp_path, version="same") for _ in "ab")
     one.log_metrics({"loss": 1.0}, step=1)
     with pytest.raises(samestep.UserError, match=r"same.* close\(\)"):
         other.log_metrics({"loss": 2.0}, step=1)
     one.close()
     other.log_metrics({"loss": 3.0}, step=2)
     other.close()
-    found = [
-        r["values"]["loss"] for r in tiny.all_records(Path(one.log_dir)) if r["event"] == "metrics"
-    ]
-    assert found == [1.0, 3.0]
+    metrics = [r for r in tiny.all_records(Path(one.log_dir)) if r["event"] == "metrics"]
+    assert [r["values"]["loss"] for r in metrics] == [1.0, 3.0]
 
 
 def test_steps_that_no_tracker_takes_are_warned_of_and_names_are_checked(tmp_path):

@@ -170,11 +170,6 @@ def test_a_file_that_is_nowhere_gives_the_places_searched_and_the_command(tmp_pa
     assert told in str(caught.value)
 
 
-def write_split(folder: Path, prefix, images_shape, labels_shape):
-    write(folder / f"{prefix}-images-idx3-ubyte.gz", np.ones(images_shape, np.uint8))
-    write(folder / f"{prefix}-labels-idx1-ubyte.gz", np.ones(labels_shape, np.uint8))
-
-
 @pytest.mark.parametrize(
     ("images_shape", "labels_shape", "fault"),
     [
@@ -184,7 +179,8 @@ def write_split(folder: Path, prefix, images_shape, labels_shape):
     ],
 )
 def test_images_and_labels_that_do_not_fit_are_named(tmp_path, images_shape, labels_shape, fault):
-    write_split(tmp_path, "t10k", images_shape, labels_shape)
+    write(tmp_path / "t10k-images-idx3-ubyte.gz", np.ones(images_shape, np.uint8))
+    write(tmp_path / "t10k-labels-idx1-ubyte.gz", np.ones(labels_shape, np.uint8))
     with pytest.raises(UserError, match=fault) as caught:
         mnist.read_images_and_labels(tmp_path, "test")
     assert str(tmp_path / "t10k-images-idx3-ubyte.gz") in str(caught.value)

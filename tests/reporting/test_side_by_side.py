@@ -260,16 +260,13 @@ def test_two_recipes_or_one_run_alone_are_shown_when_insisted_on(tmp_path):
     assert found.curves[0]
 
 
-def without_steps(records):
-    return [record for record in records if record["event"] != "step"]
-
-
 def with_evaluations(**fields):
     return lambda records: [r | fields if r["event"] == "evaluation" else r for r in records]
 
 
 def test_without_steps_epochs_and_evaluations_tell_but_no_test_does(tmp_path):
-    one, other = (change(write_run(tmp_path / name), without_steps) for name in ("one", "other"))
+    unstepped = lambda records: [r for r in records if r["event"] != "step"]  # noqa: E731
+    one, other = (change(write_run(tmp_path / name), unstepped) for name in ("one", "other"))
     found = compare_losses(read_run(one), read_run(other))
     assert (found.verdict, found.steps, found.epochs, found.evaluations) == ("equal", 0, 3, 3)
     shown = " ".join("\n".join(lines(compare_runs([one, other]))).split())

@@ -213,11 +213,6 @@ def epochs(run):
     return tiny.events(run, "epoch")
 
 
-def with_slow(forward="0.0", backward="0.0"):
-    slow = SLOW.replace("FORWARD", forward).replace("BACKWARD", backward)
-    return TINY.replace("\nrecipe = ", slow + "\nrecipe = ")
-
-
 def assert_adds_up(record, names=PHASES):
     assert tuple(record["phases"]) == tuple(names)
     assert all(seconds >= 0 for seconds in record["phases"].values())
@@ -225,9 +220,10 @@ def assert_adds_up(record, names=PHASES):
     assert total == pytest.approx(record["train_seconds"], rel=0.02, abs=1e-3)
 
 
-def train_each(folder, flags, *, on, **slow):
+def train_each(folder, flags, *, on, forward="0.0", backward="0.0"):
     """Train by both engines, with the planted causes; return the records of their epochs."""
-    recipe = tiny.write_recipe(folder, with_slow(**slow))
+    slow = SLOW.replace("FORWARD", forward).replace("BACKWARD", backward)
+    recipe = tiny.write_recipe(folder, TINY.replace("\nrecipe = ", slow + "\nrecipe = "))
     runs = {engine: folder / engine for engine in ENGINES}
     words = [[recipe, "--run-dir", runs[e], "--engine", e, *flags] for e in ENGINES]
     tiny.train_all(words, on=on, folder=folder)

@@ -96,7 +96,7 @@ def trains_by_trainer(path: Path, folder: Path) -> bool:
                     modules += [alias.name for alias in names]
                 case ast.ImportFrom(module=str(module), names=names):
                     modules.append(module)
-                    by_name = any(alias.name.endswith("Trainer") for alias in names)
+                    by_name = any(alias.name.endswith(("Trainer", "*")) for alias in names)
                     takes |= by_name and _OF_TRAINERS.match(module) is not None
                 case ast.Attribute(value=ast.Name(id="transformers"), attr=name):
                     takes |= name.endswith("Trainer")

@@ -2,11 +2,15 @@
 
 import functools
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
-from transformers import EvalPrediction
+from transformers import EvalPrediction, Seq2SeqTrainer
 from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
+
+from samestep.base.errors import UserError
 
 _IGNORED = -100  # pads predictions of other lengths
 
@@ -24,6 +28,40 @@ def predicted(
     logits = logits[0] if len(logits) == 1 else logits
     given = labels[0] if len(labels) == 1 else labels
     return {"predictions": preprocess(logits, given) if preprocess else logits, "labels": given}
+
+
+def generated(
+    model: Any,
+    batch: Any,
+    args: Any,
+    smoother: Any,
+    processing_class: Any,
+    preprocess: Callable[[Any, Any], Any] | None,
+) -> dict[str, Any]:
+    """Return the loss of a batch, what the model generates for it, and the labels.
+
+    A Seq2SeqTrainer's own method does so; it is called with what it asks of its trainer.
+    """
+    if hasattr(model, "unshard"):
+        raise UserError(
+            "predict_with_generate: ranks that share a model cannot generate on their own.",
+            remedy="Leave --strategy fsdp out, or predict_with_generate.",
+        )
+    asked = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
+    trainer: Any = SimpleNamespace(
+        args=args,
+        model=model,
+        label_smoother=smoother,
+        processing_class=processing_class,
+        compute_loss_context_manager=nullcontext,
+        _prepare_inputs=dict,
+        _gen_kwargs={n: v for n, v in asked.items() if v is not None},
+    )
+    step, pad = Seq2SeqTrainer.prediction_step, Seq2SeqTrainer._pad_tensors_to_max_len  # noqa: SLF001
+    trainer._pad_tensors_to_max_len = functools.partial(pad, trainer)  # noqa: SLF001
+    loss, tokens, labels = step(trainer, model, dict(batch), prediction_loss_only=False)
+    tokens = preprocess(tokens, labels) if preprocess else tokens
+    return {"loss": loss, "predictions": tokens, "labels": labels}
 
 
 @dataclass

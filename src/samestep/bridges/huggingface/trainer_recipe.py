@@ -15,11 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 from transformers import (
     DataCollatorWithPadding,
     EvalPrediction,
     PreTrainedTokenizerBase,
+    Seq2SeqTrainer,
     Trainer,
     TrainingArguments,
     default_data_collator,
@@ -34,13 +35,16 @@ from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.base.trees import num_rows
 from samestep.bridges.huggingface.callbacks import LoggingCallbacks, settings_of_callbacks
-from samestep.bridges.huggingface.predictions import Predictions, predicted
+from samestep.bridges.huggingface.predictions import Predictions, generated, predicted
 from samestep.bridges.huggingface.training_arguments import (
     check_arguments,
+    check_data,
     groups_by_length,
     leave_ranks_alone,
     settings_of,
+    settings_of_weights,
 )
+from samestep.core.data.recipe_data import Unpacked, is_stream
 from samestep.core.recipe import Recipe, Splits
 from samestep.launch.ranks.world import in_process_group
 
@@ -50,8 +54,9 @@ _IGNORED = -100  # the label of what no loss counts
 _SMOOTHED_BY = inspect.signature(LabelSmoother.__call__).parameters
 _OVERRIDES = (
     *("training_step", "create_optimizer_and_scheduler", "get_batch_samples", "prediction_step"),
-    *("get_train_dataloader", "get_eval_dataloader", "_get_train_sampler", "evaluation_loop"),
-    *("evaluate", "_inner_training_loop", "compute_loss_context_manager"),
+    *("get_train_dataloader", "get_eval_dataloader", "_get_eval_sampler", "evaluation_loop"),
+    *("evaluate", "_inner_training_loop", "compute_loss_context_manager", "_prepare_inputs"),
+    *("_clip_grad_norm", "_maybe_log_save_evaluate", "_get_num_items_in_batch"),
 )
 """Methods of a Trainer that would not be called."""
 _OF_OPTIMIZER = ("create_optimizer", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs")
@@ -84,7 +89,7 @@ def recipe(
     Args:
         model: a model, or better a function that makes one: samestep seeds before the call.
         args: its training arguments; what has no counterpart is refused by name.
-        train_dataset: a map-style data set: of `datasets`, of PyTorch, or a list of dicts.
+        train_dataset: a data set or a stream: of `datasets`, of PyTorch, or a list of dicts.
         eval_dataset: the validation data, or a dict of several.
         data_collator: puts samples into a batch; by default as in the Trainer.
         compute_metrics: called with the predictions of all ranks.
@@ -97,7 +102,7 @@ def recipe(
         settings: as of `Recipe(settings=…)`, instead of what the arguments say.
 
     Raises:
-        UserError: an argument has no counterpart, or a data set is a stream.
+        UserError: an argument has no counterpart, or validation data is a stream.
     """
     check_arguments(args)
     if getattr(args, "distributed_state", None) is not None and in_process_group():
@@ -107,7 +112,7 @@ def recipe(
             "samestep train FILE.",
         )
     for name, data in (("train", train_dataset), ("eval", eval_dataset), ("test", test_dataset)):
-        _check_data(name, data)
+        check_data(name, data)
     given = _ForTrainer(
         model=model,
         args=args,
@@ -117,11 +122,16 @@ def recipe(
         loss_func=compute_loss_func,
         predicts=compute_metrics is not None and not args.prediction_loss_only,
         preprocess=preprocess_logits_for_metrics,
+        processing_class=processing_class,
     )
     if isinstance(model, nn.Module):
         given.look_at(model)
     stops, called = settings_of_callbacks(callbacks or ())
     derived = settings_of(args) | stops
+    if is_stream(train_dataset):
+        derived.pop("order", None)  # it comes as it comes, for the Trainer, too
+    if "precision" not in settings:
+        derived |= settings_of_weights(model)
     monitor = derived.get("monitor", "")  # of several, Trainer's eval_NAME_accuracy
     by_name = eval_dataset if isinstance(eval_dataset, Mapping) else ()
     if names := [name for name in by_name if monitor.startswith(f"{name}_")]:
@@ -174,6 +184,7 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
         trainer.compute_metrics,
         (trainer.optimizer, trainer.lr_scheduler),
         test_dataset=test_dataset,
+        processing_class=getattr(trainer, "processing_class", None),
         compute_loss_func=getattr(trainer, "compute_loss_func", None),
         preprocess_logits_for_metrics=trainer.preprocess_logits_for_metrics,
         callbacks=trainer.callback_handler.callbacks,
@@ -183,7 +194,10 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
     parts: dict[str, Any] = {}
     if _has_own(kind, "compute_loss"):
         parts["forward"] = given.computed_by(trainer)
-    if any(_has_own(kind, name) for name in _OF_OPTIMIZER):
+    if _has_own(kind, "_get_train_sampler"):
+        parts["data"] = functools.partial(_ordered_by, trainer, base.data)
+    chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
+    if chosen or any(_has_own(kind, name) for name in _OF_OPTIMIZER):
         parts["optimizer"] = functools.partial(_optimizer_of, trainer)
     if _has_own(kind, "create_scheduler"):
         parts["schedule"] = functools.partial(_schedule_of, trainer)
@@ -191,7 +205,14 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
 
 
 def _has_own(kind: type, name: str) -> bool:
-    return getattr(kind, name, None) is not getattr(Trainer, name, None)
+    known = (getattr(one, name, None) for one in (Trainer, Seq2SeqTrainer))
+    return getattr(kind, name, None) not in known
+
+
+def _ordered_by(trainer: Trainer, data: Callable[[], Splits]) -> Splits:
+    """Return the data in the order of a Trainer's own sampler."""
+    splits, sampler = data(), trainer._get_train_sampler()  # noqa: SLF001 - the user's method
+    return replace(splits, train=Unpacked(cast("Any", splits.train), default_collate, sampler))
 
 
 def _optimizer_of(trainer: Trainer, model: nn.Module, _: Settings) -> torch.optim.Optimizer:
@@ -206,31 +227,10 @@ def _schedule_of(trainer: Trainer, optimizer: torch.optim.Optimizer, plan: Any) 
     return trainer.create_scheduler(plan.total_steps, optimizer) or trainer.lr_scheduler
 
 
-def _check_data(name: str, data: Any) -> None:
-    if name == "eval" and isinstance(data, Mapping):
-        for of_it in data.values():
-            _check_data("", of_it)
-        return
-    if isinstance(data, Mapping):
-        raise UserError(
-            f"{name}_dataset is a dict of {len(data)} data sets; a recipe has one.",
-            remedy="Give one of them, or torch.utils.data.ConcatDataset.",
-        )
-    if data is not None and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise UserError(
-            f"{name}_dataset is a stream, a {type(data).__name__}{defined_at(type(data))}, and no "
-            "order of its samples can be drawn.",
-            remedy="Give a map-style data set, as load_dataset(…, streaming=False), or write a "
-            "Recipe whose data returns the stream: page “Your data”.",
-        )
-    if name == "train" and data is None:
-        raise UserError("samestep.huggingface.recipe(…) needs a train_dataset.")
-
-
 def _map_style(data: Any) -> Any:
     if isinstance(data, Mapping):
         return {name: _MapStyle(of_it) for name, of_it in data.items()}
-    return None if data is None else _MapStyle(data)
+    return data if data is None or is_stream(data) else _MapStyle(data)
 
 
 def _default_collator(processing_class: Any) -> Any:
@@ -282,6 +282,7 @@ class _ForTrainer:
     loss_func: Callable[..., Tensor] | None
     predicts: bool
     preprocess: Callable[[Any, Any], Any] | None
+    processing_class: Any = None
     about: _About = field(default_factory=_About)
 
     def build(self) -> nn.Module:
@@ -361,6 +362,8 @@ class _ForTrainer:
 
     def forward(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         """Return the loss, and in evaluations what `compute_metrics` is given."""
+        if (tokens := self.generated(model, batch)) is not None:
+            return tokens
         inputs = dict(batch)
         # A share without labels has a loss of 0 by this; its mean would be NaN.
         items = {"num_items_in_batch": torch.as_tensor(self.terms(batch)).clamp(min=1)}
@@ -373,6 +376,8 @@ class _ForTrainer:
         def forward(model: nn.Module, batch: Any, *, step: int, epoch: int) -> dict[str, Any]:
             taken = step + (not model.training)  # in an evaluation the step is over
             trainer.state.global_step, trainer.state.epoch = taken, float(epoch)
+            if (tokens := self.generated(model, batch)) is not None:
+                return tokens
             items = {"num_items_in_batch": torch.as_tensor(self.terms(batch)).clamp(min=1)}
             items = items if "num_items_in_batch" in takes else {}
             loss, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True, **items)
@@ -402,6 +407,14 @@ class _ForTrainer:
         else:
             loss = outputs["loss"] if named else outputs[0]
         return loss, outputs
+
+    def generated(self, model: nn.Module, batch: Any) -> dict[str, Any] | None:
+        """Return the loss and what the model generates, if `compute_metrics` is given that."""
+        wanted = getattr(self.args, "predict_with_generate", False)
+        if model.training or not (wanted and self.predicts):
+            return None
+        how = self.about.smoother, self.processing_class, self.preprocess
+        return generated(model, batch, self.args, *how)
 
     def found(self, model: nn.Module, batch: Any, loss: Any, outputs: Any) -> dict[str, Any]:
         """Return the loss of a batch, and in evaluations what `compute_metrics` is given."""

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from accelerate.state import PartialState
 from transformers import TrainingArguments
 
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, defined_at
 from samestep.core.recipe import being_read
 
 _TAKEN = """
@@ -24,6 +24,7 @@ _TAKEN = """
     greater_is_better dataloader_drop_last dataloader_num_workers remove_unused_columns
     train_sampling_strategy group_by_length length_column_name prediction_loss_only
     ddp_find_unused_parameters ddp_bucket_cap_mb ddp_static_graph accelerator_config
+    predict_with_generate generation_max_length generation_num_beams
 """
 _WITHOUT_EFFECT = """
     output_dir overwrite_output_dir do_train do_eval do_predict average_tokens_across_devices
@@ -58,6 +59,8 @@ _REFUSED = {
     "eval_do_concat_batches": _ALL_AT_ONCE,
     "bf16_full_eval": "Evaluations have the precision of the training.",
     "fp16_full_eval": "Evaluations have the precision of the training.",
+    "generation_config": "Set model.generation_config, and leave it out.",
+    "sortish_sampler": "Give group_by_length.",
     "eval_delay": "--eval-every says when to evaluate.",
 }
 """What else changes a training, and what to do instead."""
@@ -121,6 +124,7 @@ def settings_of(args: TrainingArguments) -> dict[str, Any]:
     by_steps = {n: getattr(args, f"{n}_strategy") == "steps" for n in ("logging", "eval", "save")}
     best, mixed = args.metric_for_best_model, "bf16" if args.bf16 else "fp16"
     sequential = getattr(args, "train_sampling_strategy", "") == "sequential"
+    all_epochs = args.max_steps if args.max_steps > 0 else int(args.num_train_epochs)
     settings: dict[str, Any] = {
         "batch_size": samples * accumulated,
         "micro_batch_size": samples if accumulated > 1 else None,
@@ -129,7 +133,7 @@ def settings_of(args: TrainingArguments) -> dict[str, Any]:
         "order": "sequential" if sequential else None,
         "group_by_length": groups_by_length(args),
         "max_steps": args.max_steps if args.max_steps > 0 else None,
-        "epochs": None if args.max_steps > 0 else int(args.num_train_epochs),
+        "epochs": None if args.max_steps > 0 else all_epochs,
         "lr": args.learning_rate,
         "weight_decay": args.weight_decay,
         "clip_norm": args.max_grad_norm or None,
@@ -144,6 +148,8 @@ def settings_of(args: TrainingArguments) -> dict[str, Any]:
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
         "log_every": (by_steps["logging"] and int(args.logging_steps)) or None,
         "eval_every_steps": int(args.eval_steps) if by_steps["eval"] else None,
+        # Early stopping and plateaus count evaluations: there are none after epochs then.
+        "eval_every_epochs": all_epochs if by_steps["eval"] else None,
         "checkpoint_every_steps": int(args.save_steps) if by_steps["save"] else None,
         "keep_top_k": 1 if args.save_strategy == "best" else None,
         "keep_newest": args.save_total_limit or None,
@@ -151,6 +157,37 @@ def settings_of(args: TrainingArguments) -> dict[str, Any]:
         "mode": ("max" if args.greater_is_better else "min") if best else None,
     }
     return {name: value for name, value in settings.items() if value is not None}
+
+
+def check_data(name: str, data: Any) -> None:
+    """Refuse data that a recipe could not train or evaluate on.
+
+    Raises:
+        UserError: names the data set, and what to give instead.
+    """
+    if name == "eval" and isinstance(data, Mapping):
+        for of_it in data.values():
+            check_data("", of_it)
+        return
+    if isinstance(data, Mapping):
+        raise UserError(
+            f"{name}_dataset is a dict of {len(data)} data sets; a recipe has one.",
+            remedy="Give one of them, or torch.utils.data.ConcatDataset.",
+        )
+    known = data is None or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+    if name != "train" and not known:
+        raise UserError(
+            f"{name}_dataset is a stream, a {type(data).__name__}{defined_at(type(data))}.",
+            remedy="Evaluate on a map-style data set, as load_dataset(…, streaming=False).",
+        )
+    if name == "train" and data is None:
+        raise UserError("samestep.huggingface.recipe(…) needs a train_dataset.")
+
+
+def settings_of_weights(model: Any) -> dict[str, Any]:
+    """Return the settings of a model whose weights are all in bfloat16; others become float32."""
+    types = {p.dtype for p in model.parameters()} if isinstance(model, torch.nn.Module) else None
+    return {"precision": "bf16", "param_dtype": "bf16"} if types == {torch.bfloat16} else {}
 
 
 _OF_RANKS = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")

@@ -6,12 +6,11 @@ shares, seeds, precision and checkpoints are samestep's; what would need more is
 """
 
 import copy
+import dis
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -31,30 +30,48 @@ from torch.utils.data import (
 
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
+from samestep.bridges.lightning.logged import (
+    Evaluated,
+    called,
+    log,
+    mean_of,
+    metrics_of,
+    noted,
+    plain_name,
+)
 from samestep.bridges.lightning.stand_in import StandIn
 from samestep.core.data.recipe_data import Unpacked, reads_each_once
 from samestep.core.data.samplers import SamplerOrder
 from samestep.core.recipe import Recipe, Splits
 
 _LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
-_OF_DATA = {"setup", "prepare_data", "on_after_batch_transfer", *_LOADERS.values()}
+_OF_BATCHES = {"on_before_batch_transfer", "on_after_batch_transfer"}
+_OF_DATA = {"setup", "prepare_data", *_OF_BATCHES, *_LOADERS.values()}
 _OF_STEPS = {"training_step", "validation_step", "test_step", "configure_optimizers", "forward"}
 _OF_EPOCHS = {"on_train_epoch_start", "on_train_epoch_end"}
-_CALLED = _OF_DATA | _OF_STEPS | {"configure_model", *_OF_EPOCHS}
-_LEFT_ALONE = {"teardown", "on_train_start", "on_fit_start", "predict_dataloader", "predict_step"}
-"""Hooks that change no training: on_train_start is for seeds, which are samestep's."""
+_AT_START = ("on_fit_start", "on_train_start")
+_CALLED = _OF_DATA | _OF_STEPS | {"configure_model", *_OF_EPOCHS, *_AT_START}
+_LEFT_ALONE = {"teardown", "predict_dataloader", "predict_step"}
+"""Hooks that change no training."""
 _REMEDIES = {
     "on_validation_epoch_end": "Log in validation_step: the mean over all samples is made here.",
     "on_test_epoch_end": "Log in test_step: the mean over all samples is made here.",
     "configure_callbacks": "--patience stops early, --keep-top-k keeps the best checkpoints.",
     "configure_gradient_clipping": "--clip-norm clips.",
+    "optimizer_step": "Warm up by a scheduler in configure_optimizers, with interval “step”.",
 }
+_DROPS = (
+    "The training loader's drop_last=True is not used: --drop-last leaves out an incomplete step."
+)
+_OF_TRAINER = """
+    max_epochs=epochs accumulate_grad_batches=micro_batch_size gradient_clip_val=clip_norm
+    check_val_every_n_epoch=eval_every_epochs val_check_interval=eval_every_steps devices=--nproc
+    log_every_n_steps=log_every logger=track callbacks=patience,monitor,keep_top_k,ema
+    ckpt_path=--resume num_nodes=--nodes
+"""
+"""Arguments of Lightning's Trainer, and the settings or flags that say the same here."""
 _NTH = "dataloader_idx_"
 """As Lightning calls what several validation loaders measure."""
-_STAGES = ("train_", "training_", "val_", "valid_", "validation_", "test_")
-_APART = 1e-4  # relative: rounding in float32 is less
-
-_logged: ContextVar[dict[str, Any]] = ContextVar("logged")
 
 
 def recipe(module: Any, datamodule: Any = None, **settings: Any) -> Recipe:
@@ -76,6 +93,12 @@ def recipe(module: Any, datamodule: Any = None, **settings: Any) -> Recipe:
         UserError: `batch_size` is not given, or the module asks for what samestep does not do:
             steps of its own (`automatic_optimization=False`), several optimizers, other hooks.
     """
+    for name, own in (pair.split("=") for pair in _OF_TRAINER.split()):
+        if name in settings:
+            raise UserError(
+                f"samestep.lightning.recipe(…) takes settings, and {name} is the Trainer's.",
+                remedy=f"Here it is {own.replace(',', ', ')}: page “Bring what you have”.",
+            )
     if not {"batch_size", "batch_size_per_rank", "batch_tokens"} & settings.keys():
         raise UserError(
             "samestep.lightning.recipe(…) needs batch_size=…: the samples of an optimizer step on "
@@ -164,7 +187,7 @@ def _collate(samples: list[_Sample] | _Batch) -> _Batch:
     if isinstance(samples, _Batch):
         return samples
     of = samples[0].of
-    return _Batch(of.collate([sample.value for sample in samples]), of.stage, len(samples))
+    return _Batch(of.collate([one.value for one in samples]), of.stage, len(samples))
 
 
 def _loss(outputs: dict[str, Any], _batch: _Batch) -> Any:
@@ -181,9 +204,11 @@ class _Brought:
     trainer: StandIn = field(default_factory=StandIn)
     epochs: "WeakKeyDictionary[nn.Module, int]" = field(default_factory=WeakKeyDictionary)
     """The newest epoch of each module."""
-    evaluated: "WeakKeyDictionary[nn.Module, _Evaluated]" = field(default_factory=WeakKeyDictionary)
+    evaluated: "WeakKeyDictionary[nn.Module, Evaluated]" = field(default_factory=WeakKeyDictionary)
     """What the evaluation that runs has seen."""
     schedulers: "WeakKeyDictionary[Any, dict[str, Any]]" = field(default_factory=WeakKeyDictionary)
+    names: dict[str, str] = field(default_factory=dict)
+    """Of what validations measure: the name in records → as the module logs it."""
 
     def model(self) -> nn.Module:
         """Make the module."""
@@ -196,14 +221,16 @@ class _Brought:
                 "page “Port your loop”."
             )
         _check_hooks(module, base)
-        for metric in _metrics_of(module):
+        for metric in metrics_of(module):
             metric.sync_on_compute = False  # values are added up over ranks here
             if not torch.backends.mps.is_available():  # which has no float64
                 metric.set_dtype(torch.float64)
-        vars(module).update(_trainer=self.trainer, log=_log)
+        vars(module).update(_trainer=self.trainer, log=log)
         self.trainer.max_epochs = self.settings.get("epochs")
         module.setup("fit")
         module.configure_model()
+        for hook in _AT_START if self.trainer.samples else ():  # before a training, not to load one
+            getattr(module, hook)()
         return module  # type: ignore[no-any-return]
 
     def data(self, options: _Options) -> Splits:
@@ -225,7 +252,8 @@ class _Brought:
         self.trainer.samples = len(train)
         if isinstance(train, Unpacked):
             self.trainer.samples = SamplerOrder(train.sampler, len(train), 0).num_drawn
-        return Splits(train=train, validation=validation, test=test)
+        notes = [_DROPS] if self.trainer.drops and not self.settings.get("drop_last") else ()
+        return Splits(train=train, validation=validation, test=test, notes=tuple(notes))
 
     def _opened(self, source: Any, base: type, stage: str) -> Any:
         """Return the data of a stage, or, of several validation loaders, that of each by name."""
@@ -243,8 +271,8 @@ class _Brought:
             return None
         if stage == "validation" and isinstance(loader, list | tuple | dict):
             several = loader.values() if isinstance(loader, dict) else loader
-            named = {f"{_NTH}{place}": data for place, data in enumerate(several)}
-            return {name: self._data_in(data, name, where) for name, data in named.items()}
+            named = {f"{_NTH}{place}": one for place, one in enumerate(several)}
+            return {name: self._data_in(one, name, where) for name, one in named.items()}
         return self._data_in(loader, stage, where)
 
     def _data_in(self, loader: Any, stage: str, where: str) -> _Data | Unpacked:
@@ -254,6 +282,8 @@ class _Brought:
             raise UserError(
                 f"{where} reads a stream. Write a Recipe whose data returns it: page “Your data”."
             )
+        if stage == "train":
+            self.trainer.drops = loader.drop_last
         dataset, sampler = loader.dataset, loader.sampler
         if isinstance(sampler, SubsetRandomSampler):
             dataset = Subset(dataset, sampler.indices)
@@ -268,71 +298,75 @@ class _Brought:
     @partial(torch.compiler.disable, recursive=False)
     def forward(self, module: Any, batch: _Batch, *, step: int, epoch: int) -> dict[str, Any]:
         """Take a step of the module; return its loss, and what it logs by name in evaluations."""
-        trainer = self.trainer
+        trainer = vars(module)["_trainer"] = self.trainer  # which a copy of the module has not
         trainer.global_step, trainer.current_epoch = step + (not module.training), epoch
         trainer.training = module.training
         trainer.testing = not module.training and batch.stage == "test"
         trainer.validating = not (trainer.training or trainer.testing)
         value = batch.value
-        for giver in (trainer.datamodule, module):
-            if giver is not None and hasattr(giver, "on_after_batch_transfer"):
-                value = giver.on_after_batch_transfer(value, 0)
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            for one in (trainer.datamodule, module):
+                value = getattr(one, hook)(value, 0) if hasattr(one, hook) else value
         if module.training:
             self.evaluated.pop(module, None)
             if self.epochs.get(module) != epoch:
                 self.epochs[module] = epoch
                 module.on_train_epoch_start()
-            loss, _ = _called(module, "training_step", value, trainer.nth(step), 0)
+            loss, _ = called(module, "training_step", value, trainer.nth(step), 0)
             return {"loss": loss}
-        seen = self.evaluated.setdefault(module, _Evaluated())
+        seen = self.evaluated.setdefault(module, Evaluated())
         if seen.stage != batch.stage:
-            seen = self.evaluated[module] = _Evaluated(batch.stage)
+            seen = self.evaluated[module] = Evaluated(batch.stage)
         base = _base(module, "LightningModule")
         wanted = ("test_step",) * trainer.testing + ("validation_step", "training_step")
         name = next(n for n in wanted if _has_own(module, base, n))
-        nth = int(batch.stage.removeprefix(_NTH)) if batch.stage.startswith(_NTH) else 0
-        loss, logged = _called(module, name, value, seen.batches, nth)
-        values = {_plain_name(n): v for n, v in logged.items()}
-        values = seen.add(batch, values, defined_at(getattr(type(module), name)))
-        for metric in _metrics_of(module):
+        nth = int(batch.stage.removeprefix(_NTH)) if batch.stage.startswith(_NTH) else None
+        loss, logged = called(module, name, value, seen.batches, nth or 0, kept=True)
+        of, its = ("", "") if nth is None else (f"{batch.stage}/", f"/{batch.stage}")
+        if trainer.validating:
+            self.names.update({of + plain_name(n, nth): n + its for n in logged})
+        values = {plain_name(n, nth): v for n, v in logged.items()}
+        values = seen.add(batch.samples, values, defined_at(getattr(type(module), name)))
+        for metric in metrics_of(module):
             metric.reset()
         own = values.pop("loss", None)  # the record has it as the loss
         if loss is None and own is None:
-            own, _ = _called(module, "training_step", value, seen.batches, nth)
+            own, _ = called(module, "training_step", value, seen.batches, nth or 0)
         return {"loss": torch.as_tensor(own if loss is None else loss)}
 
     def measured(self, module: Any, batch: _Batch) -> dict[str, Tensor]:
         """Return what the step of this batch has logged, a value for each sample."""
         values, rows = self.evaluated[module].values, batch.samples
         return {
-            name: torch.full((rows,), _mean(v, rows), dtype=torch.float64)
+            name: torch.full((rows,), mean_of(v, rows), dtype=torch.float64)
             for name, v in values.items()
         }
 
     measured.calls_model = False  # type: ignore[attr-defined] # FSDP's ranks need not meet in it
 
-    def ended(self, module: Any, _end: object) -> dict[str, Any]:
+    def ended(self, module: Any, end: Any) -> dict[str, Any]:
         """Call `on_train_epoch_end`; return what it logs."""
-        logged: dict[str, Any] = {}
-        if _has_own(module, _base(module, "LightningModule"), "on_train_epoch_end"):
-            token = _logged.set(logged)
-            try:
-                module.on_train_epoch_end()
-            finally:
-                _logged.reset(token)
+        own = {self.names.get(n, n): torch.tensor(v) for n, v in end.metrics.items()}
+        self.trainer.callback_metrics = own
+        _, logged = noted(module.on_train_epoch_end)
         return logged
 
     def optimizer(self, module: Any, settings: Settings) -> torch.optim.Optimizer:
         """Make the module's optimizer, and keep its scheduler for `schedule`."""
         self.trainer.train_as(settings)
         where = defined_at(type(module).configure_optimizers)
+        self.trainer.model = module
         optimizer, scheduler = _configured(module.configure_optimizers(), where)
+        del self.trainer.model
+        if "monitor" in scheduler:
+            _check_monitor(scheduler.pop("monitor"), scheduler["scheduler"], settings, where)
         if settings.lr_scaling != "none" and scheduler:
             raise UserError(
                 f"The module's scheduler{where} has its own rates, which --lr-scaling does not "
                 "reach: scale them in configure_optimizers."
             )
         self.schedulers[optimizer] = scheduler
+        self.trainer.steps_by(optimizer, scheduler)
         return optimizer
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -340,40 +374,6 @@ class _Brought:
         if scheduler := self.schedulers.get(optimizer):
             return scheduler
         return {"scheduler": LambdaLR(optimizer, lambda _: 1.0), "interval": "epoch"}
-
-
-@dataclass
-class _Evaluated:
-    """An evaluation: what its newest batch has logged."""
-
-    stage: str = ""
-    batches: int = 0
-    values: dict[str, Any] = field(default_factory=dict)
-    _first: dict[str, tuple[Any, float, int]] = field(default_factory=dict)
-    """Of the first batch, metrics of torchmetrics by name, their values, and the samples."""
-
-    def add(self, batch: _Batch, values: dict[str, Any], where: str) -> dict[str, Any]:
-        """Take what a batch has logged; return it as numbers.
-
-        Metrics that are not a mean over the samples are refused by the second batch.
-        """
-        metrics: dict[str, Any] = {n: v for n, v in values.items() if isinstance(v, nn.Module)}
-        means = {n: _mean(m.compute(), batch.samples) for n, m in metrics.items()}
-        for name, metric in metrics.items():
-            if self.batches == 0:
-                self._first[name] = copy.deepcopy(metric), means[name], batch.samples
-            elif self.batches == 1 and name in self._first:
-                both, first, rows = self._first[name]
-                both.merge_state(metric)
-                both._computed = None  # noqa: SLF001 - it would return what it computed before
-                mean = (first * rows + means[name] * batch.samples) / (rows + batch.samples)
-                if abs(float(both.compute()) - mean) > _APART * max(1.0, abs(mean)):
-                    raise UserError(
-                        f"{type(metric).__name__}, logged as {name!r}{where}, is not a mean over "
-                        "samples, which is what is made here of a logged value. Leave it out."
-                    )
-        self.values, self.batches = values | means, self.batches + 1
-        return self.values
 
 
 def _made(given: Any) -> Any:
@@ -399,16 +399,24 @@ def _has_own(module: Any, base: type, name: str) -> bool:
 
 
 def _check_hooks(module: Any, base: type) -> None:
-    """Refuse hooks that would not be called."""
+    """Refuse hooks that would not be called; empty ones need not be."""
     hooks = [n for n in dir(base) if n.startswith(("on_", "configure_", "optimizer_"))]
     hooks += ["lr_scheduler_step", "backward", "transfer_batch_to_device"]
     own = [n for n in hooks if n not in _CALLED | _LEFT_ALONE and _has_own(module, base, n)]
+    own = [n for n in own if not _is_empty(getattr(type(module), n))]
     if own:
         remedy = _REMEDIES.get(own[0], "Where the training needs it: samestep.open_run.")
         raise UserError(
             f"{type(module).__name__}{defined_at(type(module))} has {listed(own)}, which samestep "
             f"does not call. {remedy}"
         )
+
+
+def _is_empty(function: Any) -> bool:
+    """Whether a hook does nothing, as those of templates."""
+    code = getattr(function, "__code__", None)
+    does = [] if code is None else list(dis.get_instructions(code))
+    return 0 < len(does) <= 3 and {one.argval for one in does} <= {None, 0}
 
 
 def _configured(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
@@ -424,10 +432,34 @@ def _configured(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[
     options = scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler}
     scheduler = options.get("scheduler")
     if options.get("frequency", 1) != 1:
-        raise UserError(f"The scheduler{where} has a frequency other than 1.")
+        raise UserError(
+            f"The scheduler{where} has a frequency of {options['frequency']}; it is stepped each "
+            "time.",
+            remedy="Leave it out, and let the scheduler itself count, as StepLR(step_size=…).",
+        )
     if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
-        return optimizer, {} if scheduler is None else {"scheduler": scheduler}
+        if options.get("interval") == "step":
+            raise UserError(
+                f"ReduceLROnPlateau{where} has the interval “step”; it follows evaluations here.",
+                remedy="Leave the interval out. --eval-every 500steps evaluates within epochs.",
+            )
+        kept = {n: options[n] for n in ("scheduler", "monitor") if options.get(n) is not None}
+        return optimizer, kept
     return optimizer, {"scheduler": scheduler, "interval": options.get("interval", "epoch")}
+
+
+def _check_monitor(monitor: str, plateau: Any, settings: Settings, where: str) -> None:
+    """Refuse a scheduler that would follow another value than it names."""
+    name, _, loader = monitor.partition(f"/{_NTH}")
+    named = f"{_NTH}{loader}/" * bool(loader) + plain_name(name)
+    trained = monitor.lower().startswith("train")
+    if trained or named != (settings.monitor or "loss"):
+        give = f"Give it to the recipe: monitor='{named}:{plateau.mode}'."
+        raise UserError(
+            f"ReduceLROnPlateau{where} has the monitor {monitor!r}; it follows --monitor here, "
+            f"which is {settings.monitor or 'loss'!r}.",
+            remedy="Name a value that validation_step logs." if trained else give,
+        )
 
 
 def _only(given: Any, where: str) -> Any:
@@ -439,55 +471,3 @@ def _only(given: Any, where: str) -> Any:
             "scheduler. A loop with several stays yours: samestep.open_run."
         )
     return given[0] if given else None
-
-
-def _called(module: Any, name: str, batch: Any, *numbers: int) -> tuple[Any, dict[str, Any]]:
-    """Call a step; return its loss, None if it returns none, and what it logs."""
-    logged: dict[str, Any] = {}
-    token = _logged.set(logged)
-    function = getattr(module, name)
-    try:
-        returned = function(*(batch, *numbers)[: _num_taken(module.__class__, name)])
-    finally:
-        _logged.reset(token)
-    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
-    if name == "training_step":
-        if loss is None:
-            raise UserError(
-                f"training_step{defined_at(function)} returned no loss; to leave out a step is "
-                "another training on other numbers of ranks. Return a loss of 0."
-            )
-        for metric in _metrics_of(module):
-            metric.reset()
-    return loss, logged
-
-
-@cache
-def _num_taken(kind: type, name: str) -> int:
-    """Return how many arguments a step takes by position, besides the module."""
-    return len(inspect.getfullargspec(inspect.unwrap(getattr(kind, name))).args) - 1
-
-
-def _log(name: str, value: Any, *_: Any, **__: Any) -> None:
-    """Stand in for `LightningModule.log`."""
-    _logged.get({})[name] = value.detach() if isinstance(value, Tensor) else value
-
-
-def _mean(value: Any, samples: int) -> float:
-    """Return a mean over samples in float64: of counts, as of right answers, without rounding."""
-    if isinstance(value, Tensor) and value.dtype == torch.float64:
-        return float(value)
-    total = float(value) * samples
-    return round(total) / samples if abs(total - round(total)) < samples * 2**-22 else float(value)
-
-
-def _plain_name(name: str) -> str:
-    """Return a logged name without the stage: val_accuracy, val/accuracy → accuracy."""
-    low = name.replace("/", "_", 1).lower()
-    stage = next((stage for stage in _STAGES if low.startswith(stage)), "")
-    return name[len(stage) :]
-
-
-def _metrics_of(module: nn.Module) -> list[Any]:
-    known = sys.modules.get("torchmetrics")
-    return [m for m in module.modules() if isinstance(m, known.Metric)] if known else []

@@ -96,8 +96,10 @@ class _Records(Callback):
         self._norm: Tensor | None = None
         is_new = task.request.recipe.optimizer is not None and task.checkpoint is None
         learner, counts = task.work.learner, task.work.settings.self_check
-        made = learner.optimizer, learner.optimizer_maker
-        self._trial = OptimizerTrial(*made, counts=counts) if is_new else None
+        self._trial: OptimizerTrial | None = None
+        if is_new:
+            maker = learner.optimizer_maker
+            self._trial = OptimizerTrial(learner.optimizer, maker, counts=counts)
         self._unchecked = task.work.world.world_size > 1 and not task.work.settings.allows_unused
         # Lightning would raise at the next step; the ranks have their own way to agree on a stop.
         self._heed = signal.getsignal(signal.SIGTERM)

@@ -2,8 +2,10 @@
 
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
 from samestep.base.settings import Settings
@@ -17,11 +19,13 @@ class StandIn:
         self.training = self.validating = self.testing = False
         self.sanity_checking = self.predicting = False
         self.datamodule: Any = None
-        self.logger, self.loggers, self.progress_bar_callback = None, list[Any](), None
+        self.logger: Any = DummyLogger()  # takes any call
+        self.loggers, self.progress_bar_callback = [self.logger], None
         self.callback_metrics: dict[str, Tensor] = {}
         self.max_epochs: int | None = None
         self.max_steps = -1
-        self.samples = 0
+        self.samples, self.drops = 0, False
+        self.model: Any
 
     def train_as(self, settings: Settings) -> None:
         """Know how long the training is, where its data is known."""
@@ -32,6 +36,12 @@ class StandIn:
             each += [settings.max_steps] if settings.max_steps else []
             self.num_training_batches = steps
             self.estimated_stepping_batches = min(each)
+
+    def steps_by(self, optimizer: Any, scheduler: dict[str, Any]) -> None:
+        """Know the optimizer and its scheduler, for those who log the rate."""
+        self.optimizers = [optimizer]
+        self.strategy = SimpleNamespace(_lightning_optimizers=[optimizer])
+        self.lr_scheduler_configs = [SimpleNamespace(**scheduler)] if scheduler else []
 
     @property
     def world_size(self) -> int:

@@ -28,7 +28,6 @@ from samestep.core.training.evaluation import (
     evaluation_batch,
 )
 from samestep.core.training.meter import KEPT, REMEDIES, Meter, epoch_record
-from samestep.core.training.metrics import in_training
 from samestep.core.training.plan import (
     due_after_epoch,
     due_within_epoch,
@@ -301,8 +300,8 @@ def note_validation(
         raise _diverged(work, state, "The validation loss is NaN or infinite")
     epoch, metric = state.position.epoch + 1, values[state.watch.metric]
     state.watch = state.watch.after(metric, epoch, work.settings.min_delta)
-    names = "loss", *in_training(work.metrics), *(name for name in values if "/" in name)
-    state.validated = {name: float(values[name]) for name in names}
+    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    state.validated = {name: float(numbers[name]) for name in numbers if name != "samples"}
     if work.learner.scheduler is not None:
         work.learner.scheduler.after("validation", state.position.step, metric)
     record: Record = {"event": "evaluation", "split": "validation", "epoch": epoch}

@@ -1,0 +1,130 @@
+"""What a LightningModule's step returns and logs: a loss, and means over samples."""
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.base.errors import UserError, defined_at
+
+_STAGES = ("train_", "training_", "val_", "valid_", "validation_", "test_")
+_APART = 1e-4  # relative: rounding in float32 is less
+
+_logged: ContextVar[dict[str, Any] | None] = ContextVar("logged", default=None)
+_OF_MEANS = ("mean", "avg", torch.mean)
+
+
+@dataclass
+class Evaluated:
+    """An evaluation: what its newest batch has logged."""
+
+    stage: str = ""
+    batches: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
+    _first: dict[str, tuple[Any, float, int]] = field(default_factory=dict)
+    """Of the first batch, metrics of torchmetrics by name, their values, and the samples."""
+
+    def add(self, samples: int, values: dict[str, Any], where: str) -> dict[str, Any]:
+        """Take what a batch has logged; return it as numbers.
+
+        Metrics that are not a mean over the samples are refused by the second batch.
+        """
+        metrics: dict[str, Any] = {n: v for n, v in values.items() if isinstance(v, nn.Module)}
+        means = {n: mean_of(m.compute(), samples) for n, m in metrics.items()}
+        for name, metric in metrics.items():
+            if self.batches == 0:
+                self._first[name] = copy.deepcopy(metric), means[name], samples
+            elif self.batches == 1 and name in self._first:
+                both, first, rows = self._first[name]
+                both.merge_state(metric)
+                both._computed = None  # noqa: SLF001 - it would return what it computed before
+                mean = (first * rows + means[name] * samples) / (rows + samples)
+                if abs(float(both.compute()) - mean) > _APART * max(1.0, abs(mean)):
+                    raise UserError(
+                        f"{type(metric).__name__}, logged as {name!r}{where}, is not a mean over "
+                        "samples, which is what is made here of a logged value. Leave it out."
+                    )
+        self.values, self.batches = values | means, self.batches + 1
+        return self.values
+
+
+def called(
+    module: Any, name: str, batch: Any, *numbers: int, kept: bool = False
+) -> tuple[Any, dict[str, Any]]:
+    """Call a step; return its loss, None if it returns none, and what it logs, if that is kept."""
+    function = getattr(module, name)
+    given = (batch, *numbers)[: _num_taken(module.__class__, name)]
+    returned, logged = noted(function, *given, kept=kept)
+    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+    if name == "training_step":
+        if loss is None:
+            raise UserError(
+                f"training_step{defined_at(function)} returned no loss; to leave out a step is "
+                "another training on other numbers of ranks. Return a loss of 0."
+            )
+        for metric in metrics_of(module):
+            metric.reset()
+    return loss, logged
+
+
+def noted(
+    function: Callable[..., Any], *given: Any, kept: bool = True
+) -> tuple[Any, dict[str, Any]]:
+    """Call a function; return what it returns, and what it logs, if that is kept."""
+    logged: dict[str, Any] = {}
+    token = _logged.set(logged if kept else None)
+    try:
+        return function(*given), logged
+    finally:
+        _logged.reset(token)
+
+
+@cache
+def _num_taken(kind: type, name: str) -> int:
+    """Return how many arguments a step takes by position, besides the module."""
+    return len(inspect.getfullargspec(inspect.unwrap(getattr(kind, name))).args) - 1
+
+
+def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", **__: Any) -> None:
+    """Stand in for `LightningModule.log`."""
+    if (logged := _logged.get()) is None:
+        return
+    if reduce_fx not in _OF_MEANS and not isinstance(value, nn.Module):
+        raise UserError(
+            f"{name!r} is logged with reduce_fx={getattr(reduce_fx, '__name__', reduce_fx)}; such "
+            "values become means over all samples.",
+            remedy="Log a value that is a mean over the samples of the batch, or leave it out.",
+        )
+    logged[name] = value.detach() if isinstance(value, Tensor) else value
+
+
+def mean_of(value: Any, samples: int) -> float:
+    """Return a mean over samples in float64: of counts, as of right answers, without rounding."""
+    if isinstance(value, Tensor) and value.dtype == torch.float64:
+        return float(value)
+    total = float(value) * samples
+    return round(total) / samples if abs(total - round(total)) < samples * 2**-22 else float(value)
+
+
+def plain_name(name: str, nth: int | None = None) -> str:
+    """Return a logged name without the stage: val_accuracy, val/accuracy → accuracy.
+
+    Also without the number of its loader, of several: val_accuracy_1 → accuracy.
+    """
+    name = name if nth is None else name.removesuffix(f"_{nth}").removesuffix(f"/{nth}")
+    low = name.replace("/", "_", 1).lower()
+    stage = next((stage for stage in _STAGES if low.startswith(stage)), "")
+    return name[len(stage) :]
+
+
+def metrics_of(module: nn.Module) -> list[Any]:
+    """Return the metrics of torchmetrics in a module."""
+    known = sys.modules.get("torchmetrics")
+    return [one for one in module.modules() if isinstance(one, known.Metric)] if known else []
