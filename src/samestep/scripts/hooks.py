@@ -86,7 +86,7 @@ class Hooks:
             (probes.TRAIN_OR_EVAL, self._on_train_or_eval),
             (probes.MODULE_CALL, self._on_module_call),
             (probes.ZERO_GRAD, self._on_zero_grad),
-            (_PROFILER, self._on_profiler_call),
+            (_PROFILER, lambda _: self.on_profiler()),
         ):
             yield
 
@@ -243,9 +243,6 @@ class Hooks:
             yield
         finally:
             self.phases.lap(phase)
-
-    def _on_profiler_call(self, _call: ProbedCall) -> None:
-        self.on_profiler()
 
     def _on_train_or_eval(self, call: ProbedCall) -> None:
         mode = call.argument(1, "mode", default=True)

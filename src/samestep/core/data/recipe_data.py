@@ -229,7 +229,7 @@ def per_sample(name: str, given: PerSample, data: Any, giver: str = "Recipe") ->
 
     They are an argument, of this name, of the `giver`.
     """
-    what, at = f"{giver}({name}=…)", _at(given)
+    what, at = f"{giver}({name}=…)", defined_at(given) if callable(given) else ""
     size = len(data[0] if isinstance(data, tuple) else data)
     try:
         values = given(data) if callable(given) else given
@@ -257,10 +257,6 @@ def per_sample(name: str, given: PerSample, data: Any, giver: str = "Recipe") ->
             "a weight."
         )
     return numbers
-
-
-def _at(given: PerSample | None) -> str:
-    return defined_at(given) if callable(given) else ""
 
 
 _EVALUATED_TOGETHER = 32

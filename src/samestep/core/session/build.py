@@ -248,7 +248,7 @@ def planned(request: Request, train: Source | Plan, world_size: int) -> Plan:
 
 
 def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:
-    """Return what compiled whole steps cannot take."""
+    """Return the names of parts that compiled whole steps cannot take."""
     collates = train.collates and recipe.collate is None  # by the function of a loader
     return recipe.own_parts() + ("stream",) * train.is_stream + ("collate",) * collates
 

@@ -30,7 +30,7 @@ _STEP_MODULUS = 1024
 
 
 def parameters_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return what an optimizer steps."""
+    """Return the parameters that an optimizer steps."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 

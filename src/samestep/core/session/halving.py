@@ -28,7 +28,7 @@ def check_halving(run: Path) -> None:
 
 
 def halving_of(run: Path, factor: int, mode: str, world: World) -> Callable[[int, float], bool]:
-    """Return what says after an evaluation whether to stop.
+    """Return the function that says after an evaluation whether to stop.
 
     All ranks call it with the number of the evaluation, of those after epochs, and the monitored
     metric. With the factor N, 1, N, N², … are rungs; there only the best 1/N so far continue.

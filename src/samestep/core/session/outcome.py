@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from signal import Signals
 from threading import Thread
 from typing import Any
 
@@ -18,7 +17,7 @@ from samestep.core.session.request import Request
 from samestep.core.session.session import Outcome, Session, training_result
 from samestep.core.training.device import data_dtype
 from samestep.core.training.evaluation import Interruptible
-from samestep.core.training.loop import evaluate_work
+from samestep.core.training.loop import evaluate_work, stop_by
 from samestep.core.training.snapshot import load_evaluated, weights_sha256
 from samestep.core.training.stopping import Agreement
 from samestep.core.training.work import State, Work
@@ -72,10 +71,6 @@ def finish_run(
     return Outcome(path=session.path, signum=state.signum)
 
 
-def _stop(state: State, signum: int) -> None:
-    state.signum, state.stop_reason = signum, Signals(signum).name
-
-
 def _test(
     request: Request, built: Built, session: Session, agreement: Agreement
 ) -> dict[str, Any] | None:
@@ -99,7 +94,7 @@ def _test(
         work = replace(work, measure=replace(work.measure, names=()))
     values = evaluate_work(work, part, classes=request.recipe.counted_classes(splits))
     if signum := agreement.on(part.left_for):
-        _stop(state, signum)
+        stop_by(state, signum)
         return None
     test = {**values, "checkpoint": best.entry.path if best else "last"}
     record = {"event": "evaluation", "split": "test", "epoch": state.position.epoch}
@@ -135,7 +130,7 @@ def _measure_baselines(
         both = torch.tensor([int(thread.is_alive()), agreement.signum])
         busy, signum = world.reduce(both, "max").tolist()
         if signum:
-            _stop(state, signum)
+            stop_by(state, signum)
             return {}
     record = {"event": "baselines", "step": state.position.step, "values": rows}
     record |= {"problems": problems, "seconds": time.perf_counter() - started}

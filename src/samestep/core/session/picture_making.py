@@ -214,7 +214,7 @@ def _drawn(source: PictureSource, agreement: Agreement, limit_s: float) -> Album
 
 
 def _planned(source: PictureSource) -> list[tuple[str, Callable[[Album], None]]]:
-    """Return what is to be made, by name."""
+    """Return the functions that draw the pictures, by name."""
 
     def predictions(album: Album) -> None:
         try:

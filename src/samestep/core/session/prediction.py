@@ -124,9 +124,10 @@ def predict_files(opened: TrainedModel, files: Sequence[Path], *, top: int) -> I
     waiting = _rows(opened, files)
     while rows := list(islice(waiting, _ROWS_PER_BATCH)):
         samples = [sample for row, sample in rows if row.problem is None]
-        said = iter(_said(opened, samples, top) if samples else ())
+        few = len(samples)
+        answers = iter(_described(opened, *ask(opened, samples), few, top) if samples else ())
         for row, _ in rows:
-            yield row if row.problem is not None else replace(row, **next(said))
+            yield row if row.problem is not None else replace(row, **next(answers))
 
 
 def predict_split(
@@ -190,11 +191,6 @@ def _samples(given: Any) -> Iterator[tuple[Any, str | None]]:
         except (ValueError, OSError) as error:
             problem = str(error)
         yield sample, problem
-
-
-def _said(opened: TrainedModel, samples: Sequence[Any], top: int) -> list[dict[str, Any]]:
-    """Return the fields of a prediction for each sample."""
-    return _described(opened, *ask(opened, samples), len(samples), top)
 
 
 def _described(

@@ -144,7 +144,7 @@ def keep_script(run: Path, script: Path) -> None:
 
 
 def script_changes(run: Path, script: Path) -> list[str]:
-    """Return what differs between the script of a run and the one that continues it."""
+    """Return the differences of a run's script and the one that continues it."""
     kept = run / SCRIPT_COPY
     there = kept.is_file() and script.is_file()
     return _file_changes(run, kept, script, main_block=True) if there else []

@@ -358,7 +358,7 @@ def _train(run: _Run, received: ReceivedSignal, started_at: float, engine: Engin
 
 
 def retention_of(settings: Settings) -> Retention:
-    """Return which checkpoints the settings keep."""
+    """Return the rule that says which checkpoints the settings keep."""
     return Retention(
         top_k=settings.keep_top_k, newest=settings.keep_newest, hours=settings.keep_hours
     )

@@ -137,7 +137,7 @@ def after_step(work: Work, state: State, control: RunControl, meter: Meter) -> I
             if saves or agreed.signum or state.stop_reason or _is_kept(work, state, metric):
                 save_now(work, state, control, metric)
         if agreed.signum:
-            _stop(state, agreed.signum)
+            stop_by(state, agreed.signum)
         elif agreed.makes_room:
             raise RoomNeeded
         meter.resume()
@@ -204,7 +204,7 @@ def _evaluate(
         raise
     if signum := agreement.on(max(part.left_for for part in parts)):
         position.evaluation_due = not epoch_is_full(work, state)
-        _stop(state, signum)
+        stop_by(state, signum)
         save_now(work, state, control, None)
         return None
     # This evaluation is done: it will not be repeated.
@@ -235,7 +235,8 @@ def with_after_epoch(work: Work, state: State, epoch: Record) -> Record:
     return {**epoch, "metrics": metrics} if metrics else epoch
 
 
-def _stop(state: State, signum: int) -> None:
+def stop_by(state: State, signum: int) -> None:
+    """Let the training end because of a signal."""
     state.signum, state.stop_reason = signum, Signals(signum).name
 
 

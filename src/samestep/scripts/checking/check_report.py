@@ -45,7 +45,7 @@ class CheckReport:
 
 
 def as_table(report: CheckReport) -> dict[str, Any]:
-    """Return what `--json` prints."""
+    """Return the object that `--json` prints."""
     findings = [
         asdict(finding)
         | {"file": shown_file(report, finding)}

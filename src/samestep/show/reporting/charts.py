@@ -226,7 +226,8 @@ class Lines:
     ) -> None:
         values = [table.get(name) for table in (records if tables is None else tables)]
         if {*map(type, values)} <= {int, float, type(None)}:
-            self._add_curve(chart or name, role, label, _steps(records), values)
+            steps = _numbers([record.get("step", 0) for record in records])
+            self._add_curve(chart or name, role, label, steps, values)
 
     def _add_curve(
         self, chart: str, role: Role, label: str, at: Floats, values: Sequence[object] | None
@@ -266,10 +267,6 @@ def _numbers(values: Sequence[object] | Floats) -> Floats:
         huge = sys.float_info.max
         kept = [None if isinstance(v, int) and abs(v) > huge else v for v in values]
         return np.asarray(kept, dtype=float)
-
-
-def _steps(records: Sequence[Record]) -> Floats:
-    return _numbers([record.get("step", 0) for record in records])
 
 
 def charts_of(

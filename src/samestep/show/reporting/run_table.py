@@ -36,7 +36,7 @@ class ListedRun(Summary, kw_only=True):
 
 
 def read_runs(folder: Path | str = "runs") -> list[ListedRun]:
-    """Return what is known of each run in a folder, the newest first.
+    """Return the facts of each run in a folder, the newest first.
 
     Runs are also found in folders of it that are not runs themselves. Hidden entries are left out,
     and so are files like notes.txt and folders without a run.
