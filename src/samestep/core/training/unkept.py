@@ -39,8 +39,6 @@ _CALLS = 3
 """The first may fill what later ones only read."""
 _ROWS = 8
 """Samples of a batch of the user's that are tried."""
-
-
 _TRIED = 4
 """Training samples that are read again: as few as mixup takes, and enough for a draw to show."""
 
