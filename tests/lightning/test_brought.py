@@ -28,17 +28,12 @@ class Data(L.LightningDataModule):
         self.data = TensorDataset(x, (x.sum(1) > 0).float())
     def train_dataloader(self):
         return DataLoader(Subset(self.data, range(122, -1, -1)), batch_size=8)
-    def val_dataloader(self):
-        return DataLoader(self.data, batch_size=8)
-    def test_dataloader(self):
-        return [DataLoader(self.data, batch_size=8)]
+    def val_dataloader(self): return DataLoader(self.data, batch_size=8)
+    def test_dataloader(self): return [DataLoader(self.data, batch_size=8)]
 class Odd:
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-    def __len__(self):
-        return 101
-    def __iter__(self):
-        return iter([(11 * place + self.epoch) % 123 for place in range(101)])
+    def set_epoch(self, epoch): self.epoch = epoch
+    def __len__(self): return 101
+    def __iter__(self): return iter([(11 * place + self.epoch) % 123 for place in range(101)])
 class Net(L.LightningModule):
     def __init__(self):
         super().__init__()
@@ -46,24 +41,28 @@ class Net(L.LightningModule):
         self.net = nn.Sequential(norm, nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
         self.accuracy, self.mean, self.auroc = BinaryAccuracy(), MeanMetric(), BinaryAUROC()
         self.loss = nn.BCEWithLogitsLoss()
+        self.register_buffer("ema", torch.ones(()))
         self.save_hyperparameters()
+    def on_before_zero_grad(self, _): self.ema.mul_(0.9).add_(self.net[1].bias.detach().max())
+    def on_before_optimizer_step(self, _): self.ema += self.net[3].weight.grad.abs().max()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.ema += 0.01 * outputs["twice"] * batch_idx + 0.001 * self.global_step
     def on_train_start(self):
         self.logger.log_hyperparams(self.hparams)
         self.net[3].weight.data.mul_(0.5)
     def on_validation_epoch_end(self): pass
     def on_before_batch_transfer(self, batch, _):
         return batch[0] + 0.1 * self.trainer.validating, batch[1]
-    def forward(self, x):
-        return self.net(x).squeeze(1)
-    def on_train_epoch_start(self):
-        self.factor = 1 + 0.1 * self.current_epoch
+    def forward(self, x): return self.net(x).squeeze(1)
+    def on_train_epoch_start(self): self.factor = 1 + 0.1 * self.current_epoch
     def on_train_epoch_end(self):
         self.net[1].bias.requires_grad_(self.current_epoch > 0)
         self.log("bias", self.net[1].bias.sum() + self.trainer.callback_metrics[VAL])
     def training_step(self, batch, batch_idx):
         loss = self.loss(self(batch[0]), batch[1])
         self.log("rate", self.optimizers().param_groups[0]["lr"], reduce_fx="max")
-        return {"loss": loss * self.factor * (1 + 0.01 * batch_idx + 0.001 * self.global_step)}
+        loss = loss * self.factor * (1 + 0.01 * batch_idx + 0.001 * self.global_step)
+        return {"loss": loss, "twice": 2}
     def validation_step(self, batch):
         x, y = batch
         out = self(x)
@@ -71,8 +70,7 @@ class Net(L.LightningModule):
         self.log("val_loss", self.mean)
         self.accuracy(out, y)
         self.log_dict({"val/accuracy": self.accuracy, "val_out": out.mean()})
-    def test_step(self, batch, batch_idx):
-        self.log("test_out", self(batch[0]).mean())
+    def test_step(self, batch, batch_idx): self.log("test_out", self(batch[0]).mean())
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.trainer.model.parameters(), lr=0.01)
         total = int(self.trainer.estimated_stepping_batches)
@@ -100,8 +98,7 @@ def evaluated(folder, split):
 
 
 def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp_path):
-    """With a schedule, batch normalisation, a step that knows its epoch, a sampler of its own,
-    and two validation loaders."""
+    """With a schedule, hooks, a norm, a sampler of its own, and two validation loaders."""
     sampler = ("Subset(self.data, range(122, -1, -1)), batch_size=8", "self.data, 8, sampler=Odd()")
     drawn = (', order="sequential"', "")
     several = (
@@ -109,13 +106,12 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp
         "return DataLoader(self.data, 9), DataLoader(Subset(self.data, range(50)), batch",
     )
     asked = (
-        "validation_step(self, batch)",
-        "validation_step(self, batch, batch_idx, dataloader_idx)",
+        "step(self, batch):\n        x, y",
+        "step(self, batch, nth, dataloader_idx):\n        x, y",
     )
     weighed = ("out.mean()", "out.mean() * (1 + dataloader_idx)")
     named = ('False, "val_out"', 'True, "val_out/dataloader_idx_1"')
-    changes = sampler, drawn, several, asked, weighed, named
-    file = written(tmp_path, *changes)
+    file = written(tmp_path, sampler, drawn, several, asked, weighed, named)
     train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
     theirs = runpy.run_path(file)
     parts = dict.fromkeys(("enable_checkpointing", "enable_progress_bar"), False)
@@ -143,7 +139,10 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, strategy):
-    file = written(tmp_path, ("int(self.trainer.estimated_stepping_batches)", "48"))
+    hooks = "on_before_zero_grad", "on_before_optimizer_step", "on_train_batch_end"
+    left_out = [(f"def {hook}", f"def _{hook}") for hook in hooks if strategy == "fsdp"]
+    changes = ("int(self.trainer.estimated_stepping_batches)", "48"), *left_out
+    file = written(tmp_path, *changes)
     fp64 = ("--precision", "fp64", "--device", "cpu")
     one, three = (str(tmp_path / name) for name in ("one", "three"))
     train_here(file, *fp64, "--threads", "1", "--run-dir", one)
@@ -168,6 +167,8 @@ PLATEAU = (
     ("changes", "told"),
     [
         ([("(net, Data, batch_size=8, ", "(net, Data, ")], "needs batch_size"),
+        ([("epochs=3", "epochs=3, clip_norm=1.0")], "on_before_optimizer_step"),
+        ([("epochs=3", 'epochs=3, strategy="fsdp"')], "parts of the weights"),
         ([("self.save_hyperparameters()", "self.automatic_optimization = False")], "open_run"),
         ([("return [optimizer], ", "return [optimizer, optimizer], ")], "returns several"),
         ([("def on_train_epoch_start", "def on_validation_epoch_end")], "on_validation_epoch_end"),

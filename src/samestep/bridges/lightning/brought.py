@@ -39,7 +39,7 @@ from samestep.bridges.lightning.logged import (
     noted,
     plain_name,
 )
-from samestep.bridges.lightning.stand_in import StandIn
+from samestep.bridges.lightning.stand_in import AFTER_STEP, BEFORE_STEP, StandIn
 from samestep.core.data.recipe_data import Unpacked, reads_each_once
 from samestep.core.data.samplers import SamplerOrder
 from samestep.core.recipe import Recipe, Splits
@@ -50,7 +50,8 @@ _OF_DATA = {"setup", "prepare_data", *_OF_BATCHES, *_LOADERS.values()}
 _OF_STEPS = {"training_step", "validation_step", "test_step", "configure_optimizers", "forward"}
 _OF_EPOCHS = {"on_train_epoch_start", "on_train_epoch_end"}
 _AT_START = ("on_fit_start", "on_train_start")
-_CALLED = _OF_DATA | _OF_STEPS | {"configure_model", *_OF_EPOCHS, *_AT_START}
+_AROUND_STEP = {*BEFORE_STEP, AFTER_STEP}
+_CALLED = _OF_DATA | _OF_STEPS | _OF_EPOCHS | _AROUND_STEP | {"configure_model", *_AT_START}
 _LEFT_ALONE = {"teardown", "predict_dataloader", "predict_step"}
 """Hooks that change no training."""
 _REMEDIES = {
@@ -312,8 +313,10 @@ class _Brought:
             if self.epochs.get(module) != epoch:
                 self.epochs[module] = epoch
                 module.on_train_epoch_start()
-            loss, _ = called(module, "training_step", value, trainer.nth(step), 0)
-            return {"loss": loss}
+            outputs, _ = called(module, "training_step", value, trainer.nth(step), 0)
+            detached = {n: v.detach() if isinstance(v, Tensor) else v for n, v in outputs.items()}
+            trainer.newest = detached, value, trainer.nth(step)
+            return {"loss": outputs["loss"]}
         seen = self.evaluated.setdefault(module, Evaluated())
         if seen.stage != batch.stage:
             seen = self.evaluated[module] = Evaluated(batch.stage)
@@ -321,7 +324,7 @@ class _Brought:
         wanted = ("test_step",) * trainer.testing + ("validation_step", "training_step")
         name = next(n for n in wanted if _has_own(module, base, n))
         nth = int(batch.stage.removeprefix(_NTH)) if batch.stage.startswith(_NTH) else None
-        loss, logged = called(module, name, value, seen.batches, nth or 0, kept=True)
+        outputs, logged = called(module, name, value, seen.batches, nth or 0, kept=True)
         of, its = ("", "") if nth is None else (f"{batch.stage}/", f"/{batch.stage}")
         if trainer.validating:
             self.names.update({of + plain_name(n, nth): n + its for n in logged})
@@ -329,9 +332,10 @@ class _Brought:
         values = seen.add(batch.samples, values, defined_at(getattr(type(module), name)))
         for metric in metrics_of(module):
             metric.reset()
-        own = values.pop("loss", None)  # the record has it as the loss
+        own, loss = values.pop("loss", None), outputs.get("loss")  # the record has it as the loss
         if loss is None and own is None:
-            own, _ = called(module, "training_step", value, seen.batches, nth or 0)
+            outputs, _ = called(module, "training_step", value, seen.batches, nth or 0)
+            own = outputs["loss"]
         return {"loss": torch.as_tensor(own if loss is None else loss)}
 
     def measured(self, module: Any, batch: _Batch) -> dict[str, Tensor]:
@@ -367,6 +371,10 @@ class _Brought:
             )
         self.schedulers[optimizer] = scheduler
         self.trainer.steps_by(optimizer, scheduler)
+        base = _base(module, "LightningModule")
+        hooks = [name for name in _AROUND_STEP if _has_own(module, base, name)]
+        _check_around_step(hooks, settings, defined_at(type(module)))
+        self.trainer.call_around_steps(module, optimizer, hooks)
         return optimizer
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -409,6 +417,22 @@ def _check_hooks(module: Any, base: type) -> None:
         raise UserError(
             f"{type(module).__name__}{defined_at(type(module))} has {listed(own)}, which samestep "
             f"does not call. {remedy}"
+        )
+
+
+def _check_around_step(hooks: Sequence[str], settings: Settings, where: str) -> None:
+    """Refuse hooks around a step that would not get what the Trainer gives them."""
+    if hooks and settings.strategy == "fsdp":
+        raise UserError(
+            f"{listed(sorted(hooks))}{where} would get a rank's parts of the weights.",
+            remedy="Use --strategy ddp, or leave it out.",
+        )
+    clipped = {"on_after_backward", "on_before_optimizer_step"}.intersection(hooks)
+    if clipped and settings.clip_norm is not None:
+        raise UserError(
+            f"{listed(sorted(clipped))}{where} would get clipped gradients, and has them unclipped "
+            "in the Trainer.",
+            remedy="Leave it out: `grad_norm` in the records is the norm before clipping.",
         )
 
 

@@ -57,21 +57,21 @@ class Evaluated:
 
 def called(
     module: Any, name: str, batch: Any, *numbers: int, kept: bool = False
-) -> tuple[Any, dict[str, Any]]:
-    """Call a step; return its loss, None if it returns none, and what it logs, if that is kept."""
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Call a step; return what it returns by name, and what it logs, if that is kept."""
     function = getattr(module, name)
     given = (batch, *numbers)[: _num_taken(module.__class__, name)]
     returned, logged = noted(function, *given, kept=kept)
-    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+    outputs = returned if isinstance(returned, Mapping) else {"loss": returned}
     if name == "training_step":
-        if loss is None:
+        if outputs.get("loss") is None:
             raise UserError(
                 f"training_step{defined_at(function)} returned no loss; to leave out a step is "
                 "another training on other numbers of ranks. Return a loss of 0."
             )
         for metric in metrics_of(module):
             metric.reset()
-    return loss, logged
+    return outputs, logged
 
 
 def noted(

@@ -2,13 +2,19 @@
 
 import os
 import sys
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
+from torch.optim import Optimizer
 
 from samestep.base.settings import Settings
+
+BEFORE_STEP = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
+"""Hooks that are called before each step, in this order, once all ranks have the gradients."""
+AFTER_STEP = "on_train_batch_end"
 
 
 class StandIn:
@@ -25,6 +31,8 @@ class StandIn:
         self.max_epochs: int | None = None
         self.max_steps = -1
         self.samples, self.drops = 0, False
+        self.newest: tuple[Any, Any, int] = ({}, None, 0)
+        """What the newest `training_step` has returned, its batch, and its number."""
         self.model: Any
 
     def train_as(self, settings: Settings) -> None:
@@ -42,6 +50,24 @@ class StandIn:
         self.optimizers = [optimizer]
         self.strategy = SimpleNamespace(_lightning_optimizers=[optimizer])
         self.lr_scheduler_configs = [SimpleNamespace(**scheduler)] if scheduler else []
+
+    def call_around_steps(self, module: Any, optimizer: Optimizer, hooks: Collection[str]) -> None:
+        """Let each step of the optimizer call those of the module's hooks."""
+        before = [name for name in BEFORE_STEP if name in hooks]
+
+        # Functions, not methods: a copy of the optimizer would have a copy of the module.
+        def call_before(*_: Any) -> None:
+            for name in before:
+                getattr(module, name)(*[optimizer] * (name != "on_after_backward"))
+
+        def call_after(*_: Any) -> None:
+            self.global_step += 1
+            getattr(module, AFTER_STEP)(*self.newest)
+
+        if before:
+            optimizer.register_step_pre_hook(call_before)
+        if AFTER_STEP in hooks:
+            optimizer.register_step_post_hook(call_after)
 
     @property
     def world_size(self) -> int:
