@@ -259,7 +259,7 @@ def test_state_of_a_loss_or_an_optimizer_is_named(here, refused):
     own = "loss=Scaled(False), optimizer=lambda model, s: Own(model.parameters(), lr=s.lr)"
     changed = text.replace("loss=Scaled(False)", own).replace("recipe =", f"{OPTIMIZER}\nrecipe =")
     recipe.write_text(changed)
-    assert "the optimizer's speeds" in refused("train", str(recipe), "--run-dir", "run3")
+    assert "its attribute speeds" in refused("train", str(recipe), "--run-dir", "run3")
 
 
 def test_a_loss_times_the_number_of_ranks_is_named_on_two_ranks(tmp_path):
