@@ -68,9 +68,6 @@ def narrow(tree: Any, start: int, length: int) -> Any:
 
 def split_rows(tree: Any, rows: int) -> Sequence[Any]:
     """Return consecutive pieces of `rows` rows of each tensor of a tree, as views."""
-    if isinstance(tree, Tensor):
-        pieces: Sequence[Tensor] = tree.split(rows)  # type: ignore[no-untyped-call]
-        return pieces
     length = len(tree_leaves(tree)[0])
     return [narrow(tree, start, min(rows, length - start)) for start in range(0, length, rows)]
 

@@ -348,10 +348,12 @@ class Block:
         if self.num_steps == 1:
             yield self
             return
-        rows = self.rows
-        inputs = split_rows(self.inputs, rows)
-        targets = inputs if self.targets is self.inputs else split_rows(self.targets, rows)
-        for step, pair in enumerate(zip(inputs, targets, strict=True), start=self.first_step):
+        rows, whole = self.rows, self.targets is self.inputs
+        trees = [
+            torch.split(tree, rows) if isinstance(tree, Tensor) else split_rows(tree, rows)
+            for tree in ([self.inputs] if whole else [self.inputs, self.targets])
+        ]
+        for step, pair in enumerate(zip(trees[0], trees[-1], strict=True), start=self.first_step):
             yield Block(step, 1, *pair, rows, self.weight, self.global_size)
 
     def with_samples(self, inputs: Any, targets: Any, parts: "tuple[Block, ...]" = ()) -> "Block":
