@@ -323,10 +323,6 @@ def _policy_loss(model: nn.Module, x: Tensor) -> Tensor:
     return -(gain.flatten() * logits.gather(1, drawn).squeeze(1)).mean()
 
 
-def _save(kept: Any, path: Path) -> None:
-    torch.save(kept, path)
-
-
 def _save_for_good(kept: Any, path: Path) -> None:
     """Save as samestep does: whole, on the disk, with a hash in an index, or not at all."""
     new = path.with_suffix(".tmp")
@@ -348,7 +344,7 @@ def _sync(path: Path) -> None:
     os.close(opened)
 
 
-def _grpo_plain(folder: Path, save: Callable[[Any, Path], None] = _save) -> Epoch:
+def _grpo_plain(folder: Path, save: Callable[[Any, Path], None] = torch.save) -> Epoch:
     model = _mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     loader, steps = DataLoader(TensorDataset(_points(640)), batch_size=16, shuffle=True), [0]

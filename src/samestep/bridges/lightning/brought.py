@@ -188,7 +188,7 @@ def _collate(samples: list[_Sample] | _Batch) -> _Batch:
     if isinstance(samples, _Batch):
         return samples
     of = samples[0].of
-    return _Batch(of.collate([one.value for one in samples]), of.stage, len(samples))
+    return _Batch(of.collate([sample.value for sample in samples]), of.stage, len(samples))
 
 
 def _loss(outputs: dict[str, Any], _batch: _Batch) -> Any:
@@ -272,8 +272,8 @@ class _Brought:
             return None
         if stage == "validation" and isinstance(loader, list | tuple | dict):
             several = loader.values() if isinstance(loader, dict) else loader
-            named = {f"{_NTH}{place}": one for place, one in enumerate(several)}
-            return {name: self._data_in(one, name, where) for name, one in named.items()}
+            named = {f"{_NTH}{place}": data for place, data in enumerate(several)}
+            return {name: self._data_in(data, name, where) for name, data in named.items()}
         return self._data_in(loader, stage, where)
 
     def _data_in(self, loader: Any, stage: str, where: str) -> _Data | Unpacked:
@@ -306,8 +306,8 @@ class _Brought:
         trainer.validating = not (trainer.training or trainer.testing)
         value = batch.value
         for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-            for one in (trainer.datamodule, module):
-                value = getattr(one, hook)(value, 0) if hasattr(one, hook) else value
+            for giver in (trainer.datamodule, module):
+                value = getattr(giver, hook)(value, 0) if hasattr(giver, hook) else value
         if module.training:
             self.evaluated.pop(module, None)
             if self.epochs.get(module) != epoch:
@@ -475,7 +475,7 @@ def _configured(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[
 def _check_monitor(monitor: str, plateau: Any, settings: Settings, where: str) -> None:
     """Refuse a scheduler that would follow another value than it names."""
     name, _, loader = monitor.partition(f"/{_NTH}")
-    named = f"{_NTH}{loader}/" * bool(loader) + plain_name(name)
+    named = f"{_NTH}{loader}/{plain_name(name)}" if loader else plain_name(name)
     trained = monitor.lower().startswith("train")
     if trained or named != (settings.monitor or "loss"):
         give = f"Give it to the recipe: monitor='{named}:{plateau.mode}'."

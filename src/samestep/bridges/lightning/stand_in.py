@@ -10,6 +10,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torch.optim import Optimizer
 
+from samestep.base.errors import blame
 from samestep.base.settings import Settings
 
 BEFORE_STEP = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
@@ -56,13 +57,20 @@ class StandIn:
         before = [name for name in BEFORE_STEP if name in hooks]
 
         # Functions, not methods: a copy of the optimizer would have a copy of the module.
+        def call(name: str, *arguments: Any) -> None:
+            hook = getattr(module, name)
+            try:
+                hook(*arguments)
+            except Exception as error:
+                blame(f"The LightningModule's {name} failed", error, hook)
+
         def call_before(*_: Any) -> None:
             for name in before:
-                getattr(module, name)(*[optimizer] * (name != "on_after_backward"))
+                call(name, *(() if name == "on_after_backward" else (optimizer,)))
 
         def call_after(*_: Any) -> None:
             self.global_step += 1
-            getattr(module, AFTER_STEP)(*self.newest)
+            call(AFTER_STEP, *self.newest)
 
         if before:
             optimizer.register_step_pre_hook(call_before)

@@ -23,8 +23,6 @@ from samestep.launch.ranks.world import World
 
 Drawn = tuple[OrderName, PerSample | None]
 """An order, and the weights that samples are drawn by."""
-_STEPS = 64
-"""Of which the places of the samples are cut at once."""
 _HASHED_ROWS = 64
 """Rows of data in memory by which ranks, and a resumed run, see that theirs is the same."""
 
@@ -177,7 +175,8 @@ class OpenedData:
         size, source = global_batch_size, self.source
         order = source.order(epoch, size, drop_last=drop_last)
         # One cut for many steps: it is cheaper than one for each.
-        cut = group_steps(order, first_step, _STEPS, size, self._world, drop_last=drop_last)
+        many = source.steps_per_block(size)
+        cut = group_steps(order, first_step, many, size, self._world, drop_last=drop_last)
         places = (place for block in cut for place in block.inputs.split(block.rows))
         blocks = source.blocks(epoch, first_step, global_batch=size, drop_last=drop_last)
         singles = (single for block in blocks for single in block.parts or block.singles())

@@ -106,7 +106,7 @@ def of_data(
     The ranks have read the first elements of a stream twice already.
     """
     named = {n: getattr(recipe, n) for n in ("collate", "augment", "transform")}
-    makers = [f"{n}{defined_at(one)}" for n, one in named.items() if one is not None]
+    makers = [f"{n}{defined_at(maker)}" for n, maker in named.items() if maker is not None]
     makers += ["collate"] * (train.collates and recipe.collate is None)
     found: dict[str, tuple[str, ...]] = {"data": (), "among": ()}
     marks: list[float] = []
@@ -127,7 +127,7 @@ def of_data(
     every, samples = zip(*world.gather((found, marks)), strict=True)
     if all(samples):
         check_same_samples(samples)
-    return {n: tuple(dict.fromkeys(one for f in every for one in f[n])) for n in found}
+    return {n: tuple(dict.fromkeys(name for of in every for name in of[n])) for n in found}
 
 
 def _marks(batch: Batch) -> list[float]:
@@ -135,7 +135,7 @@ def _marks(batch: Batch) -> list[float]:
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.numel()]
     real = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves]
     flat = [leaf.to_dense().flatten().cpu().double() for leaf in real]
-    return [float(one @ torch.arange(len(one), dtype=one.dtype).cos()) for one in flat]
+    return [float(row @ torch.arange(len(row), dtype=row.dtype).cos()) for row in flat]
 
 
 def _read(train: OrderedSource, world: World, samples: range) -> Batch:
