@@ -118,10 +118,8 @@ def test_more_threads_than_cores_are_a_cause_and_the_evidence_names_operations_o
     for kind, shares in (("memory", {"memory": 0.8, "matmul": 0.2}), ("compute", {"matmul": 1.0})):
         verdict = diagnose(measured(operations=Operations(**shares, **top)))
         assert verdict.kind == f"{kind}-bound"
-        assert ("mm 30%" in verdict.why, "add 20%" in verdict.why) == (
-            kind == "compute",
-            kind == "memory",
-        )
+        named = ("mm 30%" in verdict.why, "add 20%" in verdict.why)
+        assert named == (kind == "compute", kind == "memory")
 
 
 @pytest.mark.parametrize("wanted", [1.0, 9.0])
@@ -172,13 +170,10 @@ def test_on_a_gpu_the_verdict_does_not_depend_on_how_much_tracing_delays_the_hos
     assert parts["launch-bound"] == pytest.approx(0.02)
 
 
-@pytest.mark.parametrize(
-    "situation",
-    [
-        pytest.param(one, id=one.name, marks=[pytest.mark.slow] if one.slow else [])
-        for one in SITUATIONS
-    ],
-)
+PLANTED = [pytest.param(s, id=s.name, marks=[pytest.mark.slow][: s.slow]) for s in SITUATIONS]
+
+
+@pytest.mark.parametrize("situation", PLANTED)
 def test_the_bottleneck_that_was_planted_is_the_verdict(tmp_path, situation):
     command = situation.command(tmp_path, seconds=0.4)
     ranks = start(*command, world_size=situation.nproc, folder=tmp_path / "out")

@@ -10,6 +10,8 @@ from itertools import count, cycle
 from unittest.mock import Mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from samestep import UserError
 from samestep.launch.ranks.world import World
@@ -137,6 +139,12 @@ def test_whole_epochs_are_measured_with_what_lies_between_them_and_the_next(prof
     assert training.stages.span.steps % 10 == 0
     assert training.seconds_per_step == pytest.approx(STEP_S + 0.05)
     assert training.stages.tracer.steps == 5
+
+
+@given(per_epoch=st.integers(1, 30), seconds=st.floats(0.1, 4.0))
+def test_enough_steps_are_measured_however_much_of_an_epoch_is_traced(per_epoch, seconds):
+    training = profiled(per_epoch=per_epoch, wants_epochs=lambda: True, seconds=seconds)
+    assert training.stages.span.steps >= 8
 
 
 def test_one_epoch_is_traced_whole_or_given_up_after_20_seconds():

@@ -87,12 +87,17 @@ class TimeAccount:
         self.readings.append(self._read(step, counts=counts))
 
     def span(self, step: int, *, whole_epochs: bool) -> MeasuredSpan | None:
-        """Add up what counts, of whole epochs only if asked; None for less than two steps."""
+        """Add up what counts, of whole epochs only if asked; None for less than two steps.
+
+        Epochs nearly all of whose steps were traced do not tell: then all that counts is added up.
+        """
         readings = [*self.readings, self._read(step, counts=False)]
-        if whole_epochs and len(self.epochs) > 1:
-            readings = readings[self.epochs[0] : self.epochs[-1] + 1]
         pieces = [(a, b) for a, b in pairwise(readings) if a.counts]
-        steps = sum(b.step - a.step for a, b in pieces)
+        if whole_epochs and len(self.epochs) > 1:
+            between = pairwise(readings[self.epochs[0] : self.epochs[-1] + 1])
+            whole = [(a, b) for a, b in between if a.counts]
+            pieces = whole if _num_steps(whole) >= _LEAST_STEPS else pieces
+        steps = _num_steps(pieces)
         if steps < 2:
             return None
         seconds = sum(b.at - a.at for a, b in pieces)
@@ -109,6 +114,10 @@ class TimeAccount:
         phases = self.phases()
         phases.lap("other")
         return ClockReading(step, self.now(), phases.running(), self._cores(), counts)
+
+
+def _num_steps(pieces: Sequence[tuple[ClockReading, ClockReading]]) -> int:
+    return sum(after.step - before.step for before, after in pieces)
 
 
 def core_clocks() -> Clocks:
