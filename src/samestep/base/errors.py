@@ -66,7 +66,7 @@ class UserError(Exception):
         return _as_arguments(text) if self.in_python else text
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows: the message is all that the user needs."""
+        """Return the lines that IPython shows: the message is all that the user needs."""
         return [f"samestep: {self}"]
 
 
@@ -146,7 +146,7 @@ _WORDS: dict[object, str] = {
 
 
 def in_words(kind: Any) -> str:
-    """Return what a value of a declared type is, as a message says it, or an empty text."""
+    """Return a declared type in words for a message, or an empty text."""
     inner = [part for part in get_args(kind) if part not in (type(None), ...)]
     if {*inner} == {int, float}:
         return _WORDS[float]
@@ -174,7 +174,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def known_elsewhere(name: str, names: Collection[str]) -> str | None:
-    """Return the one of our names for which other tools use this name, or None."""
+    """Return our name for a setting that other tools call by this name, or None."""
     meant = _ELSEWHERE.get(name.replace("-", "_").lower())
     return meant if meant in names else None
 

@@ -157,7 +157,7 @@ def parse(
     *forms: type,
     below: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Return what words set of each form, a dataclass whose fields are arguments and flags.
+    """Return the values in a command's words for each form, a dataclass of arguments and flags.
 
     Where two forms have a field of the same name, the first has the flag. `below` are values that
     words replace, or add to if their flag repeats. `command` begins messages.

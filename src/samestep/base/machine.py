@@ -125,7 +125,7 @@ _GB_S_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 
 def peak_flops_per_s(device_name: str, precision: str, *, tf32: bool) -> float | None:
-    """Return what a device can do at most per second, by the name that PyTorch gives it, or None.
+    """Return a device's peak rate in FLOP/s by the name that PyTorch gives it, or None.
 
     `tf32`: whether float32 products are computed in TF32.
     """
@@ -139,6 +139,6 @@ def peak_flops_per_s(device_name: str, precision: str, *, tf32: bool) -> float |
 
 
 def link_gb_s(generation: int, lanes: int) -> float | None:
-    """Return what a PCI Express link carries at most per second and direction, in 10⁹ bytes."""
+    """Return the peak rate of a PCI Express link per direction, in 10⁹ bytes per second."""
     each = _GB_S_PER_LANE.get(generation)
     return None if each is None else each * lanes

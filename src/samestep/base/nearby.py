@@ -34,7 +34,7 @@ def nearby(target: str | Path, *kinds: Kind) -> str:
 
 
 def find_nearby(target: str | Path, *kinds: Kind) -> str | None:
-    """Return where the nearest of that name is, as seen from the current folder."""
+    """Return the path of the nearest target of that name, relative to the current folder."""
     path = Path(target)
     if path.name in ("", ".."):
         return None
@@ -46,7 +46,7 @@ def find_nearby(target: str | Path, *kinds: Kind) -> str | None:
 
 
 def _candidates(folder: Path, target: Path, kinds: tuple[Kind, ...]) -> Iterator[Path]:
-    """Yield what is in a folder under the target's name and is of one of these kinds."""
+    """Yield the paths in a folder with the target's name and one of these kinds."""
     places = [folder / name for name in dict.fromkeys((target, Path(target.name)))]
     for kind in kinds:
         if kind == "file":

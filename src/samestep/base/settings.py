@@ -391,7 +391,7 @@ def flag_name(name: str) -> str:
 
 
 def order_name(settings: Settings) -> str:
-    """Return what the order of the training samples is called in records."""
+    """Return the name of the training samples' order in records."""
     if settings.batch_tokens is not None:
         return "by tokens"
     return "by length" if settings.group_by_length else settings.order

@@ -156,7 +156,7 @@ def _shortened(text: str, width: int) -> str:
 
 @lru_cache(1024)
 def columns_of(text: str) -> int:
-    """Return how many columns of a terminal a text takes."""
+    """Return the width of a text in columns of a terminal."""
     if text.isascii():
         return len(text)
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
@@ -164,5 +164,5 @@ def columns_of(text: str) -> int:
 
 
 def texts(value: object) -> list[str]:
-    """Return what a record has as a list of sentences; none if it is not a list."""
+    """Return a record's list as strings; empty if the value is no list."""
     return [str(text) for text in value] if isinstance(value, list) else []

@@ -21,7 +21,7 @@ _SINGLE = frozenset([str, bytes, int, float, bool, type(None)])
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Return what is in a tree, in a fixed order."""
+    """Return the leaves of a tree in a fixed order."""
     if isinstance(tree, Tensor) or type(tree) in _SINGLE:
         return [tree]
     inside = _inside(tree)
@@ -105,7 +105,7 @@ def check_rows(tree: Any, rows: int) -> None:
 
 
 def _inside(tree: Any) -> list[Any] | None:
-    """Return what a tree consists of, or None of a leaf."""
+    """Return the direct children of a tree, or None for a leaf."""
     if isinstance(tree, tuple | list):
         return list(tree)
     if isinstance(tree, Mapping):
@@ -144,6 +144,6 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor that may be sharded."""
+    """Return this rank's part of a tensor that may be sharded."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part

@@ -171,7 +171,7 @@ def word(value: Any) -> str:
 
 
 def _decimals(value: float) -> int:
-    """Return how many decimals a number has when it is shown with six digits."""
+    """Return the number of decimals if a value is shown with six digits."""
     return len(f"{value:.6g}".partition(".")[2].partition("e")[0])
 
 

@@ -99,7 +99,7 @@ class Splits:
         object.__setattr__(self, "classes", names)
 
     def changed_validation(self, change: Callable[[Any], Any]) -> Any:
-        """Return what a function makes of the validation data, or of each set of several."""
+        """Apply a function to the validation data, or to each set of several."""
         by_name = {name: change(data) for name, data in self.by_name.items()}
         return by_name or change(self.validation)
 
@@ -290,7 +290,7 @@ class Recipe:
         return self.loss if self.evaluation_loss is None else self.evaluation_loss
 
     def own_parts(self) -> tuple[str, ...]:
-        """Return which of batches, forward, terms, optimizer and the like are the recipe's own."""
+        """Return the names of parts (collate, forward, optimizer, …) that are the recipe's own."""
         names = ["collate", "forward", "loss_terms", "carry", "optimizer"]
         names += ["batch_transform", "after_epoch"]
         own = [name for name in names if getattr(self, name) is not None]
@@ -300,7 +300,7 @@ class Recipe:
         return (*own, *["scheduler"] * ("optimizer" in self.schedule_asks()))
 
     def schedule_asks(self) -> tuple[str, ...]:
-        """Return what the schedule asks for by name; with `optimizer` it makes a scheduler."""
+        """Return the names of the schedule's parameters; with `optimizer` it makes a scheduler."""
         return () if self.schedule is None else recipe_checks.schedule_asks(self.schedule)
 
     def counted_classes(self, splits: Splits) -> tuple[str, ...]:
@@ -350,7 +350,7 @@ class Recipe:
         return data
 
     def measure_baselines(self, options: object) -> Any:
-        """Return what the recipe's baselines give on the test data, unchecked."""
+        """Return the scores of the recipe's baselines on the test data, unchecked."""
         return self._call("baselines", options)
 
     def _call(self, name: str, options: object) -> Any:

@@ -83,7 +83,7 @@ def _is_class(what: str, given: type) -> UserError:
 
 
 def shown(value: object) -> str:
-    """Return what a function returned, for a message: most often the `return` was forgotten."""
+    """Describe a returned value for a message: most often the `return` was forgotten."""
     if value is None:
         return "None (is a `return` missing?)"
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
@@ -383,7 +383,7 @@ def unread_options(recipe: Any) -> tuple[list[str], list[str]]:
 
 
 def schedule_asks(schedule: Any) -> tuple[str, ...]:
-    """Return what a recipe's schedule asks for by name; with `optimizer` it makes a scheduler.
+    """Return the parameters of a recipe's schedule; with `optimizer` it makes a scheduler.
 
     A default of a positional parameter is the recipe's own value, and is left as it is.
     """
@@ -419,7 +419,7 @@ def schedule_asks(schedule: Any) -> tuple[str, ...]:
 
 
 def moment_asks(function: Any) -> tuple[str, ...]:
-    """Return what a recipe's loss or forward asks for by name, after its two arguments."""
+    """Return the moments (`step`, `epoch`, …) that a recipe's loss or forward takes by name."""
     try:
         parameters = inspect.signature(getattr(function, "forward", function)).parameters
     except (TypeError, ValueError):  # compiled functions do not say
@@ -430,7 +430,7 @@ def moment_asks(function: Any) -> tuple[str, ...]:
 
 
 def _asked(name: str, function: Any) -> str | None:
-    """Return what a function calls its parameter for the options; None if it has none."""
+    """Return the name of a function's parameter for the options; None if it has none."""
     try:
         parameters = inspect.signature(without_options(function)).parameters
     except (TypeError, ValueError):  # compiled functions do not say

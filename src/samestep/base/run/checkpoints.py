@@ -159,7 +159,7 @@ def _is_plain(state: Any, depth: int = 0) -> bool:
 
 
 def why_not_loaded(error: Exception) -> str:
-    """Return what PyTorch met in a file, without its advice, which would run code in the file."""
+    """Return PyTorch's reason without its advice, which would run code in the file."""
     text = str(error).strip() or type(error).__name__
     if met := re.search(r"GLOBAL (\S+)", text):  # "Unsupported global: GLOBAL my.Class was not …"
         return f"objects of {met[1]}"
@@ -260,7 +260,7 @@ def _has(state: Mapping[str, Any], part: str) -> bool:
 
 
 def read_file(path: Path) -> Any:
-    """Return what a file holds, mapped; read into memory if it cannot be mapped."""
+    """Return the contents of a file, memory-mapped if possible."""
     try:
         path.open("rb").close()
     except OSError as error:

@@ -118,7 +118,7 @@ def find_code(file: Path) -> Code:
 
 
 def _git(folder: Path, *words: str) -> str:
-    """Return what git says of a folder; nothing where there is no git, or no repository."""
+    """Return git's output for a folder; empty without git or a repository."""
     shell = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
     try:
         done = subprocess.run(
@@ -333,7 +333,7 @@ def kept_code(run: Path) -> dict[str, Any]:
 
 
 def keep_hashes(file: Path, run: Path) -> None:
-    """Note what a file and the Python files next to it are, without a copy, as sha256sum does."""
+    """Write the hashes of a file and the Python files next to it, in sha256sum's form."""
     beside = (path for path in sorted(file.parent.glob("*.py")) if path != file)
     hashes = ((_sha256(path), path) for path in (file, *beside) if not {*"\n\\"} & {*str(path)})
     write_text(run / HASHES, "".join(f"{sha}  {path}\n" for sha, path in hashes if sha))

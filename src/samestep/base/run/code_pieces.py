@@ -26,14 +26,14 @@ def no_user_module(_name: str) -> None:
 
 
 def file_pieces(file: Path) -> Pieces:
-    """Return what a script defines, its main block included, without what it imports."""
+    """Return the pieces of a script with its main block, without its imports."""
     return reached_pieces(file, no_user_module, main_block=True)
 
 
 def reached_pieces(
     file: Path, find: Find, whole: Collection[str] = (), *, main_block: bool = False
 ) -> Pieces:
-    """Return what a file defines, and what it reaches in modules of the user's own.
+    """Return the pieces of a file, and those that it uses in the user's own modules.
 
     `whole` names modules that count as a whole, since no import statement leads to them. Of a
     script the `main_block` runs, too.
@@ -42,7 +42,7 @@ def reached_pieces(
 
 
 def named_pieces(names: Iterable[Parts], find: Find) -> Pieces:
-    """Return what dotted names reach in modules of the user's own."""
+    """Return the pieces of the user's own modules that dotted names lead to."""
     reach = _Reach(find)
     for parts in sorted(names):
         reach.follow(parts)
@@ -70,7 +70,7 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def module_path(name: str, file: Path) -> str:
-    """Return where a module lies below the folder that it is imported from."""
+    """Return a module's path below the folder that it is imported from."""
     end = "/__init__.py" if file.name == "__init__.py" else ".py"
     return name.replace(".", "/") + end
 
@@ -122,7 +122,7 @@ class _Reach:
         return pieces
 
     def _load(self, module: str) -> ModuleText | None:
-        """Return what a module says, if it is the user's own."""
+        """Return the parsed text of a module, if it is the user's own."""
         if module not in self.sources:
             file = self.find(module)
             if file is None:
@@ -137,7 +137,7 @@ class _Reach:
         return [self._run(".".join(parts[: n + 1])) for n in range(len(parts))][-1]
 
     def _run(self, module: str) -> bool:
-        """Note what happens when a module is imported; return whether it is the user's own."""
+        """Include the statements that act on import; return whether the module is the user's own."""
         source = self._load(module)
         if source is None or module in self.taken:
             return source is not None

@@ -39,7 +39,7 @@ def imported_by(file: Path, name: str = "") -> frozenset[str]:
 
 
 def source_of(file: Path, name: str = "") -> "ModuleText":
-    """Return what the file of a module says."""
+    """Return the parsed text of a module's file."""
     return _parsed(_read(file), _package(file, name))
 
 
@@ -111,7 +111,7 @@ def _all_imports(text: str, package: str) -> frozenset[str]:
 
 @lru_cache(maxsize=2000)
 def _parsed(text: str, package: str) -> ModuleText:
-    """Return what a file says; what cannot be parsed is one piece."""
+    """Parse a file's text; text that cannot be parsed is one piece."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):

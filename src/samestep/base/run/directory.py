@@ -421,6 +421,6 @@ def _lives_elsewhere(run: Path) -> bool:
 
 
 def seconds_since_sign(run: Path) -> float | None:
-    """Return how long ago a run last took a step or wrote a record; None if it never did."""
+    """Return the seconds since a run's last step or record; None if it never had one."""
     times = [_written_ns(run / name) or 0 for name in (STEPPED, "events.jsonl")]
     return max(0.0, time.time() - max(times) / 1e9) if any(times) else None

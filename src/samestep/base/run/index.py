@@ -125,7 +125,7 @@ def announce(
 
 
 def index_text(index: Index) -> str:
-    """Return what index.json says of an index."""
+    """Return the text of index.json."""
     table = {"last": index.last, "best": index.best, **vars(index)}
     text = json.dumps(table, default=_as_table)  # its own indentation takes ten times as long
     return msgspec.json.format(text, indent=2) + "\n"

@@ -84,7 +84,7 @@ class Album:
         self.entries.append(entry)
 
     def copy(self) -> "Album":
-        """Return what is here now, for callers that do not wait for the rest."""
+        """Return a copy of the album as it is now, for callers that do not wait for the rest."""
         other = Album()
         other.entries, other.images = list(self.entries), dict(self.images)
         other.files = dict(self.files)  # after the entries, whose files are kept before them
@@ -120,7 +120,7 @@ def replace_pictures(run: Path, album: Album, *, checkpoint: str, split: str | N
 
 
 def read_pictures(run: Path) -> list[Entry]:
-    """Return what pictures.json says of each picture; nothing where there is none to read."""
+    """Return the entries of pictures.json; none if there is no such file."""
     return _objects(_read_index(run).get("pictures"))
 
 

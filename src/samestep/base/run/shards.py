@@ -256,7 +256,7 @@ def _metadata(folder: Path) -> Any:
 
 
 def _what_is_in(folder: Path, name: str) -> str:
-    """Return which rank wrote a file, and the first parameter in it, for a message."""
+    """Return the rank that wrote a file, and the first parameter in it, for a message."""
     rank = name.removeprefix("__").split("_")[0]
     if name == _METADATA:
         return ""

@@ -43,7 +43,7 @@ class _Column:
                 self.kinds.append(kind)
 
     def values(self, part: slice, rows: range) -> list[Any]:
-        """Return what was added in some rows, given as a slice and as its range."""
+        """Return the values of some rows, given as a slice and as its range."""
         kinds, numbers = self.kinds[part], self.numbers[part]
         if kinds.count(_FLOAT) == len(kinds):
             return numbers.tolist()

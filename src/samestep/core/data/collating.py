@@ -133,7 +133,7 @@ def as_pair(
 
 
 def name_of(dataset: object) -> str:
-    """Return what a message calls a data set."""
+    """Return a data set's class and place for a message."""
     return f"The data set {type(dataset).__name__}{defined_at(dataset)}"
 
 
@@ -161,7 +161,7 @@ _ALIGNED = 64
 
 
 def unpacked(batch: Any) -> Any:
-    """Return what was collated, packed or not."""
+    """Return the collated batch, unpacked if it was packed."""
     return batch.batch() if isinstance(batch, Packed) else batch
 
 

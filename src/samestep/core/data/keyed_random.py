@@ -183,7 +183,7 @@ def _seed_others(drawn: int) -> None:
 
 
 def without_draws(read: Callable[[], T]) -> T | None:
-    """Return what `read` returns if it drew no random numbers; None if it did, or failed.
+    """Return the result of `read` if it drew no random numbers; None if it did, or failed.
 
     Seeding before each sample costs more than reading a small one; where a data set draws nothing,
     one check serves a whole batch. Looking at a generator's state or seed counts as drawing: a

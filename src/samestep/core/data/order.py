@@ -91,7 +91,7 @@ class Ordering:
         return TokenCut(tuple(sizes), int(self.batch_tokens // lengths[-1]))
 
     def ends(self, seed: int, epoch: int) -> list[int] | None:
-        """Return where each step of an epoch ends in its order; None where they are equally large.
+        """Return the end of each step in an epoch's order; None if steps are equally large.
 
         The last one may then be smaller.
         """
@@ -107,7 +107,7 @@ class Ordering:
         return self.weights.cumsum(0)
 
     def record(self, num_samples: int) -> dict[str, Any]:
-        """Return what a checkpoint says of the order; nothing of the one that it always was."""
+        """Return a checkpoint's entries on the order; none for the default one."""
         record: dict[str, Any] = {}
         if self.sampler is not None:
             record["sampler"] = self.sampler.digest

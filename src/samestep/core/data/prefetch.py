@@ -49,7 +49,7 @@ def on_device(pairs: Iterable[Pair], device: torch.device, lap: Lap) -> Iterator
 
 
 def _place(device: torch.device, leaf: Any) -> Any:
-    """Return what is in a batch on a device, if it can be moved."""
+    """Move a leaf of a batch to a device, if it can be moved."""
     if hasattr(leaf, "pin_memory"):
         return send(leaf, device)
     return leaf.to(device) if hasattr(leaf, "to") else leaf

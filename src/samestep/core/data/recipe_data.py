@@ -46,7 +46,7 @@ class PreparedOnRanks(Protocol):
     """
 
     def prepare_on_ranks(self, splits: Mapping[str, Any], world: World) -> dict[str, Any]:
-        """Return what replaces some splits, this one among them; every rank calls it.
+        """Return replacements of some splits, this one among them; every rank calls it.
 
         In addition to the splits by name: `notes` and `left_out`, to be added to those of `Splits`.
         """
@@ -203,7 +203,7 @@ def _taken_apart(loader: DataLoader[Any], split: str, collate: Collate | None) -
 
 
 def ordering_of(recipe: Recipe, settings: Settings, data: Any) -> Ordering:
-    """Return how training samples are ordered; `data` is what the recipe's functions are given."""
+    """Return the order of training samples; `data` is passed to the recipe's functions."""
     weights = lengths = None
     if settings.group_by_length or settings.batch_tokens is not None:
         flag = "group-by-length" if settings.group_by_length else "batch-tokens"

@@ -124,11 +124,11 @@ class Source(ABC):
         """Check that all ranks read the same stream."""
 
     def order_record(self) -> dict[str, Any]:
-        """Return what the order depends on besides seed and sizes, for checkpoints."""
+        """Return a checkpoint's entries on the order, beyond seed and sizes."""
         return {}
 
     def marks_at(self, epoch: int, step: int) -> dict[int, Any]:  # noqa: ARG002
-        """Return where this rank can start to read a stream after `step` steps of an epoch."""
+        """Return this rank's positions in a stream after `step` steps of an epoch."""
         return {}
 
     def start_from(self, epoch: int, step: int, marks: dict[int, Any]) -> None:  # noqa: B027
@@ -226,7 +226,7 @@ class Source(ABC):
         return batch, batch
 
     def _call(self, name: str, rows: int, function: Callable[..., Any], *given: Any) -> Any:
-        """Return what a recipe's function makes of a batch of inputs."""
+        """Call a recipe's function with a batch of inputs, and check its result."""
         try:
             result = function(*given)
         except Exception as error:
@@ -287,7 +287,7 @@ class OrderedSource(Source):
         return epoch_order(number, reading.seed, epoch, reading.ordering, **cut)
 
     def order_record(self) -> dict[str, Any]:
-        """Return what the order depends on besides seed and sizes."""
+        """Return the entries on the order, beyond seed and sizes."""
         return self._reading.ordering.record(self.num_samples)
 
     def _unread(

@@ -128,7 +128,7 @@ class Lane:
         return taken
 
     def mark(self) -> Mark:
-        """Return where reading can start again for what has not been taken."""
+        """Return the position to read from for the elements not yet taken."""
         if self._next == len(self._window):
             self._mark = self._here()
         return self._mark
@@ -140,7 +140,7 @@ class Lane:
         return self._at, self._state(), self._ended
 
     def _opened(self, stream: Any, number: int) -> Any:
-        """Return what is iterated over: a copy, so that the stream stays as it was made."""
+        """Return a copy of the stream to iterate over: the original stays as it was made."""
         lanes = self._route.lanes
         if lanes > 1:
             stream = self._try(lambda: stream.shard(num_shards=lanes, index=number))

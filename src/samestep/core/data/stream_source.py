@@ -154,11 +154,11 @@ class StreamSource(Source):
         return callable(getattr(self._stream, "state_dict", None)) and not self.goes_back
 
     def order_record(self) -> dict[str, Any]:
-        """Return what the order depends on besides seed and sizes."""
+        """Return the entries on the order, beyond seed and sizes."""
         return {"shuffle_buffer": self._reading.shuffle_buffer, "num_shards": self.num_shards}
 
     def marks_at(self, epoch: int, step: int) -> dict[int, Mark]:
-        """Return where this rank can start to read after `step` steps of an epoch."""
+        """Return this rank's positions to read from after `step` steps of an epoch."""
         return self._marks.get((epoch, step), {})
 
     def start_from(self, epoch: int, step: int, marks: dict[int, Mark]) -> None:
@@ -219,7 +219,7 @@ class StreamSource(Source):
     def _agreed(
         self, items: Iterator[Item], route: Route, *, drop_last: bool
     ) -> Iterator[tuple[Block, list[Block]]]:
-        """Yield what all ranks train on, and its micro-steps, whose `targets` are pairs to be sent.
+        """Yield each step's block, and its micro-steps, whose `targets` are pairs to be sent.
 
         Of each global batch the next one is known before, so that the last says that it is.
         """

@@ -225,7 +225,7 @@ def _batch_transform(recipe: Recipe, settings: Settings, world: World) -> "Batch
 def _held_out(
     splits: Splits, opened: Callable[..., Source]
 ) -> tuple[Source | None, dict[str, Source]]:
-    """Return what reads the validation data, or the first set of several, and all of these."""
+    """Return the source of the validation data (the first of several), and all sets by name."""
     given = splits.by_name.items()
     by_name = {name: opened(data, split=f"validation/{name}") for name, data in given}
     if by_name or splits.validation is None:
@@ -358,7 +358,7 @@ def _wrapped(
 def average_of(
     model: nn.Module, settings: Settings, optimizer: torch.optim.Optimizer, *, frozen: bool = False
 ) -> Average | OwnAverage | None:
-    """Return what makes the weights to evaluate, if they are others than those trained.
+    """Return the average whose weights are evaluated, or None if those trained are.
 
     `frozen`: whether some that are not trained yet will be.
     """

@@ -27,7 +27,7 @@ SCRIPT_ARGS = "script_args"
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return what a file of settings and options says, with its keys as field names.
+    """Return the settings and options in a file, by field name.
 
     A file whose name ends in .yaml or .yml is YAML 1.2, of which samestep[yaml] reads only plain
     values: `1e-3` is a number and `off` a word. All others are TOML.

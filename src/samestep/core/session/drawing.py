@@ -239,7 +239,7 @@ _NO_MATPLOTLIB = "It is drawn by matplotlib, which cannot be imported: pip insta
 
 
 def title_of(name: str) -> str:
-    """Return what a picture is called where nothing else says it: "decision_map" → Decision map."""
+    """Return the title of a picture that has none: "decision_map" → Decision map."""
     words = name.replace("_", " ").replace("-", " ")
     return words[:1].upper() + words[1:]
 

@@ -45,7 +45,7 @@ def _parameters_of_module(module: nn.Module) -> list[Any]:
 
 
 def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:
-    """Return what is to be trained of some modules, optimizers and parameters, each once."""
+    """Return the trainable parameters of modules, optimizers and parameters, each once."""
     by_id: dict[int, Tensor] = {}
     for part in trained:
         if isinstance(part, nn.Module):

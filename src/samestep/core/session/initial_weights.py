@@ -40,7 +40,7 @@ class InitialWeights:
     """With --no-init-strict: what did not fit."""
 
     def note(self) -> str:
-        """Return what is shown when the run begins."""
+        """Return the note for the start of the run."""
         left = f" Not loaded, as it did not fit: {listed(self.left_out, _MOST, '; ')}."
         return f"It starts from the weights in {self.path}.{left if self.left_out else ''}"
 

@@ -91,7 +91,7 @@ _OF_RANKS = ("get_rank", "get_world_size", "current_world", "RANK", "WORLD_SIZE"
 
 
 def asks_for_ranks(function: Callable[..., Any]) -> str:
-    """Return what a function names of ranks and their number, and where; "" for nothing."""
+    """Return the names for ranks or world size in a function's code, and its place; "" if none."""
     codes = [getattr(inspect.unwrap(function), "__code__", None)]
     for code in filter(None, codes):
         codes += [const for const in code.co_consts if isinstance(const, CodeType)]
@@ -103,7 +103,7 @@ def asks_for_ranks(function: Callable[..., Any]) -> str:
 
 
 def _without_effect(work: Work) -> list[str]:
-    """Return which settings have no effect here, and what takes a slower way."""
+    """Return notes on settings that have no effect here, and on parts that run a slower way."""
     settings, world = work.settings, work.world
     train, is_stream = work.train, work.train.is_stream
     never_saved = settings.checkpoint_every_steps is settings.checkpoint_every_minutes is None

@@ -80,7 +80,7 @@ class RankState:
         """Do nothing: what a batch leaves is there at once."""
 
     def state(self) -> Any:
-        """Return what a checkpoint holds: the state of every rank."""
+        """Return the state of every rank, for a checkpoint."""
         return self._world.gather(map_tensors(lambda leaf: leaf.cpu(), self._now))
 
     def load(self, saved: Any) -> None:

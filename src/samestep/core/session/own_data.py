@@ -208,7 +208,7 @@ class OpenedData:
 
 
 def _ordering(order: OrderName, weights: PerSample | None, data: Any) -> Ordering:
-    """Return how a loop's own samples are ordered."""
+    """Return the order of a loop's own samples."""
     if order not in get_args(OrderName):
         raise UserError(
             f"run.batches(order={order!r}): the orders are {', '.join(get_args(OrderName))}. "
@@ -234,7 +234,7 @@ def _tensors(data: Any) -> tuple[Tensor, ...]:
 
 
 def _stamp_of(data: Any) -> tuple[tuple[int, int], ...]:
-    """Return what differs once data in memory was changed in place: a device holds a copy of it."""
+    """Return addresses and versions, to see changes in place: a device holds a copy of the data."""
     return tuple(
         (part.data_ptr(), 0 if part.is_inference() else part._version)  # noqa: SLF001
         for part in _tensors(data)

@@ -457,7 +457,7 @@ class OwnSession:
             raise Stopped(signum)
 
     def end(self, error: BaseException | None) -> None:
-        """Write how the run ended."""
+        """Write the run's end to its records."""
         run, step = self.session.run, self.position.step
         if run is None or not self.session.begun:
             return

@@ -36,7 +36,7 @@ class Stateful(Protocol):
     """What a checkpoint can hold: a module, an optimizer, a schedule, anything with these two."""
 
     def state_dict(self) -> Any:
-        """Return all that it depends on, as tensors, numbers, texts, lists and dicts of them."""
+        """Return the state as tensors, numbers, strings, and lists and dicts of them."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
         """Become what it was when it returned this."""
@@ -206,7 +206,7 @@ def _simple(value: Any) -> str | int | float | None:
 
 
 def checked_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `run.state` holds, for a checkpoint."""
+    """Return the values of `run.state` for a checkpoint."""
     simple = {str(name): _simple(value) for name, value in values.items()}
     for name, value in values.items():
         if value is not None and simple[str(name)] is None:
@@ -274,7 +274,7 @@ def check_held(state: Mapping[str, Stateful], trained: Sequence[Any]) -> set[int
 def left_out(
     state: Mapping[str, Stateful], optimizer: torch.optim.Optimizer, trained: Iterable[Tensor]
 ) -> str:
-    """Return what of an optimizer that has stepped is in no entry of the state; "" if all is.
+    """Name the part of a stepped optimizer that the state lacks: it or its scheduler; "" if none.
 
     Only its numbers per weight and its scheduler count, and only where it steps trained weights.
     """
@@ -292,7 +292,7 @@ def left_out(
 
 
 def _pieces(part: Any) -> list[tuple[str, Any]]:
-    """Return all that a checkpoint has to hold of what is trained, with names for messages."""
+    """Return the optimizers and parameters that a checkpoint must hold, with names for messages."""
     kind = type(part).__name__
     if isinstance(part, nn.Module):
         return [(f"{kind}.{name}", p) for name, p in part.named_parameters() if p.requires_grad]

@@ -264,7 +264,7 @@ def _add_predictions(source: PictureSource, album: Album) -> None:
 
 
 def _kind(recipe: Recipe, splits: Splits, sample: Any) -> Literal["images", "points"] | None:
-    """Return what a sample, as it is stored, can be shown as."""
+    """Return the kind of picture that can show stored samples like this one."""
     if recipe.forward is not None or not isinstance(sample, tuple) or len(sample) != 2:
         return None
     stored, target = sample

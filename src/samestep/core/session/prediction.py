@@ -117,7 +117,7 @@ def _is_pair(sample: Any) -> bool:
 
 
 def predict_files(opened: TrainedModel, files: Sequence[Path], *, top: int) -> Iterator[Prediction]:
-    """Yield what a model says of each row of each file, in order; what is broken is only named.
+    """Yield a model's prediction for each row of each file, in order; broken rows are only named.
 
     `top` is how many classes to name for each row.
     """
@@ -138,7 +138,7 @@ def predict_split(
     data_dir: str | None = None,
     skip_bad: int | None = None,
 ) -> Iterator[Prediction]:
-    """Yield what a model says of each sample of a split, in the order of the data.
+    """Yield a model's prediction for each sample of a split, in the order of the data.
 
     Outputs are computed as in an evaluation; `open_data` says what the other arguments are.
     """
@@ -275,7 +275,7 @@ def _class_scores(
 
 
 def _rows_of(name: str, tree: Any, count: int) -> list[dict[str, Any]]:
-    """Return what each sample has of a tree of tensors, under a name."""
+    """Return each sample's row of a tree of tensors, under a name."""
     if not _fits(tree, count):
         raise UserError(
             f"The model's outputs for {count} samples are {describe(tree)}, and predict shows one "
@@ -297,7 +297,7 @@ def _fits(tree: Any, count: int) -> bool:
 def shown_by(
     show: Callable[[Any, Any], Sequence[Mapping[str, Any]]], outputs: Any, targets: Any, count: int
 ) -> list[dict[str, Any]]:
-    """Return what the recipe's own `show` says of each sample."""
+    """Return the dict that the recipe's own `show` makes for each sample."""
     try:
         rows = list(show(outputs, targets))
     except Exception as error:

@@ -33,7 +33,7 @@ _RECORD = 3
 
 
 def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list[str]:
-    """Return which functions and values of a run's recipe are not what they were.
+    """Return the functions and values of a run's recipe that have changed.
 
     The run names the recipe `source`; `recipe` takes the place of what that leads to.
     """
@@ -60,7 +60,7 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
 
 
 def _file_changes(run: Path, kept: Path, file: Path, *, main_block: bool = False) -> list[str]:
-    """Return what differs between a run's copy of a file and the file, or what they import."""
+    """Return the differences between a run's copy of a file and the file, with their imports."""
     copies = kept_modules(run)
     if copies is None:  # it imports nothing of the user's own
         then, now = (reached_pieces(f, no_user_module, main_block=main_block) for f in (kept, file))
@@ -85,7 +85,7 @@ def check_recipe_unchanged(run: Path, source: str) -> None:
 def accepted_changes(
     run: Path | None, source: str, recipe: Recipe, allowed: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return what differs in the recipe of a resumed run, as far as it is allowed."""
+    """Return the allowed changes to the recipe of a resumed run."""
     changes = recipe_changes(run, source, recipe) if run is not None else []
     if changes and "recipe" not in allowed:
         is_file = source.endswith(".py")

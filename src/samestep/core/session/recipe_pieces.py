@@ -34,7 +34,7 @@ _CHANGING = frozenset(
 
 
 def pieces_of(recipe: Recipe) -> Pieces:
-    """Return what a recipe made in Python is, without what trains nothing."""
+    """Return the pieces of a recipe made in Python that affect training."""
     return _Walk().pieces_of(recipe)
 
 
@@ -180,7 +180,7 @@ def _names(code: types.CodeType) -> list[str]:
 
 
 def _imported_by(function: types.FunctionType) -> set[Parts]:
-    """Return what a function takes from modules: `models.Net`, or what it imports itself."""
+    """Return the dotted names that a function uses of modules: `models.Net`, or its own imports."""
     package = function.__globals__.get("__package__") or ""
     known = {**function.__globals__, **closure_of(function)}
     modules = {name for name, value in known.items() if isinstance(value, types.ModuleType)}

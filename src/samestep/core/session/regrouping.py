@@ -42,7 +42,7 @@ def has_parted(error: Exception, membership: Membership, world: World) -> bool:
 
 
 def held(built: Built | None, recipe: str, before: Holding, session: Session | None) -> Holding:
-    """Return what this rank brings of a training that has begun, without asking others.
+    """Return this rank's state of a training that has begun, without asking others.
 
     Once it is `trained`, the model may hold other weights: the last checkpoint is read. So it is
     where a rank had what no other has: a shard of the weights, or rows of carried state.

@@ -415,7 +415,7 @@ def _refused_change(name: str, change: Change, *, is_given: bool) -> UserError:
 
 
 def changes_since(made_with: str, now: str, request: Request, where: str) -> list[str]:
-    """Return what --allow-change lets differ from the TOML that a checkpoint was made with."""
+    """Return the changes from a checkpoint's TOML that --allow-change allows; refuse others."""
     recipe = request.recipe
     options = {} if recipe.options is None else asdict(recipe.options())
     defaults = as_table(Settings()) | {k: v for k, v in options.items() if v is not None}

@@ -161,7 +161,7 @@ class Saver:
     def _copied(
         self, content: dict[str, Any], *, sync: bool, sharded: bool
     ) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        """Return what rank 0 writes, and this rank's parts; without `sync` both are copies."""
+        """Return rank 0's content and this rank's parts; without `sync` both are copies."""
         if not sharded:
             return content if sync else self._copies.take(content), {}
         from samestep.base.run import shards  # noqa: PLC0415 - half a second, only for FSDP

@@ -188,7 +188,7 @@ _ONCE = ("step", "epoch", "evaluation", "baselines", "picture", "stop")
 
 
 def _key(record: Record) -> tuple[Any, ...]:
-    """Return what tells a record from others of its step; () for a kind that may come twice."""
+    """Return the key that makes a record unique in its step; () for a kind that may come twice."""
     event = record["event"]
     if event not in _ONCE:
         return ()
@@ -248,7 +248,7 @@ def resume_record(world: World, step: int, checkpoint: str, problems: list[str])
 
 
 def environment(world: World, **more: Any) -> dict[str, Any]:
-    """Return what environment.json says of the ranks; `more` are fields of the caller."""
+    """Return the contents of environment.json; `more` are fields of the caller."""
     return {"versions": versions(), **_ranks(world), **more}
 
 
@@ -261,7 +261,7 @@ def _ranks(world: World) -> dict[str, Any]:
 def run_result(
     world: World, position: Position, *, recipe: str, status: str, reason: str, **more: Any
 ) -> dict[str, Any]:
-    """Return what result.json says of how a run ended; `more` are fields of the caller."""
+    """Return the contents of result.json; `more` are fields of the caller."""
     return {
         "recipe": recipe,
         "status": status,
@@ -287,7 +287,7 @@ def training_result(
     test: dict[str, Any] | None = None,
     first_step_s: float | None = None,
 ) -> dict[str, Any]:
-    """Return what result.json says of how a training of a recipe ended."""
+    """Return the contents of result.json for the training of a recipe."""
     watch = state.watch
     best = {"metric": watch.metric, "mode": watch.mode, "value": watch.best}
     return run_result(
@@ -373,7 +373,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _copies(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> int:
-    """Return how many numbers an optimizer will keep for each weight of a group."""
+    """Return the numbers that an optimizer will keep for each weight of a group."""
     name = type(optimizer).__name__
     if name == "SGD":
         return int(bool(group["momentum"]))

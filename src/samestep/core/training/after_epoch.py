@@ -108,12 +108,12 @@ class AfterEpoch:
         return {name: float(value) for name, value in values.items()}
 
     def _parameters(self) -> list[object]:
-        """Return which the model has: by name where a forward puts in whole ones."""
+        """Return the model's parameters, by name if forward replaces them by whole ones."""
         by_name = any_sharded(self._model)
         return [name if by_name else id(p) for name, p in self._model.named_parameters()]
 
     def _groups(self) -> list[object]:
-        """Return what the optimizer's groups hold."""
+        """Return the parameters and the settings of the optimizer's groups."""
         groups = self._optimizer.param_groups
         return [[[id(p) for p in group["params"]] for group in groups], groups_of(self._optimizer)]
 

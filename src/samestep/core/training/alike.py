@@ -24,7 +24,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def arithmetic(device: torch.device) -> dict[str, str]:
-    """Return what decides how a device rounds: PyTorch's version and the model of the device."""
+    """Return PyTorch's version and the device's model, which decide how results are rounded."""
     if device.type == "cuda":
         model = torch.cuda.get_device_name(device)
     else:

@@ -49,7 +49,7 @@ class Applied(nn.Module):
         return self._with(batch, carried)
 
     def new_state(self, batch: Any, rows: int | None = None) -> Any:
-        """Return what samples without any before them are given."""
+        """Return the carried state of samples that have no predecessors."""
         from samestep.core.training.carried import new_state  # noqa: PLC0415
 
         assert self._carry is not None
@@ -75,7 +75,7 @@ class Applied(nn.Module):
 def applied(
     model: nn.Module, recipe: Recipe, moment: "Moment | None" = None, *, compiles: bool = False
 ) -> nn.Module:
-    """Return what takes the recipe's inputs: the model, or the model by the recipe's `forward`.
+    """Return the module that takes the recipe's inputs: the model, or its call by `forward`.
 
     `compiles`: whether it will be compiled.
     """
@@ -174,7 +174,7 @@ def evaluating(
     moment: "Moment | None" = None,
     names: Collection[str] = (),
 ) -> Callable[[Any, Any], Tensor]:
-    """Return what evaluations call: the recipe's `evaluated_loss`, which is on the device."""
+    """Return the loss that evaluations call: the recipe's `evaluated_loss`, on the device."""
     timely, some = timed(loss, moment or Moment()), recipe.evaluation_loss is not None
     return summed(timely, recipe.loss_weights, names, some=some)
 
@@ -275,7 +275,7 @@ def measure_of(recipe: Recipe, model: nn.Module, names: Collection[str] = ()) ->
 
 
 def terms_of(recipe: Recipe) -> Terms | None:
-    """Return what counts the terms of the recipe's loss; None where they are the samples."""
+    """Return the function that counts a loss's terms; None if each sample is one term."""
     count = recipe.loss_terms
     if count is None:
         return None

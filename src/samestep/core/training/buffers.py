@@ -53,7 +53,7 @@ class StepBuffers:
 
     @torch.no_grad()
     def moved(self, part: int) -> list[Tensor]:
-        """Return what a virtual rank did to the buffers, and undo it.
+        """Return a virtual rank's changes to the buffers, and undo them.
 
         In the first step, whether each was changed; then how far the floating-point ones moved, and
         the bytes of the others, only from virtual rank 0.

@@ -30,7 +30,7 @@ Carry = Callable[..., Any]
 def new_state(
     carry: Carry, rows: int, device: torch.device, dtype: torch.dtype | None, **more: Any
 ) -> Any:
-    """Return what a recipe's or a script's `carry` makes for some slots, on the device."""
+    """Return the state that a recipe's or script's `carry` makes for `rows` samples."""
     try:
         state = carry(rows, **more)
     except Exception as error:
@@ -181,7 +181,7 @@ class Carried:
         return map_leaves(lambda _: next(leaves), self._rows)
 
     def state(self) -> Any:
-        """Return what a checkpoint holds; all ranks call it."""
+        """Return the carried state for a checkpoint; all ranks call it."""
         return map_tensors(lambda leaf: leaf.cpu(), self.whole()) if self._size else None
 
     def load(self, saved: Any) -> None:

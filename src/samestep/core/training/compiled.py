@@ -35,7 +35,7 @@ _STEPS_PER_GRAPH = 8
 
 
 def only_of_sizes(sizes: frozenset[int], call_model: CallModel) -> CallModel:
-    """Return what runs a compiled model uncompiled for micro-steps of other sizes than these."""
+    """Wrap the call of a compiled model: micro-steps of other sizes than these run uncompiled."""
 
     def called(part: Block) -> Any:
         if part.rows in sizes:
@@ -132,7 +132,7 @@ class WholeStep(EagerStep):
         return replace(result, notes=(note,))
 
     def _with(self, compiled: nn.Module, why: str) -> ModelStep:
-        """Return what takes steps with a compiled model, since whole steps cannot be compiled."""
+        """Return a step with a compiled model, as whole steps cannot be compiled."""
         settings, world = self._settings, self._world
         learner = replace(self._learner, wrapped=compiled)
         call_model = only_of_sizes(self._plan.full_micro_steps(), plain_call(learner))
@@ -176,7 +176,7 @@ def _one_by_one(
 
 
 def _steps_per_graph(settings: Settings, plan: Plan, steps_per_block: int) -> int:
-    """Return how many steps a graph takes at once: a power of two, as a block has.
+    """Return the number of steps per graph: a power of two, as in a block.
 
     A group longer than the stretch between two evaluations or checkpoints would never be full.
     """
@@ -242,7 +242,7 @@ def with_forward(work: Work) -> Work:
 def compiled_forward(
     model: nn.Module, settings: Settings, world: World, plan: Plan, num_samples: int
 ) -> FullBatches | None:
-    """Return what evaluations call in the model's place, or None where compiling does not pay.
+    """Return a compiled forward for evaluations, or None if compiling does not pay.
 
     The plan decides, not the clock, so that a run repeats itself. On the CPU a forward gains
     little, and compiling takes longest.

@@ -155,7 +155,7 @@ def _in_single(original: Callable[..., Tensor], update: Tensor, *given: Any, **m
 
 
 def kernels_of(device: torch.device) -> dict[str, Any]:
-    """Return which kernels a CUDA device uses, for the records; nothing for other devices."""
+    """Return the kernel settings of a CUDA device for the records; empty for other devices."""
     if device.type != "cuda":
         return {}
     # The newer names can always be read; the older ones raise where somebody has set a newer one.
@@ -204,7 +204,7 @@ _SMALL_PARAMETERS = 1_000_000
 
 
 def choose_threads(wanted: int | None, model: nn.Module, cores: int, neighbours: int) -> int:
-    """Return how many threads a rank uses: those wanted, else OMP_NUM_THREADS, else a guess.
+    """Return a rank's number of threads: the wanted one, else OMP_NUM_THREADS, else a guess.
 
     One for a small model: that is as fast, and two that wait for each other slow down many times
     over next to a busy neighbour. Ranks of other models share the cores.
@@ -276,7 +276,7 @@ class ModelCost:
     """Of all ranks together, in this training's precision; None for a device that is not known."""
 
     def rates(self, samples_per_s: float) -> dict[str, float]:
-        """Return what a record says of this speed: `flops_per_s`, and `mfu` if it is known."""
+        """Return a record's entries for this speed: `flops_per_s`, and `mfu` if it is known."""
         if self.flops_per_sample is None:
             return {}
         rate = self.flops_per_sample * samples_per_s
@@ -300,7 +300,7 @@ def model_cost(forward_flops: int, settings: Settings, world: World) -> ModelCos
 
 
 def count_flops(forward: Callable[[], T]) -> tuple[T, int]:
-    """Return what a function returns, and the floating-point operations that it took.
+    """Return a function's result and the number of floating-point operations that it took.
 
     They are 0 where an operation has no formula, such as an LSTM's or a kernel of the user's: part
     of a count would be taken for all of it. Where the function fails under the counter, it is

@@ -285,7 +285,7 @@ def _unkept(
     world: World,
     function: object,
 ) -> Unkept:
-    """Return what no checkpoint holds: of the loss, and the buffers of a copy of the model."""
+    """Return the state that no checkpoint holds: of the loss, and of a copy of the model."""
     unkept = Unkept(loss)
 
     def forward(samples: int) -> Any:
@@ -313,7 +313,7 @@ def _undisturbed(takes: nn.Module, model: nn.Module) -> Iterator[None]:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """Return what a module may count in attributes of its own."""
+    """Return a module's public attributes of types that may hold a count."""
     kinds = (int, float, str, Tensor, type(None))
     return {n: v for n, v in vars(module).items() if n[0] != "_" and isinstance(v, kinds)}
 

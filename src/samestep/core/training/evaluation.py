@@ -310,7 +310,7 @@ class Totals:
         return sums[name][self._part - self._held.start]
 
     def means(self) -> dict[str, Any]:
-        """Return what `evaluate` returns, over all ranks; every rank calls it."""
+        """Return the means over all ranks that `evaluate` returns; every rank calls it."""
         if self._tells:  # a rank without samples learns the names from the others
             for parts, measured in self._world.gather(([*self.parts], [*self.measured])):
                 for sums, names in ((self.parts, parts), (self.measured, measured)):

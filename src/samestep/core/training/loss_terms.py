@@ -61,7 +61,7 @@ class TermMean(Objective):
         super().agree_without_samples()
 
     def loss(self, part: Block, weight: _TermWeight) -> tuple[Tensor, Tensor]:
-        """Return what a micro-step goes backward from, and the loss to add to the step's."""
+        """Return the scaled loss for a micro-step's backward, and the loss to add to the step's."""
         loss = self.compute(part)
         if isinstance(weight.weight, Tensor):
             loss = of_counted(loss, self.outputs, weight.weight)

@@ -318,6 +318,6 @@ def epoch_record(work: Work, state: State) -> Record:
 
 
 def _spread(phases: dict[str, float]) -> dict[str, float]:
-    """Return what tells a slow rank from those that wait for it."""
+    """Return the seconds per phase by which a slow rank differs from those that wait for it."""
     data = phases.get("data", 0.0) + phases.get("to_device", 0.0)
     return {"data": data, "compute": compute_of(phases), "all_reduce": phases.get("all_reduce", 0)}

@@ -222,7 +222,7 @@ class Objects:
 
 
 def _states(metric: Any) -> dict[str, Any]:
-    """Return what a metric has gathered, on the CPU."""
+    """Return a metric's accumulated state, on the CPU."""
     return {name: _on(getattr(metric, name), "cpu") for name in metric._reductions}  # noqa: SLF001
 
 
@@ -242,7 +242,7 @@ def _put_into(metric: Any, ranks: Sequence[dict[str, Any]]) -> None:
 
 
 def _numbers(name: str, metric: Any, *, early: bool = False) -> dict[str, float]:
-    """Return what a metric computes; `early`: of few samples, perhaps all of one class."""
+    """Return a metric's values; `early`: over few samples, perhaps all of one class."""
     # It has the states of all ranks already: torchmetrics would add up equal ones once per rank. It
     # reads `sync_on_compute` when a metric is made, and this from then on.
     metric._to_sync = False  # noqa: SLF001
@@ -347,7 +347,7 @@ class EpochMetrics:
         return {**whole, **some.objects.values(world, late, states)}
 
     def state(self) -> list[dict[str, Any]]:
-        """Return what a checkpoint keeps of each part, after `settle`."""
+        """Return each part's state for a checkpoint, after `settle`."""
         return [part.state() for part in self._parts]
 
     def load(self, parts: Sequence[Sequence[dict[str, Any]]]) -> None:
@@ -421,7 +421,7 @@ class _PartMetrics:
         return [*self._sums, *(float(name in self.late) for name in self.names), self._samples]
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this rank, after `settle`."""
+        """Return this rank's state for a checkpoint, after `settle`."""
         named: list[States] = [dict(zip(self.functions, self._sums, strict=True))]  # type: ignore[arg-type]
         sums, *states = (
             {name: value for name, value in values.items() if name not in self.late}

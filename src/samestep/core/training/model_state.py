@@ -18,7 +18,7 @@ EXTRA_STATE = "_extra_state"
 
 
 def misfits(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Return what of saved weights does not fit those of a model, a sentence each."""
+    """Return a sentence for each saved weight that does not fit the model's."""
     problems = [f"{name} is missing" for name in own if name not in saved]
     problems += [f"{name} is not in the model" for name in saved if name not in own]
     return problems + _other_shapes(saved, own)
@@ -143,7 +143,7 @@ def hollow(tensor: Tensor) -> Tensor:
 
 
 def difference(one: Any, other: Any, path: str = "") -> str:
-    """Return what differs first in a state and what came of it, "" if nothing does."""
+    """Return the first difference between a state and its loaded copy, "" if there is none."""
     if isinstance(one, dict) and isinstance(other, dict):
         pairs = [(key, value, other.get(key, _GONE)) for key, value in one.items()]
     elif isinstance(one, list | tuple) and isinstance(other, list | tuple):

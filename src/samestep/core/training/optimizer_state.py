@@ -184,7 +184,7 @@ def what_groups_keep(
 
 
 def _set_here(group: Group) -> frozenset[str]:
-    """Return what is never loaded of a group: its rate only if it is not found by itself."""
+    """Return the names in a group that are never loaded: `lr` only if it is given."""
     return _SET_HERE if group.get(RATIO, 1.0) is not None else _SET_HERE - {"lr"}
 
 
@@ -276,7 +276,7 @@ def _gathered(
     initial: Sequence[Group],
     kept: Sequence[Group] | None,
 ) -> list[set[str]]:
-    """Return what a checkpoint's groups have gathered; refuse another kind of optimizer's."""
+    """Return the names accumulated in a checkpoint's groups; refuse another kind of optimizer's."""
     if kept is not None:
         gathered = [set(group["gathered"]) for group in kept]
         names = [set(group["made"]) for group in kept]
@@ -375,7 +375,7 @@ def _keep_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> No
 def _placed(
     same_types: bool, original: Callable[..., Tensor], weight: Tensor, value: Tensor, *more: Any
 ) -> Tensor:
-    """Return what torch makes of a tensor of a state that it loads, sharded as its weight is.
+    """Return a state's tensor as torch loads it, sharded like its weight.
 
     Torch casts all but the step count to the type of the weight, so float32 next to bfloat16
     weights would lose bits: with `same_types` it is not cast.
@@ -397,7 +397,7 @@ class Trial:
         self._made, self._twin = groups_of(optimizer), _twin(optimizer)
 
     def why_lost(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> str:
-        """Return what loading the state would not restore, "" if it restores all or cannot tell."""
+        """Return the first part of a state that loading would lose; "" if none, or if unknown."""
         if self._twin is None:
             return ""
         twin, saved = self._twin, map_tensors(hollow, state)

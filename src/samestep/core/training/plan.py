@@ -22,12 +22,12 @@ class Due(NamedTuple):
 
 
 def due_within_epoch(settings: Settings, step: int) -> Due:
-    """Return what is due after a step, counted from 1, that does not end its epoch."""
+    """Return whether to evaluate and save after a step (from 1) that does not end its epoch."""
     return Due(_due(settings.eval_every_steps, step), _due(settings.checkpoint_every_steps, step))
 
 
 def due_after_epoch(settings: Settings, epoch: int, step: int, *, last: bool) -> Due:
-    """Return what is due after an epoch, counted from 1; `last` if the training ends there."""
+    """Return whether to evaluate and save after an epoch (from 1); `last`: training ends there."""
     within = due_within_epoch(settings, step)
     return Due(
         last or _due(settings.eval_every_epochs, epoch) or within.evaluates,

@@ -89,7 +89,7 @@ class Scheduler:
                 self._called(what_failed, partial(scheduler.step, *monitored))
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: its own state, and what it has set in the groups."""
+        """Return the schedulers' state for a checkpoint, and the values that they set in groups."""
         moved = [
             {name: value for name, value in group.items() if built.get(name) != value}
             for group, built in zip(self._as_they_are(), self._built, strict=True)
@@ -126,7 +126,7 @@ class Scheduler:
             group.update(moved)
 
     def _as_they_are(self) -> list[dict[str, Any]]:
-        """Return what the groups hold, once it is what a checkpoint can keep."""
+        """Turn the groups' values into types that a checkpoint can hold, and return them."""
         groups = self._optimizer.param_groups
         plain_groups = [
             {n: _plain(v) for n, v in group.items() if n == "lr" or not _holds_tensors(n, v)}

@@ -229,7 +229,7 @@ def _values(tensor: Tensor) -> bytes:
 
 
 def _parts(value: Any) -> Iterable[Any]:  # noqa: PLR0911 - a case a kind
-    """Return what a container, a module, a function or another object is made of."""
+    """Return the parts of a container, a module, a function or another object."""
     match value:
         case type() | ModuleType():
             return ()
@@ -401,7 +401,7 @@ def dropouts(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def differs_by_ranks(model: nn.Module) -> list[str]:
-    """Return what a model has that gives something else on another number of ranks by itself."""
+    """Return the kinds of layers whose results depend on the number of ranks."""
     norms = [n for n in batch_norms(model).values() if not isinstance(n, nn.SyncBatchNorm)]
     return ["BatchNorm"] * bool(norms) + ["dropout"] * bool(dropouts(model))
 
@@ -474,7 +474,7 @@ class BufferPlace(NamedTuple):
 
 
 def buffer_places(model: nn.Module) -> list[BufferPlace]:
-    """Return where a model has buffers."""
+    """Return the place of each of a model's buffers."""
     return [
         BufferPlace(module, key, f"{prefix}.{key}" if prefix else key)
         for prefix, module in model.named_modules()

@@ -24,7 +24,7 @@ from samestep.launch.ranks.mesh import is_sharded, whole
 
 
 def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
-    """Return what a checkpoint holds. All ranks call it; each adds its own part."""
+    """Return a checkpoint's contents. All ranks call it; each adds its own part."""
     position = state.position
     check_alike(work, position.step)
     learner, plan, settings = work.learner, work.plan, work.settings

@@ -139,7 +139,7 @@ class EagerStep:
         return reported
 
     def _loss(self, part: Block, weight: Any) -> tuple[Tensor, Tensor]:
-        """Return what a micro-step goes backward from, and the loss to add to the step's."""
+        """Return the scaled loss for a micro-step's backward, and the loss to add to the step's."""
         return self._objective.loss(part, weight)
 
     def _of_ranks(self, total: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class EagerStep:
 
 
 def plain_call(learner: Learner) -> CallModel:
-    """Return what calls the wrapped model with a micro-step's inputs."""
+    """Return a function that calls the wrapped model with a micro-step's inputs."""
     model = learner.wrapped
 
     def called(part: Block) -> Any:
@@ -194,7 +194,7 @@ class Objective:
         return [part.weight * part.rows * self._divisor / part.global_size for part in parts]
 
     def loss(self, part: Block, weight: Any) -> tuple[Tensor, Tensor]:
-        """Return what a micro-step goes backward from, and the loss to add to the step's."""
+        """Return the scaled loss for a micro-step's backward, and the loss to add to the step's."""
         return self.weighted(self.compute(part), weight)
 
     def of_rank(self, total: Tensor) -> Tensor:

@@ -227,7 +227,7 @@ class StepGraph:
         ]
 
     def how(self) -> str:
-        """Return how the device runs it, once it has run; '' on the CPU."""
+        """Return a phrase on how the device runs it, once it has run; '' on the CPU."""
         if self._replayed is None:
             return ""
         why_not = self._replayed.why_not
@@ -262,7 +262,7 @@ class StepGraph:
         self._ahead = (0 if self._first_count is None else int(self._first_count)) - step
 
     def _rates(self, taken: int, lrs: list[float]) -> Tensor:
-        """Return what varies by step (steps, 3): lr / (1 - β₁ᵗ), √(1 - β₂ᵗ), lr.
+        """Return the factors that vary by step (steps, 3): lr / (1 - β₁ᵗ), √(1 - β₂ᵗ), lr.
 
         A tensor, so that a schedule does not recompile; computed here, since the compiler would put
         the powers into the innermost loop.
@@ -426,7 +426,7 @@ def dropout_by(function: Dropout) -> Iterator[None]:
 
 
 def why_only_eager(learner: Learner, inputs: Any, targets: Any, precision: Precision) -> str:
-    """Return what a forward and backward do that a graph of whole steps cannot, or ''.
+    """Return why a forward and backward cannot be part of a graph of whole steps, or ''.
 
     The graph gives every weight a gradient, also one that the loss does not depend on. It keeps
     what is written into a buffer, not a tensor put in its place. A copy of the model is tried.
@@ -461,7 +461,7 @@ def why_only_eager(learner: Learner, inputs: Any, targets: Any, precision: Preci
 
 
 def _held(model: nn.Module) -> dict[str, object]:
-    """Return what modules hold besides weights: buffers and attributes."""
+    """Return the buffers and attributes of all modules, by name."""
     held: dict[str, object] = dict(model.named_buffers())
     for prefix, module in model.named_modules():
         start = f"{prefix}." if prefix else ""

@@ -32,7 +32,7 @@ Around = Callable[[Block, int], AbstractContextManager[Any]]
 def what_compiles(
     settings: Settings, world: World, model: nn.Module, *, own: Sequence[str]
 ) -> Compiles:
-    """Return what `--compile` compiles: whole steps in one process, else the model."""
+    """Choose between whole steps (in one process) and the model for `--compile`."""
     if settings.compile == "off":
         return "nothing"
     if world.device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
@@ -72,7 +72,7 @@ def make_step(
     steps_per_block: int,
     phases: Phases,
 ) -> Step:
-    """Return what takes the steps: eager, the model compiled, or whole steps compiled."""
+    """Return the step: eager, with a compiled model, or whole steps compiled."""
     if compiles == "nothing":
         return eager_step(learner, settings, world, plan.micro_batch_size, phases)
     from samestep.core.training import compiled  # noqa: PLC0415
@@ -95,7 +95,7 @@ def eager_step(
     phases: Phases | None = None,
     around_model: Callable[[CallModel], CallModel] | None = None,
 ) -> Step:
-    """Return what takes eager steps, in micro-steps of at most `batch_size` samples.
+    """Return an eager step in micro-steps of at most `batch_size` samples.
 
     `around_model` returns what calls the model, given what else would.
     """

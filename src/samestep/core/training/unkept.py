@@ -101,7 +101,7 @@ class Unkept(NamedTuple):
 def of_data(
     train: Source, data: object, recipe: Recipe, settings: Settings, world: World
 ) -> Mapping[str, tuple[str, ...]]:
-    """Return what gives other training samples than before; all ranks call it.
+    """Name the functions that give other training samples when called again; all ranks call it.
 
     The ranks have read the first elements of a stream twice already.
     """
@@ -186,7 +186,7 @@ def _alike(one: Any, other: Any, last: int = 0) -> bool:
 def of_loss(
     loss: object, call: Callable[[Any, Any], Any], outputs: Any, targets: Any
 ) -> tuple[str, ...]:
-    """Return what a loss keeps by itself, if that decides its value or is a number.
+    """Name the state that a loss keeps by itself, if its value depends on it or it is a number.
 
     Args:
         loss: the recipe's own.
@@ -318,7 +318,7 @@ def of_buffers(
 def of_forward(
     model: nn.Module, function: object, forward: Callable[[int], object], rows: int
 ) -> tuple[str, ...]:
-    """Return what a copy of a model keeps that decides its outputs; `function` is the recipe's."""
+    """Name the state outside of buffers that a model's outputs depend on, tried on a copy."""
     put_back = keep_buffers(model)
     outputs_seen: list[list[Any]] = []
     prints: list[dict[str, str]] = []

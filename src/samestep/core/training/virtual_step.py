@@ -252,7 +252,7 @@ class VirtualStep(EagerStep):
         return [*gradients, torch.cat([*(number.view(-1) for number in numbers), *more])]
 
     def _used(self) -> list[Tensor]:
-        """Return which parameters have a gradient, where some may have none."""
+        """Return a mask of the parameters that have a gradient, if some may have none."""
         if not self._settings.allows_unused:
             return []
         used = [p.grad is not None for p in self._parameters]
@@ -274,7 +274,7 @@ class VirtualStep(EagerStep):
         return gradient
 
     def _reducer(self) -> TreeReduce:
-        """Return what adds up over the ranks: the first step has more numbers than the others."""
+        """Return the reduction over ranks: the first step sums more numbers than the others."""
         terms = self._learner.terms is not None
         used = len(self._parameters) if self._settings.allows_unused else 0
         numbers = 1 + len(self._learner.parts) + terms + used + self._buffers.size

@@ -194,7 +194,7 @@ class Work:
             source.close()
 
     def sources(self) -> list[Source]:
-        """Return what reads the data: of the training, and of the validations."""
+        """Return the sources of the training and validation data."""
         held_out = () if self.validation is None else (self.validation,)
         return [self.train, *(self.by_name.values() or held_out)]
 

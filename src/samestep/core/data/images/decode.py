@@ -123,7 +123,7 @@ def _square(
 
 
 def _orientation(image: "PillowImage.Image") -> int:
-    """Return how the camera was held, 1 to 8; 1 where nothing readable is said of it."""
+    """Return the EXIF orientation, 1 to 8; 1 if there is none that can be read."""
     if not _MAY_HOLD_EXIF & image.info.keys():
         return 1  # asking all the same would be a tenth of a small image's time
     try:
