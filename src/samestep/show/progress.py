@@ -80,7 +80,7 @@ class BarState:
         return f"{min(now, epochs):>{len(str(epochs))}}/{epochs}"
 
     def numbers(self, width: int) -> str:
-        """Return what stands behind the bar on a terminal of `width` columns."""
+        """Return the text behind the bar on a terminal of `width` columns."""
         total, monitor = self.plan["total_steps"], str(self.plan.get("monitor", "loss"))
         eta = ""
         if self.rate is not None and total is not None:
@@ -423,7 +423,7 @@ class Screen:
         return f"{shown}, {count(steps, 'step')}"
 
     def result(self, path: Path, result: dict[str, Any]) -> None:
-        """Show how the run ended."""
+        """Show the run's result."""
         with self._trying():
             self._show_result(path, result)
 
@@ -456,7 +456,7 @@ class Screen:
 
 
 def _quoted(record: Record) -> str:
-    """Return what people quote of an epoch on a GPU whose peak rate is known; else nothing."""
+    """Return MFU and peak memory of an epoch on a GPU whose peak rate is known; else ""."""
     if record.get("mfu") is None:
         return ""
     held = record.get("peak_memory_bytes")

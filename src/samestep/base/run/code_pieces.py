@@ -137,7 +137,7 @@ class _Reach:
         return [self._run(".".join(parts[: n + 1])) for n in range(len(parts))][-1]
 
     def _run(self, module: str) -> bool:
-        """Include the statements that act on import; return whether the module is the user's own."""
+        """Include the statements that act on import; return whether the module is the user's."""
         source = self._load(module)
         if source is None or module in self.taken:
             return source is not None

@@ -84,7 +84,7 @@ class WholeBatchLoss(Objective):
         return [gradient for place, gradient in self._due if place == parts[0].place]
 
     def loss(self, part: Block, weight: OutputGradient) -> tuple[Tensor, Tensor]:
-        """Return the loss that takes that gradient to the model, and the step's part of the loss."""
+        """Return the loss that takes that gradient to the model, and the share of its step's."""
         self.outputs = self._forward(part) if weight.outputs is None else weight.outputs
         loss = weight.of(self.outputs)
         check_trainable(loss, self._learner.loss)

@@ -61,7 +61,7 @@ def elastic_of(
     replaces: bool = True,
     limit: int = 10,
 ) -> Elastic:
-    """Return what `--elastic` says: MIN:MAX, or nothing more than that ranks may die.
+    """Return the value of `--elastic`: MIN:MAX, or just that ranks may die.
 
     Raises:
         UserError: it is not a pair of numbers, excludes the number of ranks at the start, or does
@@ -292,7 +292,7 @@ class Keeper:
                 self._name_next(*self._awaited)
 
     def _next_members(self) -> tuple[list[int], list[int]]:
-        """Return those of this group that live, and those that are ready to join."""
+        """Return this group's living members, and those that are ready to join."""
         if not self.group.number:
             return [*self.living], []
         stay = [member for member in self.group.members if member in self.living]

@@ -171,7 +171,7 @@ def _slurm(environment: Environment) -> Launch | None:
 
 
 def _shell_in_allocation(environment: Environment) -> str | None:
-    """Return which shell this is, if it has an allocation's variables and is not a rank."""
+    """Name the kind of shell, if it has an allocation's variables and is not a rank."""
     if _first(environment, STEP_ID) is None:
         return "the sbatch script" if environment.get("SLURM_PROCID") else "a shell"
     step = _number(environment, *STEP_ID)

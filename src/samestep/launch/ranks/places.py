@@ -79,7 +79,7 @@ class Places:
         return subprocess.Popen(command, env=variables, start_new_session=True)
 
     def death(self, member: int, slot: int, code: int) -> str:
-        """Return how a rank died that has ended with this code; "" if it ended by itself."""
+        """Return the cause of a rank's death by its exit code; "" if it ended by itself."""
         number = -code if code < 0 else code - 128
         name = ""
         with contextlib.suppress(ValueError):

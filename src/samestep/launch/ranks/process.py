@@ -115,7 +115,7 @@ def hand_back(value: Any) -> None:
 
 
 def handed_back(task: Path, rank: int) -> list[Any]:
-    """Return what a rank has handed back for a task, without a value that its end cut short."""
+    """Return the values that a rank has handed back, without one that its end cut short."""
     values: list[Any] = []
     ends = (FileNotFoundError, EOFError, pickle.UnpicklingError)
     with contextlib.suppress(*ends), _values_file(task, rank).open("rb") as file:

@@ -170,7 +170,7 @@ def _run_agent(num_ranks: int, arguments: list[str], elastic: Elastic | None) ->
 
 
 def _agent(num_ranks: int, folder: str) -> LaunchConfig:
-    """Return how torchrun's agent is to start ranks that all end with the first that fails."""
+    """Configure torchrun's agent so that all ranks end with the first that fails."""
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,

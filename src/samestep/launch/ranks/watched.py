@@ -178,14 +178,14 @@ def alive() -> None:
 
 
 def turn_to(phase: str) -> None:
-    """Note what the rank does from now on, until the next step."""
+    """Set the rank's phase from now on, until the next step."""
     if _own is not None:
         _own.turn_to(phase, _TIMES.get(phase, 1.0))
 
 
 @contextlib.contextmanager
 def within(phase: str) -> Iterator[None]:
-    """Note what the rank does inside."""
+    """Set the rank's phase for the lines inside."""
     if _own is None:
         yield
         return

@@ -53,7 +53,7 @@ class Node:
     """Whether that is the user's word, and slow steps do not make it longer."""
 
     def limit_s(self, pulse: RankPulse) -> float:
-        """Return how long a rank may be still in what it does."""
+        """Return the seconds that a rank may be still in its phase."""
         from samestep.launch.stall.stall_verdict import patience  # noqa: PLC0415 - seldom, and late
 
         steps = self.least_s if self.exact else patience(pulse.step_times, self.least_s)
@@ -255,7 +255,7 @@ class _Watcher:
 
 
 def tell_mismatch(folder: Path) -> str:
-    """Return how the calls of this node's ranks do not meet, if some have died in them; or nothing.
+    """Describe the mismatch of this node's ranks' calls, if some have died in them; else "".
 
     The verdict on the job gets it as the error of these ranks.
     """

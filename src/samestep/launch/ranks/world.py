@@ -218,7 +218,7 @@ class World(Launch):
 
 
 def _try(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
-    """Return what a function returns, or its `UserError`."""
+    """Return a function's result, or its `UserError`."""
     try:
         return function(), None
     except UserError as error:
@@ -464,7 +464,7 @@ def tell_failure(message: str) -> None:
 
 
 def told_failure() -> str:
-    """Return what the rank that failed first has told; "" if none has."""
+    """Return the message of the rank that failed first; "" if none did."""
     with contextlib.suppress(Exception):
         for store in _joined:
             if store.check([_FAILURE]):

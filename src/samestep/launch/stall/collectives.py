@@ -127,7 +127,7 @@ class _Notes:
         return [*patches, (module, "wait_tensor", self.around_wait)]
 
     def around(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what is called instead of a function of torch.distributed, with that first."""
+        """Return the wrapper of a function of torch.distributed, which is its first argument."""
         if kind == _RECONFIGURE:
             return self.around_reconfigure
         arguments = _Arguments(kind, function)
@@ -192,7 +192,7 @@ class _Notes:
     def around_inner(
         self, kind: str, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Note what calls collectives in C++, unseen: numbered by itself."""
+        """Note a call whose collectives run unseen in C++: it has a number of its own."""
         if self._is_nested():
             return original(*args, **kwargs)
         with self._pulse.inside(kind, "", _users_line(), kind):
@@ -233,7 +233,7 @@ def _process_group(group: Any) -> Any:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where a tensor's memory is, also of one that waits at its first use; 0 if nowhere."""
+    """Return a tensor's address, also of one that waits at its first use; 0 if it has none."""
     try:
         return getattr(tensor, "elem", tensor).untyped_storage().data_ptr()
     except RuntimeError:  # it has no memory while a graph is traced

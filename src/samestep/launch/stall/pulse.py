@@ -133,7 +133,7 @@ class Pulse:
         _LIFE.pack_into(self._map, _AT_LIFE, *life)
 
     def turn_to(self, phase: str, times: float = 1.0) -> None:
-        """Note what it does besides its steps; nothing ends that, as does the next step."""
+        """Set the phase besides steps; an empty one ends it, and so does the next step."""
         self.phase = (phase, times) if phase else _STEPPING
         _PHASE.pack_into(self._map, _AT_PHASE, times, phase.encode())
         self.alive()
@@ -245,7 +245,7 @@ class RankPulse:
 
 
 def read_pulse(path: Path) -> RankPulse | None:
-    """Return what a rank's pulse says now; None if there is none yet."""
+    """Read a rank's pulse; return None if there is none yet."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -275,7 +275,7 @@ def read_pulse(path: Path) -> RankPulse | None:
 
 
 def read_pulses(folder: Path) -> list[RankPulse]:
-    """Return what the pulses in a folder say, in rank order."""
+    """Read the pulses in a folder, in rank order."""
     pulses = (read_pulse(path) for path in folder.glob(PULSE.format(rank="*")))
     return sorted((pulse for pulse in pulses if pulse), key=lambda pulse: pulse.rank)
 

@@ -77,7 +77,7 @@ class RankStand(Stand):
 
 
 def inspect_ranks(folder: Path, pulses: Sequence[RankPulse]) -> list[RankStand]:
-    """Return where the ranks of this node stand: within a second, or two for each that is stuck."""
+    """Inspect the ranks of this node: within a second, or two for each that is stuck."""
     doing = _doing([pulse.pid for pulse in pulses])
     stands = []
     for pulse in pulses:
@@ -89,7 +89,7 @@ def inspect_ranks(folder: Path, pulses: Sequence[RankPulse]) -> list[RankStand]:
 
 
 def _look_at_workers(folder: Path, pulse: RankPulse) -> tuple[Stand, ...]:
-    """Return where the loader workers of a rank stand, without their idle frames."""
+    """Return a rank's loader workers with their stacks, without idle frames."""
     pids = [pid for pid in _children(pulse.pid) if _listens(pid)]
     doing = _doing(pids)
     stands = []
@@ -180,7 +180,7 @@ def state_of(pid: int) -> str:
 
 
 def _doing(pids: Sequence[int]) -> dict[int, Doing]:
-    """Return what processes do, by the time that their main threads compute in a moment."""
+    """Return the activity of processes, by their main threads' computing time in a moment."""
     before = {pid: _stat(pid) for pid in pids}
     time.sleep(_LOOK_S if pids else 0)
     return {pid: _did(before[pid], _stat(pid)) for pid in pids}
@@ -216,7 +216,7 @@ def computed_s(pid: int) -> float:
 
 
 def working(pids: Sequence[int]) -> dict[int, float]:
-    """Return which of some processes and their children compute now, and for how long they have."""
+    """Return the processes, with children, that compute now, and their computing time in s."""
     doing = _doing([process for pid in pids for process in (pid, *_children(pid))])
     return {pid: computed_s(pid) for pid, does in doing.items() if does == "computes"}
 

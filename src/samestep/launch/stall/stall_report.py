@@ -35,7 +35,7 @@ class StandReport:
 
 
 def write_report(stand: RankStand, folder: Path, run: Path) -> None:
-    """Write where a rank stands into the run directory; `folder` has its pulse."""
+    """Write a rank's stand into the run directory; `folder` has its pulse."""
     report = StandReport(stand=replace(stand, pulse=_by_wall_clock(stand.pulse)))
     try:
         stacks = (folder / STACKS.format(rank=stand.rank)).read_text(errors="replace")

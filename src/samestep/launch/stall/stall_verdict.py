@@ -93,7 +93,7 @@ def find_culprit(stands: Sequence[RankStand]) -> StallVerdict:
 
 
 def mismatch(pulses: Sequence[RankPulse]) -> StallVerdict | None:
-    """Return how the calls of ranks do not meet in which some have died; None if that is not why.
+    """Return the mismatch of calls in which ranks have died; None if that is not the cause.
 
     Where one library waits for ever, another finds a message of a wrong size, and raises or aborts.
     """
@@ -110,7 +110,7 @@ def mismatch(pulses: Sequence[RankPulse]) -> StallVerdict | None:
 
 
 def _behind(stands: Sequence[RankStand]) -> list[RankStand]:
-    """Return those with the fewest steps; among these, any that stand in the user's code.
+    """Return the ranks with the fewest steps; among these, any that stand in the user's code.
 
     Where the waiting is a GPU's, no rank is seen to wait for another.
     """
@@ -182,7 +182,7 @@ class _Case:
         return [*meetings.values()]
 
     def _parting(self) -> list[str]:
-        """Return where the ranks first met in one call from different lines, in a list, or none.
+        """Return a list with the first call that ranks made from different lines, or an empty one.
 
         A rank that evaluates by itself in a wrapped model continues one call ahead of the others.
         """
@@ -348,7 +348,7 @@ def _place(stand: RankStand) -> str:
 
 
 def _own_doing(stand: RankStand) -> str:
-    """Return what a rank does that waits in no call for others."""
+    """Describe a rank that waits in no call for others."""
     if stand.pulse.code is not None:
         return f"ended with exit code {stand.pulse.code}{_progress(stand)}"
     seen = f"; last seen at {_shown(_place(stand))}" if _place(stand) else ""
@@ -383,7 +383,7 @@ _VERBS = {
 
 
 def _at(stand: Stand) -> str:
-    """Return where a process stands, with the line's text."""
+    """Return the place of a process, with the line's text."""
     if not stand.frames:
         return "is stopped by a signal"
     file, line = _split(stand.place or "{}:{}".format(*stand.frames[0]))

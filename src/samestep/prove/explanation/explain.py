@@ -134,7 +134,7 @@ def _plain(value: Any) -> Any:
 
 
 def explain(request: Request, world: ImaginedWorld, device: str) -> Explanation:
-    """Return what a training on a device would do; this process is rank 0 of an imagined world."""
+    """Explain a training on a device; this process is rank 0 of an imagined world."""
     threads = torch.get_num_threads()
     try:
         with switched(request.settings, world.device):
@@ -244,7 +244,7 @@ def _goes_on(built: Built, path: Path, resumed: Loaded | None) -> ResumePoint:
 def _measured(
     request: Request, built: Built, plan: Plan, rows: int, device: str, why: str
 ) -> tuple[RankMemory | None, Drawn | None, str]:
-    """Return what a step held and drew, or a problem."""
+    """Return a step's memory and random draws, or a problem."""
     if not why and rank_memory.is_too_large(built.work.learner.model):
         why = "A step of this model needs more memory than is free on this machine."
     if not why:
@@ -266,7 +266,7 @@ def _by_strategy(
     classes: tuple[type, ...],
     free: int | None,
 ) -> tuple[dict[str, StrategyMemory], RankMemory | None]:
-    """Return what each strategy takes on these ranks, and the memory of the chosen one."""
+    """Return the memory of each strategy on these ranks, and that of the chosen one."""
     learner, here, settings = built.work.learner, world.local_world_size, built.work.settings
     if world.world_size == 1:
         return {}, memory

@@ -97,7 +97,7 @@ class Drawn:
 
 
 def _address(tensor: Tensor) -> int | None:
-    """Return where a tensor's memory begins, or None."""
+    """Return a tensor's address, or None if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses
@@ -200,7 +200,7 @@ class StrategyMemory:
 def shared_out(
     memory: RankMemory, model: nn.Module, classes: tuple[type, ...], by: int
 ) -> RankMemory:
-    """Return what a rank holds where `by` ranks share out a model with FSDP.
+    """Return a rank's memory if `by` ranks shard a model with FSDP.
 
     In the backward, two blocks' weights are gathered at once (the next one's early), and a block's
     gradients lie there whole and once more in the order in which they are sent; what belongs to no
@@ -242,7 +242,7 @@ class WholeMatrices:
 
 
 def whole_matrices(optimizer: torch.optim.Optimizer, settings: Settings) -> WholeMatrices | None:
-    """Return what Muon takes; None where no optimizer is `torch.optim.Muon`."""
+    """Return the cost of Muon's matrices; None if no optimizer is `torch.optim.Muon`."""
     members = [member for member in members_of(optimizer) if isinstance(member, torch.optim.Muon)]
     groups = [group for member in members for group in member.param_groups]
     turns = [(p, group["ns_steps"]) for group in groups for p in group["params"]]
@@ -259,7 +259,7 @@ def whole_matrices(optimizer: torch.optim.Optimizer, settings: Settings) -> Whol
 
 
 def least_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> RankMemory:
-    """Return what a rank holds besides activations and data, without taking a step."""
+    """Return a rank's memory besides activations and data, without taking a step."""
     trained = [p for p in model.parameters() if p.requires_grad]
     size = state_bytes([], [optimizer])
     return RankMemory(
@@ -291,7 +291,7 @@ def fitting(
 
 
 def _gathered(outputs: list[Tensor], targets: Any, global_batch: int, rows: int) -> MemoryPart:
-    """Return what a loss over the whole batch has of all ranks, scaled from one micro-step."""
+    """Return the memory that a loss over the whole batch gathers, scaled from one micro-step."""
     held = _part([*outputs, *outputs, *_tensors(targets)])  # outputs, and their gradients
     bytes_of_all, elements = (n * global_batch // rows for n in (held.bytes, held.elements))
     return MemoryPart(bytes=bytes_of_all, elements=elements)
@@ -320,7 +320,7 @@ def _real_batch(request: Request, built: Built, rows: int) -> Block:
 
 
 def _sums_at_a_time(built: Built) -> int:
-    """Return how many sums of gradients a rank holds at most while it adds up its virtual ranks."""
+    """Return the most sums of gradients that a rank holds while it adds up its virtual ranks."""
     world = built.work.world
     tree: TreeSum[None] = TreeSum(lambda _left, _right: None)
     most = 1
@@ -331,7 +331,7 @@ def _sums_at_a_time(built: Built) -> int:
 
 
 def _optimizer_parts(optimizer: torch.optim.Optimizer) -> dict[str, MemoryPart]:
-    """Return what an optimizer has gathered, by the names that it gives it."""
+    """Return the memory of an optimizer's state, by its names."""
     tensors: dict[str, list[Tensor]] = {}
     for state in optimizer.state.values():
         for name, value in state.items():

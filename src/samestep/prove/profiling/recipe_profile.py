@@ -265,7 +265,7 @@ class _PartialSource:
 
 
 def _checkpoint_seconds(work: Work, state: State, path: Path) -> float:
-    """Return how long a checkpoint blocks the training: for its copy, or for all of it.
+    """Return the seconds that a checkpoint blocks the training: for its copy, or for all of it.
 
     With --checkpoint-sync it is written where the run's would be, and removed.
     """

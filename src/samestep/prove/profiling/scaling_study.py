@@ -189,7 +189,7 @@ def _without_too_large(study: Study, num_samples: int) -> Study:
 
 
 def read_measurement(run: Path) -> Measurement:
-    """Return what rank 0 wrote into the directory of a run."""
+    """Return the measurement that rank 0 wrote into the directory of a run."""
     return msgspec.json.decode((run / FILE).read_bytes(), type=Measurement)
 
 

@@ -118,14 +118,14 @@ class Evidence:
         return usual if moved is None else min(usual, max(least, _TIMES * moved))
 
     def nudged(self) -> float | None:
-        """Return how far one rounding of the weights has moved the losses, if that was tried."""
+        """Return the losses' largest change by one rounding of the weights, if that was tried."""
         nudged = self.trace(0, NUDGED)
         if nudged is None:
             return None
         return difference(self.reference, nudged, 0.0, losses_only=True).largest
 
     def by_optimizer(self, training: str = MAIN) -> float:
-        """Return what the user's own optimizer may make of rounding; 0 if that was not tried."""
+        """Return the difference that the user's optimizer may make of rounding; 0 if not tried."""
         usual, nudged = self.reference, self.trace(0, NUDGED_GRADIENT)
         if training == OWN_PRECISION and (in_own := self.trace(0, NUDGED_IN_OWN)):
             usual, nudged = self.traces[0, OWN_PRECISION][0], in_own

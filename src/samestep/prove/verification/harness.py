@@ -144,7 +144,7 @@ class Starts:
         chosen: Precision,
         with_death: Start | None = None,
     ) -> Evidence:
-        """Return what was handed back as evidence, to which later starts add theirs."""
+        """Return the results so far as evidence, to which later starts add theirs."""
         return Evidence(
             facts=facts,
             starts=planned,
@@ -239,7 +239,7 @@ def _sizes(options: VerifyOptions, virtual: int | None) -> Sequence[int]:
 
 
 def _accepted(options: VerifyOptions, virtual: int | None) -> tuple[Accepted, ...]:
-    """Return what may differ by intent; refuse other words, and any with virtual ranks."""
+    """Return the accepted differences; refuse unknown words, and any with virtual ranks."""
     known, accept = list(get_args(Accepted)), ",".join(options.accept)
     for word in (word for word in options.accept if word not in known):
         raise UserError(
@@ -271,7 +271,7 @@ def _device(settings: Settings, most_ranks: int) -> tuple[Device, tuple[str, ...
 
 
 def failure_of(trace: Trace, error: Exception) -> RankFailure:
-    """Return what a rank hands back of an error in a short training."""
+    """Return the failure that a rank hands back for an error in a short training."""
     if trace.begun > 1:  # what fails now and not at once depends on the batch
         error = caused(error)
     mistake, text = isinstance(error, UserError), str(error).strip()

@@ -144,7 +144,7 @@ def run_script(task: LoopTask, output: RecipeOutput, log: Path) -> NoReturn:
 
 
 def _exited(name: str, error: SystemExit, log: Path) -> UserError:
-    """Return what is wrong with a script that ended itself, as for a missing argument."""
+    """Return the error for a script that ended itself, as for a missing argument."""
     sys.stderr.flush()
     said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     last = error.code if isinstance(error.code, str) else (said or ["it said nothing"])[-1]

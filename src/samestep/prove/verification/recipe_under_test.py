@@ -123,7 +123,7 @@ class RecipeUnderTest:
         return _in_doubles(function) if held else function
 
     def applied(self, model: nn.Module) -> nn.Module:
-        """Return what takes the recipe's inputs: the model, or the model by its `forward`."""
+        """Return the module that takes the recipe's inputs: the model, or its call by `forward`."""
         own = self.recipe.forward
         return applied(model, replace(self.recipe, forward=own and self.exactly(own)))
 
@@ -249,7 +249,7 @@ class RecipeUnderTest:
     def source(
         self, data: Any, recipe: Recipe | None = None, world: World | None = None
     ) -> closing[Source]:
-        """Return what reads a split in this process; the caller closes it."""
+        """Return the source of a split, read in this process; the caller closes it."""
         settings, recipe = replace(self.settings, num_workers=0), recipe or self.recipe
         return closing(open_split(data, world or self.world, recipe, settings, self.dtype))
 
@@ -279,7 +279,7 @@ class RecipeUnderTest:
 
 
 def draws_in_words(seen: RandomDraws) -> list[str]:
-    """Return what was drawn from: torch, with the user's lines, Python or NumPy."""
+    """Return the generators drawn from: torch, with the user's lines, Python or NumPy."""
     torch_lines = {f"torch ({line})" if line else "torch" for line in seen.draws.values()}
     return sorted(torch_lines | seen.generators)
 

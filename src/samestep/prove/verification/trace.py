@@ -290,7 +290,7 @@ def difference(
 
 
 def _in_step(reference: Trace, trace: Trace, step: int) -> list[tuple[str, str, float]]:
-    """Return what differs, in which parameter, and how much: the loss first."""
+    """Return each difference with its kind, parameter and size: the loss first."""
     loss = relative(reference.losses.get(step, math.nan), trace.losses[step])
     differences = [("loss", "", loss)]
     if step in reference.norms and step in trace.norms:
@@ -348,7 +348,7 @@ def relative(a: float, b: float) -> float:
 
 
 def largest_apart(first: Tensor, second: Tensor) -> float:
-    """Return how far apart two tensors of one shape are, relative to the first's largest entry."""
+    """Return the largest difference of two tensors, relative to the first's largest entry."""
     if not (first.is_floating_point() and first.numel()):
         return 0.0
     first, second = dense(first).double(), dense(second).double()

@@ -74,7 +74,7 @@ class _Loop:
         self._task, self._starts = task, starts
 
     def gather(self) -> Evidence:
-        """Return all that the starts hand back."""
+        """Return the evidence of all starts."""
         starts, quick = self._starts, self._starts.options.quick
         planned = plan_starts(starts.sizes, quick=True)
         starts.total = len(planned)

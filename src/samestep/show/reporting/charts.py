@@ -93,7 +93,7 @@ class Chart:
         return f"{kind} of {self.title} by {self.x}: {said}."
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the page's script draws; what JSON cannot hold is null."""
+        """Return the data that the page's script draws; values that JSON cannot hold are null."""
 
         def finite(values: Any) -> Any:
             if not isinstance(values, tuple):
@@ -141,7 +141,7 @@ def make_curve(
 
 
 def _thin(x: Floats, y: Floats, most: int) -> NDArray[np.intp]:
-    """Return which values to draw: of every stretch of x the least, the greatest and one gap.
+    """Return the indices to draw: of every stretch of x the least, the greatest and one gap.
 
     A stretch is about a pixel wide, so the drawing looks as that of all values would. The first and
     the last value stay.
@@ -247,7 +247,7 @@ class Lines:
         return [key for key in self.curves if key != "loss" and not key.startswith("_")]
 
     def places(self, at: Floats, by: str) -> Floats:
-        """Return where on the x axis some steps are: the step itself, or the samples until then."""
+        """Return the x of some steps: the step itself, or the samples until then."""
         plan = self.run.plan
         if by == "step":
             return at

@@ -73,7 +73,7 @@ def _sentence(text: str) -> str:
 
 
 def _memory(run: RunData) -> str:
-    """Return how much memory was used, where a tracker's process has measured it."""
+    """Return a sentence on the memory used, if a tracker's process has measured it."""
     names = {
         "process_memory_gib": "The training process of rank 0",
         "memory_used_gib": "The machine",
@@ -152,7 +152,7 @@ class Report:
 
 
 def collect(paths: Sequence[Path], target: float | None = None) -> Report:
-    """Return what a page of some runs, or of scaling studies, shows.
+    """Return the report on some runs, or on scaling studies.
 
     Args:
         paths: run directories, and files of `samestep scale --json`.

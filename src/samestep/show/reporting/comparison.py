@@ -180,7 +180,7 @@ def _check_paths(paths: Sequence[Path], *, alone: bool) -> None:
 
 
 def _list(runs: Sequence[RunData]) -> str:
-    """Return which run is of which recipe, in words."""
+    """Return a phrase with each recipe and its runs."""
     by_recipe: dict[str, list[str]] = {}
     for run in runs:
         by_recipe.setdefault(run.recipe or "unknown", []).append(str(run.path))
@@ -198,12 +198,12 @@ def _default_metric(runs: Sequence[RunData]) -> str:
 
 
 def num_recipes(runs: Sequence[RunData]) -> int:
-    """Return how many recipes are known of the runs."""
+    """Return the number of different recipes among the runs."""
     return len({run.recipe for run in runs if run.recipe})
 
 
 def _notes(runs: list[RunData], speeds: list[Throughput | None]) -> list[str]:
-    """Return what a reader of the tables has to know."""
+    """Return notes for the reader of the tables."""
     notes = []
     if num_recipes(runs) > 1:
         notes.append(f"The recipes differ ({_list(runs)}): their losses may not be comparable.")
@@ -236,7 +236,7 @@ UNKNOWN, UNSET = "?", "–"
 
 
 def differences(runs: Sequence[RunData]) -> list[SettingDifference]:
-    """Return what differs: settings first, then where the runs ran; each in its usual order."""
+    """Return the differing settings, then those of the machines; each in its usual order."""
     settings = dict.fromkeys(name for run in runs for name in run.settings or {})
     facts = dict.fromkeys(name for run in runs for name in run.facts if name not in settings)
     same = _SAME_TRAINING.union(*(run.plan.get("free_options", ()) for run in runs))
@@ -324,7 +324,7 @@ def compare_losses(one: RunData, other: RunData) -> SameTraining:
 
 
 def _evaluated_otherwise(measured: list[tuple[str, int, float]], most: float) -> dict[str, Any]:
-    """Return which evaluations are not of other weights, by losses of training at later steps.
+    """Return the evaluations that differ although the weights did not: later losses are equal.
 
     Args:
         measured: kind, step and difference of each loss that both runs have.
@@ -379,7 +379,7 @@ class CodeChange:
 
 
 def code_changes(one: Path, other: Path) -> list[CodeChange] | None:
-    """Return what the other run's code has changed of the first's; None where one has no copy."""
+    """Return the changes from the first run's code to the other's; None if one has no copy."""
     if kept_code(one) and kept_code(other):
         before, after = dict(_files(one / CODE)), dict(_files(other / CODE))
     else:
@@ -397,7 +397,7 @@ def code_changes(one: Path, other: Path) -> list[CodeChange] | None:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield what was copied: what is only linked is data, and is not of the run."""
+    """Yield the copied files: links lead to data, which is not part of the run."""
     for here, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__"]
         for name in names:

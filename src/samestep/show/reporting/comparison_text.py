@@ -154,7 +154,7 @@ def code(comparison: Comparison) -> Table | None:
 
 
 def _edited(comparison: Comparison, place: int) -> str:
-    """Return which functions differ from the first run's; "" if none, or it is not known."""
+    """Return the functions that differ from the first run's; "" if none, or if unknown."""
     files = comparison.code[place - 1] or ()
     functions = [f"{name} in {change.file}" for change in files for name in change.functions]
     return listed(functions, _MOST_NAMES)
@@ -243,7 +243,7 @@ def _verdict(result: SameTraining, other: str, one: str) -> str:
 
 
 def _reasons(comparison: Comparison, place: int) -> str:
-    """Return what differs from the first run and may make another training of this one."""
+    """Return a phrase on the differences from the first run that may change the training."""
     differ = [
         d.name for d in comparison.differences if d.decides and d.values[0] != d.values[place]
     ]
@@ -272,7 +272,7 @@ _BY_RANKS = {
 
 
 def _by_ranks(comparison: Comparison, place: int) -> str:
-    """Return what else the models of two runs have that differs with the ranks by itself."""
+    """Return a phrase on other parts of two models that depend on the number of ranks."""
     modules: list[Any] = [comparison.runs[n].plan.get("by_ranks") for n in (0, place)]
     if None in modules:  # a loop of the user's own does not say
         return ", and so do BatchNorm, dropout and other random draws, if the model has any"
@@ -281,7 +281,7 @@ def _by_ranks(comparison: Comparison, place: int) -> str:
 
 
 def throughput(comparison: Comparison) -> Table | None:
-    """Return how fast each run was."""
+    """Return a table of the runs' speeds."""
     speeds = comparison.throughput
     if not any(speeds):
         return None
@@ -321,7 +321,7 @@ def _row(
 
 
 def phases(comparison: Comparison) -> Table | None:
-    """Return where the time of a step goes."""
+    """Return a table of the time per step by phase."""
     names = dict.fromkeys(name for of_run in comparison.phases for name in of_run or ())
     if not names:
         return None
@@ -332,7 +332,7 @@ def phases(comparison: Comparison) -> Table | None:
 
 
 def pauses(comparison: Comparison) -> Table | None:
-    """Return what happened between the steps, how often, and how long it took."""
+    """Return a table of the pauses between steps: their number and their time."""
     names = dict.fromkeys(name for of_run in comparison.pauses for name in of_run)
     if not names:
         return None
@@ -368,7 +368,7 @@ def _is_shared(curve: Aligned) -> bool:
 
 
 def metric_name(comparison: Comparison) -> str:
-    """Return what the curves show, in words."""
+    """Return the name of the curves' metric."""
     if comparison.metric != TRAIN_LOSS:
         return f"validation {comparison.metric}"
     by_epoch = has_epochs(comparison.runs)

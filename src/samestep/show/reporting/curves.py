@@ -154,7 +154,7 @@ _PAUSES = ("evaluation", "checkpoint", "compile")
 
 
 def _pause_s(record: Record) -> float | None:
-    """Return how long the training waited; a checkpoint may be written while it continues."""
+    """Return the seconds that training waited; a checkpoint may be written while it continues."""
     seconds: float | None = record.get("blocked_seconds", record.get("seconds"))
     return seconds
 
@@ -210,7 +210,7 @@ def measured_epochs(run: RunData) -> list[Record]:
 
 
 def throughput(run: RunData) -> Throughput | None:
-    """Return how fast a run trained, or None if too little is recorded."""
+    """Return a run's throughput, or None if too little is recorded."""
     epochs, marks = measured_epochs(run), run.of("step")
     most = [r["peak_memory_bytes"] for r in run.of("epoch") if r.get("peak_memory_bytes")]
     if epochs:
@@ -270,7 +270,7 @@ def pauses(run: RunData) -> dict[str, dict[str, float]]:
 
 
 def reached(run: RunData, curve: list[Point], target: float, *, smaller: bool) -> Goal | None:
-    """Return where a curve first was at a target, at a recorded value; None if it never was."""
+    """Return the first recorded point of a curve that reached a target; None if none did."""
     there = (p for p in curve if (p.value <= target if smaller else p.value >= target))
     if (point := next(there, None)) is None:
         return None

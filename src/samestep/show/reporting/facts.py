@@ -58,7 +58,7 @@ def _trained(run: RunData) -> str:
 
 
 def _left(run: RunData) -> str:
-    """Return how long a run will still train, by its latest steps."""
+    """Return the time that a run has left, by its latest steps."""
     whole, steps = run.plan.get("total_steps"), run.of("step")[-20:]
     if run.status != "running" or not isinstance(whole, int) or len(steps) < 2:
         return ""
@@ -107,7 +107,7 @@ def _where(run: RunData) -> str:
 
 
 def _code(run: RunData) -> str:
-    """Return which code it was: a copy of a recipe's or a script's file is in the run directory."""
+    """Return a phrase on the code: the run directory has a copy of a recipe's or script's file."""
     places = []
     if copy := kept_code(run.path):
         places.append(f"code/ in the run directory ({copy.get('files', '?')} files)")
@@ -148,7 +148,7 @@ def settings_tables(run: RunData) -> tuple[Table, ...]:
 
 
 def environment_table(run: RunData) -> Table | None:
-    """Return what environment.json tells, None if it tells nothing."""
+    """Return a table of environment.json, or None if it is empty."""
     rows = [
         (name, shortened(as_typed(value), _LONGEST))
         for name, value in flatten(run.environment, by=".").items()
@@ -200,7 +200,7 @@ def commands(run: RunData) -> Pairs:
 
 
 def baselines_table(run: RunData) -> Table | None:
-    """Return what the model had to beat, and what it did on the test set."""
+    """Return a table of the baselines' and the model's scores on the test set."""
     rows, test = run.result.get("baselines"), run.result.get("test")
     if not isinstance(rows, dict):
         rows = (run.of("baselines") or [{}])[-1].get("values")

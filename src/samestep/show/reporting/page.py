@@ -67,7 +67,7 @@ def render(report: Report, *, live: bool = False) -> Page:
 
 
 def news(report: Report) -> dict[str, Any]:
-    """Return what a live page replaces: data of its charts, and its sections as HTML."""
+    """Return the parts that a live page replaces: data of its charts, and its sections as HTML."""
     return {
         "ended": report.ended,
         "status": ", ".join(run.status for run in report.runs),
@@ -228,7 +228,7 @@ class RunServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_address[1]}/"
 
     def report(self) -> Report:
-        """Return what the run tells now; its files are read again only if they have changed."""
+        """Return the run's report; its files are read again only if they have changed."""
         with self._lock:
             now = self._state()
             # That a run was killed changes no file, so one that has not ended is always read.

@@ -76,7 +76,7 @@ class RunData:
         return []
 
     def metrics(self) -> list[str]:
-        """Return what the run measured on its validation set, and its training loss."""
+        """Return the names of the run's validation metrics, and its training loss."""
         evaluated = [
             name
             for record in self.of("evaluation", "validation")
@@ -117,7 +117,7 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Return what a run's directory tells; raise UserError if there is no run at all."""
+    """Read a run's directory; raise UserError if there is no run at all."""
     if not (path / "events.jsonl").is_file() and not (path / "settings.toml").is_file():
         raise no_run(path)
     problems: list[str] = []
@@ -219,7 +219,7 @@ def _facts(
 
 
 def _status(path: Path) -> str:
-    """Say how the latest attempt ended."""
+    """Return a phrase on the latest attempt's end."""
     known, _ = read_summary(path)
     if known.state != "killed":
         ended = f"{known.state} ({known.reason or 'no reason given'})"

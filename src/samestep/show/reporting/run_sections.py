@@ -336,7 +336,7 @@ class ByClass:
 
 
 def by_class(run: RunData) -> ByClass | None:
-    """Return what the latest evaluation tells of each class, the test's before the validation's."""
+    """Return the latest evaluation's figures by class, the test's before the validation's."""
     test = run.result.get("test")
     evaluations = [("test", test)] if isinstance(test, dict) else []
     for split in ("test", "validation"):

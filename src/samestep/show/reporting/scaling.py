@@ -61,7 +61,7 @@ class ScalingStudy:
 
 
 def read_study(path: Path) -> ScalingStudy:
-    """Return what a file of `samestep scale RECIPE --json` tells; else raise UserError."""
+    """Read a file of `samestep scale RECIPE --json`; raise UserError if it is none."""
     try:
         study = json.loads(path.read_bytes())
         parts = [_part(mode, rows) for mode, rows in study["modes"].items() if len(rows) > 1]
@@ -199,7 +199,7 @@ def sweep_charts(comparison: Comparison) -> list[SettingChart]:
 
 
 def settings_in_sweep(run: Path) -> dict[str, str]:
-    """Return what a run of a sweep has of its own, flag by flag; nothing for any other run."""
+    """Return a sweep run's own values by flag; empty for any other run."""
     points = read_object(run.resolve().parent / SWEEP).get("points")
     point = points.get(run.resolve().name) if isinstance(points, dict) else None
     return {str(k): str(v) for k, v in point.items()} if isinstance(point, dict) else {}
@@ -242,7 +242,7 @@ def _chart(
 
 
 def _places(texts: Sequence[str]) -> dict[str, float]:
-    """Return where on the x axis each value is: by its number or its logarithm, else in order."""
+    """Return the x of each value: by its number or its logarithm, else in order."""
     try:
         numbers = [float(text) for text in texts]
     except ValueError:

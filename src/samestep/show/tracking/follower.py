@@ -432,7 +432,7 @@ class _FollowedRun:
         )
 
     def _result(self) -> TrackedResult:
-        """Return how the run ended: result.json counts only if the latest attempt wrote it."""
+        """Return status and values: result.json counts only if the latest attempt wrote it."""
         if self._records.last.get("event") != "stop":
             return TrackedResult(status="killed", values={})
         table = read_object(self._path / "result.json")

@@ -99,7 +99,7 @@ def deliveries_path(run: Path, tracker: str) -> Path:
 
 
 def read_deliveries(run: Path, tracker: str) -> Deliveries:
-    """Return what a tracker has of a run: nothing without a file."""
+    """Return the records that a tracker already has of a run: none without a file."""
     path = deliveries_path(run, tracker)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Deliveries)
@@ -113,7 +113,7 @@ def read_deliveries(run: Path, tracker: str) -> Deliveries:
 
 
 def write_deliveries(run: Path, tracker: str, deliveries: Deliveries) -> None:
-    """Write what a tracker has, atomically."""
+    """Write a tracker's deliveries, atomically."""
     text = msgspec.json.format(msgspec.json.encode(deliveries), indent=2)
     write_text(deliveries_path(run, tracker), text.decode() + "\n")
 
@@ -301,7 +301,7 @@ class TrackerProcesses:
         return self
 
     def take(self, record: Record) -> None:
-        """Say where the run is, once it begins; pass on the trackers' new messages.
+        """Send the trackers the run's path once it begins; pass on their new messages.
 
         The records themselves they read from the run directory.
         """
@@ -352,7 +352,7 @@ class TrackerProcesses:
                 self._warn(tracker)
 
     def _patience_s(self, tracker: TrackerProcess) -> float:
-        """Return how long to wait: longer for a tracker that still starts, or only writes files."""
+        """Return the seconds to wait: longer if a tracker still starts, or only writes files."""
         if self._stopped():
             return STOP_S
         unhurried = tracker.offline or not tracker.started

@@ -27,7 +27,7 @@ _NO_VALUES = {"event", "split", "step", "epoch", "time"}
 
 
 def scalars(table: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Return what a tracker shows of settings or facts: flat; a list as its text."""
+    """Return settings or facts for a tracker: flat, with lists as text."""
     flat = flatten(table, by=".")
     return {
         key: value if isinstance(value, str | int | float) else json.dumps(value)

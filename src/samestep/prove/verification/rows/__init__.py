@@ -46,7 +46,7 @@ def plan_trainings(
     quick: bool = False,
     failed: Collection[str] = (),
 ) -> list[ShortTraining]:
-    """Return what one start trains, the decisive ones first: a failure on several ranks ends it.
+    """Return a start's trainings, the decisive ones first: a failure on several ranks ends it.
 
     What has `failed` in one process is not tried again.
     """

@@ -167,7 +167,7 @@ def _collate_again(tested: RecipeUnderTest) -> Changes | None:
 
 
 def changing_part(evidence: Evidence) -> Reader | None:
-    """Return what changes a sample when it is read twice, if anything does."""
+    """Return the part that changes a sample when it is read twice, if any does."""
     changes = evidence.result(AUGMENTATION.name, Changes)
     return changes.part if changes else None
 

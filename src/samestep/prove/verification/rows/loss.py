@@ -89,7 +89,7 @@ def _compares(tested: RecipeUnderTest, held: HeldForward) -> bool:
 
 
 def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float, float]:
-    """Return how far a loss is from its parts' weighted mean, and how far from their sum.
+    """Return a loss's difference from its parts' weighted mean, and from their sum.
 
     The other way round where the recipe says that it is a sum.
     """
@@ -126,7 +126,7 @@ def _narrow(outputs: Any, start: int, number: int) -> Any:
 
 
 def loss_of_parts(evidence: Evidence) -> LossOfParts | None:
-    """Return what was found; nothing of a loss or targets that are something else each time."""
+    """Return the result; None for a loss or targets that differ in each call."""
     changes = state_of(evidence).loss or changing_part(evidence) == "collate"
     return None if changes else evidence.result(LOSS.name, LossOfParts)
 
@@ -167,7 +167,7 @@ LOSS = TableRow(
 
 
 def _try_small_batches(tested: RecipeUnderTest) -> dict[int, str]:
-    """Return how a batch of the incomplete size fails, and one of a single sample."""
+    """Return the errors of a batch of the incomplete size and of a single sample, by size."""
     failed = {}
     block = tested.batch()
     for size in (tested.size.rest, 1):

@@ -37,7 +37,7 @@ _ROUNDING = 1e-5
 
 
 def _dependences(tested: RecipeUnderTest) -> dict[str, float]:
-    """Return how much each metric of a sample depends on the others of its batch.
+    """Return each metric's dependence on the other samples of a batch.
 
     An untrained model may give all samples the same class, which hides every dependence: so the
     outputs are varied, too.
@@ -62,7 +62,7 @@ def _dependences(tested: RecipeUnderTest) -> dict[str, float]:
 
 
 def _apart(tested: RecipeUnderTest, metric: Any, held: HeldForward) -> float:
-    """Return how far a metric object's value of all rows is from that of one row at a time."""
+    """Return the difference of a metric object's value for all rows from that of single rows."""
     rows, values = held.block.rows, list[float]()
     for size in (rows, 1):
         objects = Objects({"metric": metric}, tested.world.device)
@@ -91,7 +91,7 @@ def _spread(outputs: Tensor) -> Tensor:
 
 
 def _measure_with_others(tested: RecipeUnderTest, world: World) -> dict[str, float]:
-    """Return how much each metric of this rank's samples depends on the other ranks.
+    """Return each metric's dependence, for this rank's samples, on the other ranks.
 
     It measures its samples while the others measure theirs, then all measure the same ones.
     """

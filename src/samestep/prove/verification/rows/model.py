@@ -208,7 +208,7 @@ def _explain_samples_apart(evidence: Evidence) -> Cause | None:
 
 
 def influence_of(evidence: Evidence) -> BatchInfluence:
-    """Return what the other samples of a batch change; nothing where that was not tried."""
+    """Return the influence of the other samples in a batch; empty if that was not tried."""
     return evidence.result(SAMPLES_APART.name, BatchInfluence) or BatchInfluence()
 
 

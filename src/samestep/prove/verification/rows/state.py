@@ -205,7 +205,7 @@ def find_hidden(tested: RecipeUnderTest) -> dict[str, Any]:
 
 
 def restoring(model: nn.Module, *, checkpointed: bool) -> Callable[[], None]:
-    """Return what puts back a model's weights, buffers and extra state; or what checkpoints hold.
+    """Return a function that restores a model's weights, buffers and extra state.
 
     A buffer may have another size by then, and extra state may be of any kind.
     """
@@ -265,7 +265,7 @@ def _of_forward(tested: RecipeUnderTest) -> dict[str, Any]:
 
 
 def _of_optimizer(tested: RecipeUnderTest) -> dict[str, list[str]]:
-    """Return what an optimizer of the recipe's own keeps outside its state, and what it draws."""
+    """Return an own optimizer's attributes outside its state, and the generators it draws from."""
     if tested.recipe.optimizer is None:
         return {}
     seen, prints = side_effects.RandomDraws(), []
@@ -276,7 +276,7 @@ def _of_optimizer(tested: RecipeUnderTest) -> dict[str, list[str]]:
 
 
 def _asked(function: Callable[[], Tensor]) -> tuple[Tensor, dict[str, str]]:
-    """Return what a function returns, and what the user's lines asked their process for."""
+    """Return a function's result, and the clocks, ranks and settings that the user's lines read."""
     asked: dict[str, str] = {}
 
     def note(frame: FrameType, event: str, called: Any) -> None:
@@ -316,7 +316,7 @@ def _described(leaf: Tensor, model: nn.Module, loss: object) -> str:
 
 
 def _change_of_loss(tested: RecipeUnderTest) -> float | None:
-    """Return how much the loss changes from call to call, if it does."""
+    """Return the loss's relative change from call to call, if it changes."""
     if (held := tested.held_forward) is None:
         return None
 
@@ -352,7 +352,7 @@ def state_of(evidence: Evidence) -> OutsideState:
 
 
 def _suspect(evidence: Evidence) -> Cause | None:
-    """Return what may be the cause of a difference that no experiment explains."""
+    """Return a possible cause of a difference that no experiment explains."""
     state = state_of(evidence)
     known = (
         *((causes.DRAWS, state.draws), (causes.OPTIMIZER, state.optimizer)),

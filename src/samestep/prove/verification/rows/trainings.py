@@ -158,7 +158,7 @@ class TypesInSteps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def arithmetic(self, weights: torch.dtype, *, wide: bool) -> Arithmetic | None:
-        """Return what was computed in, given the type of the weights; None if nothing was."""
+        """Return the arithmetic used, given the type of the weights; None if none was."""
         kind = max(self.types, key=_unit, default=None)
         name = str(kind).removeprefix("torch.")
         return None if kind is None else Arithmetic(wide, name, _unit(kind), _unit(weights))
