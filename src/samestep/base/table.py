@@ -164,5 +164,5 @@ def columns_of(text: str) -> int:
 
 
 def texts(value: object) -> list[str]:
-    """Return a record's list as strings; empty if the value is no list."""
+    """Return a list in a record as strings; empty if the value is not a list."""
     return [str(text) for text in value] if isinstance(value, list) else []

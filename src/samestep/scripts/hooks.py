@@ -258,12 +258,12 @@ def loss_of(backward: ProbedCall) -> Tensor:
 
 
 def tensors_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return all that an optimizer holds."""
+    """Return an optimizer's parameters."""
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
 def step_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """Return what a hook's optimizer calls within its step to make the gradients, if anything."""
+    """Return the closure that a hook's optimizer calls within its step, if any."""
     given = args[1] if len(args) > 1 else kwargs.get("closure")
     return given if callable(given) else None
 

@@ -85,7 +85,7 @@ examples:
 
 
 def about(verb: str) -> str:
-    """Return what a verb is for; of an installed package's, who brings it."""
+    """Return a verb's purpose; for one of an installed package, that package."""
     return OWN[verb][1] if verb in OWN else f"of the package {VERBS[verb].partition('.')[0]}"
 
 

@@ -87,7 +87,7 @@ def _seconds(device: torch.device, function: Callable[[], object]) -> float:
 
 
 def _state_of(uuid: str) -> dict[str, str]:
-    """Return what nvidia-smi says of a GPU, by field; nothing where it does not answer."""
+    """Return nvidia-smi's values for a GPU, by field; empty if it does not answer."""
     for reasons in _REASONS:
         fields = (*_STATE, *_LINK, reasons)
         for row in nvidia_smi("gpu", "uuid", *fields):
@@ -104,7 +104,7 @@ def _is_doctor(pid: int) -> bool:
 
 
 def nvidia_smi(kind: str, *fields: str) -> list[list[str]]:
-    """Return what nvidia-smi says of all GPUs, or of all processes; nothing if it is not here."""
+    """Return nvidia-smi's rows for all GPUs, or for all processes; none if it is not installed."""
     command = ["nvidia-smi", f"--query-{kind}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         printed = subprocess.check_output(command, stderr=subprocess.PIPE, timeout=_NVIDIA_SMI_S)

@@ -42,7 +42,7 @@ def bus_bandwidth(num_bytes: int, seconds: float, world_size: int) -> float:
 
 
 def measure_clocks(world: World) -> tuple[float, ...]:
-    """Return how many seconds each rank's clock is ahead of rank 0's: the least after barriers."""
+    """Return the seconds that each rank's clock is ahead of rank 0's: the least after barriers."""
     best = [float("inf")] * world.world_size
     for _ in range(_CLOCK_ROUNDS):
         world.barrier()
@@ -119,7 +119,7 @@ def time_all_reduce(world: World, budget_s: float) -> tuple[AllReduce, ...]:
 
 
 def rounds_within(seconds: float, left: float) -> int:
-    """Return how often to time a size; 0 if a warm-up and one round take too long."""
+    """Return the rounds to time a size; 0 if a warm-up and one round take too long."""
     if 2 * seconds > left:
         return 0
     return max(1, min(MEASURED_ROUNDS, int(min(left, _PER_SIZE_S) / max(seconds, 1e-9)) - 1))

@@ -316,7 +316,7 @@ def options_before(run: Path | None) -> tuple[UncheckedOptions, list[Path]]:
 
 
 def read_defaults(paths: list[Path]) -> UncheckedOptions:
-    """Return what the `[slurm]` tables of these files set: later ones win, and lists add up."""
+    """Return the options in these files' `[slurm]` tables: later ones win, and lists add up."""
     values: dict[str, Any] = {}
     for path in paths:
         layer = _layer(path)

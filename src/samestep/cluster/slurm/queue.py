@@ -177,7 +177,7 @@ def find_job(job: int | str) -> QueuedJob | None:
 
 
 def exclusion(job: str, nodes: Collection[str]) -> str:
-    """Return what a job is to exclude, with these nodes; an error if too few others are left."""
+    """Return a job's nodes to exclude, with these; raise an error if too few others are left."""
     line = call("scontrol", "-o", "show", "job", job)
     before = re.search(r" ExcNodeList=(?!\(null\))(\S+)", line)
     script = re.search(r" Command=(.*?) \w+=", line)

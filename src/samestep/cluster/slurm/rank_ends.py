@@ -272,7 +272,7 @@ def _crash_frames(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def memory_word(lines: Sequence[str], job: int, cgroups: Path = Path("/sys/fs/cgroup")) -> str:
-    """Return what says that a job ran out of memory: Slurm's log, the kernel, sacct, or nothing."""
+    """Return the evidence that a job ran out of memory: Slurm's log, the kernel, sacct, or ""."""
     if any(_OOM.search(line) for line in lines if line.startswith("slurmstepd")):
         return "Slurm saw the kernel's oom-kill"
     for events in (p for pattern in _CGROUPS for p in cgroups.glob(pattern.format(job=job))):

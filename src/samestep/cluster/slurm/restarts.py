@@ -103,7 +103,7 @@ def failed_twice(restarts: Restarts) -> tuple[str, ...]:
 
 
 def requeued(before: Restarts) -> Decision:
-    """Return what follows where the user's script has requeued its job itself."""
+    """Return the decision if the user's script has requeued its job itself."""
     restarts = replace(before, restarts=before.restarts + 1, without_progress=0)
     text = f"stopped; its script has requeued the job (restart {restarts.restarts})."
     return Decision(word="requeued", text=text, restarts=restarts)

@@ -141,7 +141,7 @@ def missing_programs() -> list[str]:
 
 
 def log_file(folder: Path, daemon: str) -> Path:
-    """Return where a daemon logs: munged, slurmctld, or a node's slurmd by the node's name."""
+    """Return the log of a daemon: munged, slurmctld, or a node's slurmd by the node's name."""
     return folder / "log" / f"{daemon}.log"
 
 
@@ -207,7 +207,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _find(name: str) -> str | None:
-    """Return where a program is; daemons are often not on an ordinary user's PATH."""
+    """Return a program's path; daemons are often not on an ordinary user's PATH."""
     return shutil.which(name) or shutil.which(name, path=_ADMIN_FOLDERS)
 
 

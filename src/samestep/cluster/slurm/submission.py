@@ -76,7 +76,7 @@ class Workload:
 
 
 def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Workload:
-    """Return what a recipe's name, a file or a run directory stands for."""
+    """Return the workload named by a recipe's name, a file or a run directory."""
     path = Path(text)
     if text in recipes:  # it wins over a file or a folder of this name
         is_file = continues = False

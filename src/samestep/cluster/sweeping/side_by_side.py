@@ -47,7 +47,7 @@ class _Running:
 def num_at_once(
     asked: int | None, nproc: int, device: str, *, oversubscribe: bool
 ) -> tuple[int, int]:
-    """Return how many trainings run at once, and how many GPUs each has for itself.
+    """Return the number of trainings at once, and the GPUs that each has for itself.
 
     Raises UserError if more are asked for than this machine carries.
     """

@@ -95,7 +95,7 @@ class SweepPlan:
         return self.folder / name
 
     def status(self, name: str) -> str:
-        """Return how a training ended, by its result.json; empty if it has none."""
+        """Return a training's status by its result.json; empty if it has none."""
         return str(read_object(self.run_dir(name) / "result.json").get("status", ""))
 
     def corners(self) -> Iterator[Point]:
@@ -106,7 +106,7 @@ class SweepPlan:
             yield from ({**first, flag: value} for value in values[1:])
 
     def combined(self, requests: Mapping[str, Any]) -> Callable[[Point], Any]:
-        """Return what makes the request of a point of those of the corners, by their `repr`.
+        """Return a function that makes a point's request of the corners' requests, given by `repr`.
 
         It takes microseconds, where the words of a point take a tenth of a second to read.
         """
@@ -133,7 +133,7 @@ class SweepPlan:
         return request_of
 
     def as_json(self) -> dict[str, Any]:
-        """Return what sweep.json says."""
+        """Return the contents of sweep.json."""
         file = Path(self.recipe) if self.recipe.endswith(".py") else None
         return {
             "format": _FORMAT,
@@ -295,7 +295,7 @@ class OptunaChoice:
         return self._begin(next(name for name in self._sweep.points if name not in self._trials))
 
     def ended(self, name: str) -> None:
-        """Note how good a training became."""
+        """Report a training's best value to the study."""
         best = read_object(self._sweep.run_dir(name) / "result.json").get("best") or {}
         value = best.get("value")
         if isinstance(value, int | float) and math.isfinite(value):

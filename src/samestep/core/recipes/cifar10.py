@@ -134,7 +134,7 @@ def _read_images(root: Path, split: Literal["train", "test"]) -> tuple[Tensor, T
 
 
 def _nothing(folder: Path) -> UserError:
-    """Say what was found in place of the data; the Python version and why it is not read first."""
+    """Return the error for a folder without the data: the Python version is named first."""
     for place in (folder, folder / _UNPACKED_PYTHON):
         pickled = next((name for name in _PYTHON_FILES if (place / name).is_file()), None)
         if pickled is not None:

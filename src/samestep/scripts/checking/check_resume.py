@@ -110,7 +110,7 @@ def _whole(script: Path, job: Job, place: Path, run: Run) -> Attempt:
 
 
 def _steps_to_kill_at(whole: Attempt, script: Path, seconds: float) -> list[int]:
-    """Return those of the first checkpoint after a third of the steps, and after two thirds."""
+    """Return the steps of the first checkpoints after a third and two thirds of the training."""
     refuse_failures(whole.seen, whole.output, script)
     if saved := [save.step for save in whole.saves if 0 < save.step < whole.end]:
         parts = (next((s for s in saved if 3 * s >= n * whole.end), saved[-1]) for n in (1, 2))
@@ -189,7 +189,7 @@ class _Chain:
 
 
 def _resumed_with(words: list[str], before: Attempt, scratch: Scratch) -> str:
-    """Say how a start was resumed, and what it names that is not there."""
+    """Return a phrase on a resumed start's words, and on a path in them that does not exist."""
     paths = [word.partition("=")[2] or word for word in words if "/" in word or "." in word]
     home = Path(scratch.twin(scratch.home))
     missing = [path for path in paths if not (home / path).exists()]
@@ -199,12 +199,12 @@ def _resumed_with(words: list[str], before: Attempt, scratch: Scratch) -> str:
 
 
 def _sockets(folder: str, names: list[str]) -> list[str]:
-    """Return what cannot be copied: what processes that were killed listened to."""
+    """Return the sockets, which cannot be copied: killed processes listened to them."""
     return [name for name in names if Path(folder, name).is_socket()]
 
 
 def _notes(resumed: Resumed) -> Iterator[str]:
-    """Yield where the training was killed, and what became of each start."""
+    """Yield notes on the steps at which training was killed, and on each start's end."""
     stops = " and ".join(str(start.end) for start in resumed.chain[:-1])
     begins = " and ".join(str(start.offset) for start in resumed.chain[1:])
     yield f"killed after step {stops} of {resumed.whole.end}, resumed from step {begins}"

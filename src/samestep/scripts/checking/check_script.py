@@ -84,7 +84,7 @@ def job_of(script: Path, arguments: Sequence[str], *, module: bool, steps: int, 
 
 
 def report_on(seen: Seen, output: list[str], script: Path, began: float) -> CheckReport:
-    """Return what is wrong with a script that was run.
+    """Return the report on a script that was run.
 
     Raises UserError if it could not be checked.
     """

@@ -458,7 +458,7 @@ class WaitsForKill(Event):
 
 
 def events_path(folder: Path, rank: int) -> Path:
-    """Return where a rank notes what it does."""
+    """Return the path of a rank's events."""
     return folder / f"events-{rank}.jsonl"
 
 

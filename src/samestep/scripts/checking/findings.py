@@ -114,7 +114,7 @@ class Mistake:
 
 
 def apply_rules(seen: Seen) -> tuple[list[Mistake], list[str]]:
-    """Return what all rules find, the gravest first, and what could not be seen."""
+    """Return the mistakes that all rules find, the gravest first, and what could not be seen."""
     findings: dict[tuple[str, str], Mistake] = {}
     not_seen: dict[str, None] = {}
     for code, kind in sorted(RULES.items()):

@@ -54,7 +54,7 @@ class Guard:
         """The real paths of folders, until a link may lead elsewhere."""
 
     def patches(self) -> list[Patch]:
-        """Return what has to be replaced."""
+        """Return the functions to patch, with their replacements."""
         replaced = ((self.read, _READS), (self.write, _CHANGES), (self.remove, _REMOVES))
         return [
             *(
@@ -76,7 +76,7 @@ class Guard:
         ]
 
     def read(self, path: Any) -> Any:
-        """Return where a file is read: its twin, if it has one of its own."""
+        """Return the path to read a file from: its twin, if it has one of its own."""
         real = self._real(path)
         if real is None or not self._scratch.is_made(os.path.dirname(real)):
             return path
@@ -84,11 +84,11 @@ class Guard:
         return path if not os.path.lexists(twin) and self._is_new(real) else twin
 
     def write(self, path: Any) -> Any:
-        """Return where a file is written, with what it holds."""
+        """Return the path to write a file to, with its contents."""
         return path if (real := self._to_change(path)) is None else self._scratch.own(real)
 
     def remove(self, path: Any) -> Any:
-        """Return what is removed, or replaced."""
+        """Return the path to remove, or to replace."""
         self._folders.clear()
         return path if (real := self._to_change(path)) is None else self._scratch.twin(real)
 

@@ -95,7 +95,7 @@ def watch(job: Job, rank: int) -> Recorder:
 
 
 def note_end(recorder: Recorder, code: int, text: str, error: BaseException | None = None) -> None:
-    """Note how a rank has ended; an error after an epoch was cut short may be of the cut."""
+    """Record a rank's end; an error after an epoch was cut short may come from the cut."""
     ended_well = not code
     if recorder.is_cut and isinstance(error, Exception) and not LOST_PEER.search(said(error)):
         ended_well = True

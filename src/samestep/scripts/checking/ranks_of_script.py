@@ -138,7 +138,7 @@ def rank_variables(nproc: int, *, one_per_node: bool = False) -> list[dict[str, 
 
 
 def script_variables(scratch: Scratch) -> dict[str, str]:
-    """Return what every process of a script gets: no GPU, no tracker's server, a scratch folder."""
+    """Return the variables of a script's processes: no GPU, no tracker server, a scratch folder."""
     real = tempfile.gettempdir()
     return {
         "CUDA_VISIBLE_DEVICES": "",
@@ -241,7 +241,7 @@ def wait(
 
 
 def _failed_together(folder: Path, codes: Sequence[int | None]) -> StallVerdict | None:
-    """Return which ranks' calls did not meet, if a rank has failed in a call that waits for others.
+    """Return the mismatch of ranks' calls, if a rank failed in a call that waits for others.
 
     Where one library waits for ever, another may find a message of a wrong size, and raise or
     abort. A rank that fails elsewhere fails by itself, and takes the others with it.
@@ -290,7 +290,7 @@ def end(processes: Sequence[RankProcess], *, politely: bool = True) -> None:
 
 
 def ranks_seen(folder: Path, codes: Sequence[int | None]) -> list[RankSeen]:
-    """Return what each rank was seen to do; a script's own ranks tell their exit codes."""
+    """Return each rank's events and exit code; a script's own ranks record theirs."""
     own = list(range(len(codes)))
     if len(codes) == 1:
         numbers = [int(path.stem.removeprefix("events-")) for path in folder.glob("events-*")]

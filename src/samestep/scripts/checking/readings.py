@@ -63,7 +63,7 @@ class Reading:
 
 
 def readings_of(rank: RankSeen) -> list[Reading]:
-    """Return what a rank read, loader by loader."""
+    """Return a rank's readings of its loaders, in order."""
     readings: dict[int, Reading] = {}
     latest: Reading | None = None
     for event in rank.events:
@@ -92,7 +92,7 @@ def readings_of(rank: RankSeen) -> list[Reading]:
 
 
 def together(seen: Seen, *, trains: bool = True) -> Iterator[list[Reading]]:
-    """Yield what all ranks read at the same line of the script, for training or not."""
+    """Yield all ranks' readings at the same line of the script, for training or not."""
     by_place: dict[tuple[str, int], list[Reading]] = defaultdict(list)
     for rank in seen.ranks:
         count: Counter[str] = Counter()
@@ -105,7 +105,7 @@ def together(seen: Seen, *, trains: bool = True) -> Iterator[list[Reading]]:
 
 
 def evaluated(seen: Seen) -> Iterator[list[Reading]]:
-    """Yield what all ranks read in an evaluation, of samples that none of them trains on."""
+    """Yield all ranks' readings in an evaluation, of samples that none of them trains on."""
     trained: dict[int | None, set[int]] = defaultdict(set)
     for reading in (reading for rank in seen.ranks for reading in readings_of(rank)):
         if reading.trains:

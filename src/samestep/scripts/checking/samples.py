@@ -23,7 +23,7 @@ _MOST_ROWS, _MOST_ELEMENTS = 512, 1 << 18  # of a batch that is compared with it
 
 
 def rows_of(batch: Any, most: int = 64) -> tuple[int, list[int]]:
-    """Return how many samples a batch holds and a number for each of the first.
+    """Return the number of samples in a batch, and a hash of each of the first `most`.
 
     A number is made of the tensors that need no gradients; a batch without any has none.
     """
@@ -37,7 +37,7 @@ def rows_of(batch: Any, most: int = 64) -> tuple[int, list[int]]:
 
 
 def lost_rows(samples: list[Any], batch: Any) -> int:
-    """Return how many samples have no row in their batch, which has rows of others.
+    """Return the number of samples without a row in their batch, which has rows of others.
 
     A row is a sample, or the beginning of one, with padding behind it. 0 if the rows do not show
     it, as of samples that are changed. None does not count as a sample.

@@ -42,7 +42,7 @@ class Scratch:
         self.temporary = f"{self.place}/temporary"
 
     def twin(self, real: str | Path) -> str:
-        """Return where a real file is in the scratch copy."""
+        """Return a real file's path in the scratch copy."""
         return f"{self.root}{real}"
 
     def real(self, path: str) -> str:
@@ -140,7 +140,7 @@ class Scratch:
         return twin
 
     def unlinked(self, path: Any) -> Any:
-        """Return what a link of the scratch copy's own stands for; the script's own links stay."""
+        """Return the target of a link that the scratch copy made; the script's own links stay."""
         text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
         if not text.startswith(self.root + os.sep) or not os.path.islink(text):
             return path

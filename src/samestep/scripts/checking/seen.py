@@ -100,7 +100,7 @@ class Seen:
         return source_line(self.folder, name, int(number)) if name else ""
 
     def optimizer_at(self, step: str) -> str:
-        """Return what the user's code calls the optimizer that it steps at `file.py:41`."""
+        """Return the name in the user's code of the optimizer stepped at `file.py:41`."""
         call = _STEPPED.search(self.line(step))
         return call[1] or call[2] if call else "optimizer"
 
@@ -119,7 +119,7 @@ def source_line(folder: Path, name: str, number: int) -> str:
 
 
 def read_events(folder: Path, rank: int) -> list[ev.Event]:
-    """Return what a rank noted; its last line may be torn where it was killed."""
+    """Return a rank's events; its last line may be torn if it was killed."""
     path = ev.events_path(folder, rank)
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     # Not checked against the fields' types: a script's own samplers may have any seed.

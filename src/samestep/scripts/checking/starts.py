@@ -73,7 +73,7 @@ class Attempt:
         return str(max(last, key=lambda save: len(save.leaves)).path) if last else ""
 
     def loaded(self, what: str = "file") -> list[ev.StateLoaded]:
-        """Return what it loaded before its first step."""
+        """Return the loads before its first step."""
         return [event for event in self.seen.any(ev.StateLoaded) if event.what == what]
 
     @cached_property

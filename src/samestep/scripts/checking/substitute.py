@@ -209,7 +209,7 @@ def substituting(recorder: Recorder) -> Iterator[None]:
 
 
 def _patches(devices: _Devices, count: int) -> list[Patch]:
-    """Return what is called in place of functions that a CPU cannot answer."""
+    """Return patches of functions that have no answer on a CPU."""
     shown = SimpleNamespace(
         name="CPU", total_memory=_MEMORY, major=8, minor=0, multi_processor_count=108
     )
@@ -303,7 +303,7 @@ def _answer(value: Any) -> Callable[..., Any]:
 
 
 def _without(**instead: Any) -> Callable[..., Any]:
-    """Return what calls a function with these arguments left out, or given so."""
+    """Return a wrapper that passes these values instead of the given arguments."""
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs | {n: v for n, v in instead.items() if n in kwargs})
@@ -312,7 +312,7 @@ def _without(**instead: Any) -> Callable[..., Any]:
 
 
 def _sync_batch_norm(_original: Callable[..., Any], norm: Any, x: Tensor) -> Tensor:
-    """Return what SyncBatchNorm computes of inputs (batch, channels, …), which it does on GPUs."""
+    """Compute SyncBatchNorm of inputs (batch, channels, …), as PyTorch does on GPUs only."""
     group = norm.process_group or (dist.group.WORLD if dist.is_initialized() else None)
     if not norm.training or group is None or dist.get_world_size(group) == 1:
         return _BatchNorm.forward(norm, x)

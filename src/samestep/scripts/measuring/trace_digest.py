@@ -66,7 +66,7 @@ Split = tuple[dict[str, float], Mapping[str, float]]
 
 
 def digest(events: Sequence[Event], steps: int) -> Operations:
-    """Return what the operations in a trace of this many steps were."""
+    """Summarise the operations in a trace of this many steps."""
     phases = phases_of(events)
     compute = union(time for phase, time in phases if phase in COMPUTE)
     if not len(compute) or not steps:
@@ -328,7 +328,7 @@ def without(spans: Spans, taken: Spans) -> Spans:
 
 
 def lengths_in(windows: Spans, spans: Spans) -> Numbers:
-    """Return how much of each window the spans cover."""
+    """Return the length of each window that the spans cover."""
     sums = np.append(0.0, np.cumsum(spans[:, 1] - spans[:, 0]))
 
     def covered(moments: Numbers) -> Numbers:

@@ -247,7 +247,7 @@ class ScreenFile(Nothing):
 
 
 def _why_not(call: Call, error: Exception) -> str:
-    """Say which value cannot be sent to another process, and what to write instead."""
+    """Name the value that cannot be sent to another process, and what to write instead."""
     parts = [(f"{name}=", value) for name, value in call.keywords.items()]
     if call.recipe is not None:
         parts += [(f"Recipe({name}=…)", value) for name, value in vars(call.recipe).items()]

@@ -48,7 +48,7 @@ class SubmittedJob:
     """The `Recipe` that `samestep.submit` was given."""
 
     def status(self) -> dict[str, Any]:
-        """Return what the queue says of the job, and how far its training has come.
+        """Return the job's state in the queue, and its training's progress.
 
         `state` is Slurm's word; "UNKNOWN" some minutes after the end, when Slurm has forgotten it.
         """

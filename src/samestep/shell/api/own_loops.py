@@ -96,7 +96,7 @@ def _trackers(
     tell: Callable[[Record], None],
     stopped: Callable[[], bool],
 ) -> Any:
-    """Return what starts the trackers, with a `take` for records; rank 0 calls it."""
+    """Return the trackers' processes, not yet started; rank 0 calls it."""
     from samestep.show.tracking.processes import TrackerProcesses  # noqa: PLC0415
 
     given = merge_layers({"track": track})
@@ -114,7 +114,7 @@ def _trackers(
 def _mirror(
     settings: Settings, tell: Callable[[Record], None], stopped: Callable[[], bool], *, new: bool
 ) -> Any:
-    """Return what copies the run to a store; rank 0 calls it."""
+    """Return the mirror that copies the run to a store; rank 0 calls it."""
     from samestep.show.mirroring import Mirror  # noqa: PLC0415
 
     check_address(str(settings.mirror))

@@ -164,7 +164,7 @@ class TrainedRun:
         return figure
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: a table of facts, the loss, and the boundary."""
+        """Return a notebook's view: a table of facts, the loss, and the boundary."""
         result = read_object(self.path / "result.json")
         state = str(result.get("status", "no end recorded"))
         rows = {"state": "going on" if is_written(self.path) else state}

@@ -81,7 +81,7 @@ def train_call(
 
 
 def _number(nproc: NumRanks, request: Request) -> int:
-    """Return how many ranks to start; 1 if this process is to train."""
+    """Return the number of ranks to start; 1 if this process is to train."""
     from samestep.launch.ranks.nproc import ranks_to_start, refuse_inside_launcher  # noqa: PLC0415
 
     settings = request.settings
@@ -197,7 +197,7 @@ class _Reporter:
     """Screen, trackers and the mirror, on rank 0."""
 
     def shown(self, world: World, going_on: Path | None = None) -> Shown:
-        """Return what shows the run in this world; it is `going_on` if it was begun before."""
+        """Return the run's sinks in this world; it is `going_on` if it was begun before."""
         if world.is_main and not self.sinks:
             self._start(going_on)
         started_at = float(os.environ.get(STARTED_AT, time.time()))

@@ -90,7 +90,7 @@ def verb(
 
 
 def form_of(name: str) -> Form | None:
-    """Return what a verb of samestep's own takes; None if that is a verb, or one of a few words."""
+    """Return a built-in verb's form; None if it has verbs below, or takes only a few words."""
     for value in vars(module_of(name)).values():
         form = getattr(value, "form", value)
         if isinstance(form, Form) and form.verb == name and OWN[name][0] != "hidden":
@@ -130,7 +130,7 @@ def kind_of(*sources: Source, left_out: Collection[str] = ()) -> type:
 
 
 def _in_shell(parameter: inspect.Parameter) -> tuple[Any, Any]:
-    """Return what a parameter is in the shell: its type, with a mark, and its default."""
+    """Return a parameter's type in the shell, with a mark, and its default."""
     kind: Any
     (kind, mark), default = unmarked(parameter.annotation), parameter.default
     parts = get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
@@ -228,7 +228,7 @@ def print_json(value: Any, indent: int | None = None) -> None:
 
 
 def rich_console(*, stderr: bool = False) -> "Console":
-    """Return what prints in colour to a terminal."""
+    """Return a console that prints in colour to a terminal."""
     from rich.console import Console  # noqa: PLC0415 - not for help
 
     return Console(stderr=stderr, highlight=False)
@@ -330,7 +330,7 @@ def flags_of(kind: type, values: Mapping[str, Any] = types.MappingProxyType({}))
 
 
 def word_of(kind: Any) -> str:
-    """Return what a flag of this type takes, as `--help` shows it: INT, a|b; empty for a switch."""
+    """Return the placeholder of a flag's value in `--help`: INT, a|b; empty for a switch."""
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
     if get_origin(kind) in (types.UnionType, typing.Union):

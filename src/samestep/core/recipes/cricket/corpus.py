@@ -109,7 +109,7 @@ class Corpus:
 
 
 def load(file: BinaryIO) -> Corpus:
-    """Return what `Corpus.save` wrote.
+    """Read a corpus that `Corpus.save` wrote.
 
     Raises:
         ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile: it is not such a file.

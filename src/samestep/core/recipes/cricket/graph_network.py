@@ -81,7 +81,7 @@ class BallGraphNetwork(nn.Module):
         self.read = nn.Sequential(*layers, nn.Linear(_READ, 1))
 
     def forward(self, graphs: Any) -> Tensor:
-        """Return what is predicted for each graph (graphs,)."""
+        """Return the prediction for each graph (graphs,)."""
         nodes = {}
         for name, layer in self.inputs.items():
             x = layer(graphs[name].x)

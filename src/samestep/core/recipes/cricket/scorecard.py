@@ -269,7 +269,7 @@ def _check(info: Info, innings: Innings, path: str) -> None:
 
 
 def _reason(document: bytes, error: Exception) -> str:
-    """Return where a document is wrong and how; msgspec does not say which ball it is."""
+    """Return a document's first error and its place; msgspec does not say which ball it is."""
     try:
         part: Any = msgspec.json.decode(document)
     except (msgspec.DecodeError, UnicodeDecodeError) as broken:

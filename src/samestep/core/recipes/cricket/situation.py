@@ -62,7 +62,7 @@ WINDOWS = (6, 12, 30)
 
 
 def situation(corpus: Corpus) -> Situation:
-    """Return what is known before each ball of a corpus."""
+    """Return the situation before each ball of a corpus."""
     balls, innings = corpus.balls, corpus.innings
     of = corpus.innings_of_balls()
     start = innings["start"].astype(np.int64)[of]
@@ -182,7 +182,7 @@ def phase(over: Array) -> Array:
 
 
 def previous(keys: Array) -> Array:
-    """Return how many rows back the same key was (rows,); 0 where it was not before."""
+    """Return the distance in rows to the previous row of the same key (rows,); 0 without one."""
     order = np.argsort(keys, kind="stable")
     same = keys[order][1:] == keys[order][:-1]
     back = np.zeros(len(keys), np.int64)

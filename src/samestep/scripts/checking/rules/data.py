@@ -301,7 +301,7 @@ def evaluates_augmented(seen: Seen) -> Iterator[Found | NotSeen]:
 
 
 def _seed_by_rank(name: str, in_worker: bool) -> str:
-    """Return how a source of random numbers is seeded, in the process or in a loader's worker."""
+    """Return the code that seeds a source of random numbers, in the process or in a worker."""
     if name.startswith("self."):
         return f"`{name}`, where the data set makes it"
     if in_worker:  # PyTorch seeds all of them there

@@ -122,7 +122,7 @@ def _divides_counts(seen: Seen) -> Iterator[Found]:
 
 
 def _with_samples(part: _Evaluation) -> Iterator[tuple[ev.NumbersReduced, int]]:
-    """Yield what a rank reduced, and how many samples of the same set it had evaluated by then.
+    """Yield a rank's reductions, each with the samples of the same set evaluated by then.
 
     A forward pass after a reduction begins another set.
     """
@@ -277,7 +277,7 @@ def _with_latest(rank: RankSeen, kind: type[E]) -> Iterator[tuple[int | None, E]
 
 
 def _data_of(rank: RankSeen) -> dict[int, int | None]:
-    """Return what tells the data set of each loader from others."""
+    """Return the id of each loader's data set."""
     return {loader.loader_id: loader.data for loader in rank.of(ev.LoaderRead)}
 
 
@@ -302,7 +302,7 @@ def _reads_all(seen: Seen, parts: Sequence[_Evaluation]) -> bool:
 
 
 def _alone_on_a_shard(seen: Seen) -> Found | None:
-    """Return what is wrong if only one rank evaluates, with a sampler that leaves samples out."""
+    """Return a finding if only one rank evaluates, with a sampler that leaves samples out."""
     each = [(rank, parts) for rank in seen.ranks if (parts := evaluations(seen, rank))]
     if len(each) != 1 or not seen.complete:
         return None
@@ -359,7 +359,7 @@ def _went_on(rank: RankSeen, call: ev.ForwardPass, caller: RankSeen) -> bool:
 
 
 def _waits_for(rank: RankSeen, event: ev.ForwardPass) -> str:
-    """Return what a wrapper's forward pass sends to the other ranks; empty if nothing."""
+    """Describe a wrapper's communication in its forward pass; empty if there is none."""
     wraps = rank.of_model(ev.ModelWrapped, event.model_id)
     if not wraps:
         return ""

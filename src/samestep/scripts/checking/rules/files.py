@@ -28,7 +28,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def on_rank_0(seen: Seen, where: str) -> str:
-    """Return what lets only rank 0 execute a line: a diff, if nothing else hangs on the line."""
+    """Return a remedy that lets only rank 0 run a line: a diff, if nothing else depends on it."""
     line = seen.line(where)
     assigned = re.match(r"([\w.]+) *=[^=]", line)
     uses = f", and whatever uses `{assigned[1]}`" if assigned else ""
@@ -39,7 +39,7 @@ def on_rank_0(seen: Seen, where: str) -> str:
 
 
 def _turn(seen: Seen, rank: int, event: ev.Event) -> int:
-    """Return how many collectives a rank had called before: ranks that differ took turns."""
+    """Return a rank's number of collectives before an event: ranks that differ took turns."""
     return sum(call.time <= event.time for call in seen.ranks[rank].of(ev.CollectiveCalled))
 
 

@@ -53,7 +53,7 @@ def other_collectives(seen: Seen) -> Iterator[Found | NotSeen]:
 
 
 def _call(event: ev.CollectiveCalled) -> tuple[object, ...]:
-    """Return what has to be the same on all ranks."""
+    """Return the properties of a collective that must be the same on all ranks."""
     return event.name, event.op, event.root, event.shapes, event.dtype
 
 
@@ -115,7 +115,7 @@ def wrong_variables(seen: Seen) -> Iterator[Found | NotSeen]:
 
 
 def _missing(seen: Seen) -> list[ev.VariableRead]:
-    """Return where the user's code asked for variables of a launcher that is not here."""
+    """Return the user's reads of variables of a launcher that is not here."""
     read = [event for event in seen.any(ev.VariableRead) if event.own]
     return [event for event in read if event.name in _OTHERS and event.value is None]
 
@@ -145,7 +145,7 @@ def swallowed(seen: Seen) -> Iterator[Found | NotSeen]:
 
 @rule("SS606", least_ranks=1)
 def hangs(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Tell who is missing where, as the stacks and the last collectives of all ranks show it."""
+    """Find the ranks missing in a collective, by all ranks' stacks and last collectives."""
     if seen.stall is None or any(rank.exit_code for rank in seen.ranks):
         return
     if seen.stall.gone and not any(rank.steps for rank in seen.ranks):

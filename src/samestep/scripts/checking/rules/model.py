@@ -220,7 +220,7 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
 
 
 def _clipped_apart(seen: Seen) -> Found | None:
-    """Return where ranks scale by norms of their own what is of one model.
+    """Return a finding if ranks clip parts of one model by norms of their own.
 
     Either the shards of one, or gradients that are equal on all ranks next to those of experts.
     """

@@ -56,7 +56,7 @@ def _made(rank: RankSeen, step: ev.OptimizerStep) -> str:
 def _unheld(
     seen: Seen, *, instead: bool
 ) -> Iterator[tuple[RankSeen, ev.OptimizerStep, ev.ModelTrained, dict[str, list[int]]]]:
-    """Yield what is astray on the first rank that has such, with or without other tensors."""
+    """Yield stray weights of the first rank that has some, with or without other tensors."""
     for rank in seen.ranks:
         astray = [part for part in _astray(rank) if part[3] == instead]
         for step, model, shapes, _ in astray:

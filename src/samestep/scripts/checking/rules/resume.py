@@ -39,7 +39,7 @@ class _Fault(NamedTuple):
 
 
 def mistakes(resumed: Resumed) -> Iterator[_Fault]:
-    """Yield what is wrong with a resume."""
+    """Yield the faults of a resume."""
     wrong_files = [*_checkpoints(resumed)]
     yield from wrong_files
     # What follows from a wrong file, or from a finding of an earlier start, is left out.
@@ -126,7 +126,7 @@ def _older(before: Attempt, start: Attempt) -> Iterator[_Fault]:
 
 
 def _resumable(start: Attempt, *later: Attempt) -> list[ev.CheckpointSaved]:
-    """Return what a start saved that is like what later ones loaded, by its parts or its place."""
+    """Return a start's saves that later ones could load, by their parts or their path."""
     files = [file for other in later for file in other.loaded()]
     parts, paths = [{*file.names} for file in files], [file.path for file in files]
     return [
@@ -161,7 +161,7 @@ def _state(whole: Attempt, before: Attempt, start: Attempt) -> Iterator[_Fault]:
 def _difference(
     whole: Attempt, at: int, part: ev.StatePart, own: list[Any], right: list[Any]
 ) -> str:
-    """Say how a part of the state differs from what it was before the kill."""
+    """Describe the difference of a part of the state from its value before the kill."""
     name = _PARTS[part][1]
     if part == "scale":
         return f"the {name} is {_plain(own)}, and was {_plain(right)}"

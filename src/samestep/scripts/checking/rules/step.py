@@ -373,7 +373,7 @@ def cosine_of_epochs_in_batches(seen: Seen) -> Iterator[Found | NotSeen]:
 
 
 def _lengths(rank: RankSeen) -> list[int]:
-    """Return how many optimizer steps the whole training has, and has as far as it is run."""
+    """Return the number of optimizer steps of the whole training, and of the part that is run."""
     latest = None
     for event in rank.of(ev.BatchRead, ev.BackwardPass):
         if isinstance(event, ev.BatchRead):

@@ -44,7 +44,7 @@ _LEFT, _FEW = "_samestep_left", 30  # batches of a process that are compared wit
 
 @contextmanager
 def watching(recorder: Recorder) -> Iterator[None]:
-    """Note what the script's loaders do while inside, and cut their epochs short."""
+    """Record the events of the script's loaders, and cut their epochs short."""
     loaders = _Loaders(recorder)
     iterator = dataloader._BaseDataLoaderIter  # noqa: SLF001 - there is no public place
     with (
@@ -255,7 +255,7 @@ class _Loaders:
         return batch
 
     def on_fetch(self, call: ProbedCall) -> Around:
-        """Note what a process draws for its first samples, and the samples that collating drops."""
+        """Record a process's draws for its first samples, and the samples that collating drops."""
         fetcher = call.args[0]
         # A worker was forked while its loader was starting.
         starting = self._starting[-1] if self._starting else None

@@ -83,7 +83,7 @@ class _Files:
         self.is_on = False
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Note what Python opens, renames and asks for: called very often, and never to raise.
+        """Record files that Python opens and renames, and more: called very often, never raises.
 
         A loader's worker is not a rank.
         """
@@ -103,7 +103,7 @@ class _Files:
             self._recorder.once(ev.FileFetched(str(arguments[0]), fetched=True))
 
     def on_save(self, call: ProbedCall) -> None:
-        """Note what is saved, and whether its names are those of a wrapper."""
+        """Record a saved file, and whether its names are those of a wrapper."""
         arguments = inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
         saved, place, *_ = arguments.values()
         path = self._write(place, "w") if isinstance(place, str | os.PathLike) else None

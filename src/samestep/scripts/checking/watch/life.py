@@ -66,7 +66,7 @@ class _Life:
         self._noted_error: tuple[int, str] | None = None
 
     def on_variable(self, call: ProbedCall) -> None:
-        """Note who reads a launcher's variable; a copy of all variables reads none."""
+        """Record the reader of a launcher's variable; a copy of all variables reads none."""
         name = call.args[1]
         if name not in _VARIABLES:
             return
@@ -80,7 +80,7 @@ class _Life:
             self._recorder.once(ev.CudaAsked())
 
     def on_init(self, call: ProbedCall) -> None:
-        """Note which rank of how many this process takes itself for, even if no rank answers."""
+        """Record the rank and world size that this process assumes, even if no rank answers."""
         signature = inspect.signature(call.function)
         given = signature.bind_partial(*call.args, **call.kwargs).arguments
         by_environment = (given.get("init_method") or "env://").startswith("env://")

@@ -230,7 +230,7 @@ def _copied(tree: Any) -> Any:
 
 
 def _derivation(output: Any, given: Any) -> Callable[[Any], Tensor] | None:
-    """Return how a loss's input came from the model's output, if it did in a way that is known."""
+    """Return the function from the model's output to a loss's input, if it is of a known kind."""
     if not isinstance(given, Tensor) or not given.requires_grad:
         return None
     leaves, _ = pytree.tree_flatten(output)
@@ -344,7 +344,7 @@ def _residual(gradient: Tensor, wanted: Tensor) -> float:
 
 
 def _difference(gradient: Tensor, other: Tensor) -> float:
-    """Return how far two gradients differ in direction."""
+    """Return the relative difference in direction of two gradients."""
     return float((gradient - other * _along(gradient, other)).norm()) / float(gradient.norm())
 
 

@@ -117,7 +117,7 @@ class _TrainingWatcher:
         self._iterable = self._named = False
 
     def on_made(self, what: ev.ObjectKind, known: Numbers, call: ProbedCall) -> Around:
-        """Note where things of a kind are made, and know them from then on."""
+        """Record the place where an object of a kind is made, and track it from then on."""
         yield
         known.add(call.args[0])
         self._recorder.once(ev.ObjectMade(what))
@@ -200,7 +200,7 @@ class _TrainingWatcher:
         return True
 
     def parameters(self) -> list[Tensor]:
-        """Return what the optimizers hold, each once, in their order."""
+        """Return the optimizers' parameters, each once, in their order."""
         tensors = (p for own in self.optimizers.alive() for p in tensors_of(own))
         return [*{id(p): p for p in tensors}.values()]
 
@@ -272,7 +272,7 @@ class _CheckpointWatcher:
         call.args[0]._samestep_where = self._recorder.where()  # noqa: SLF001 - our own mark
 
     def on_save(self, call: ProbedCall) -> Around:
-        """Note what is saved once it is whole: it may be changed while it is written."""
+        """Record a save once it is complete: the state may be changed while it is written."""
         recorder, thread = self._recorder, threading.current_thread()
         where = recorder.where() or getattr(thread, "_samestep_where", "")
         saved = call.argument(0, "obj")
@@ -308,14 +308,14 @@ class _CheckpointWatcher:
             note_whole()
 
     def on_rename(self, call: ProbedCall) -> Around:
-        """Note what is renamed: a checkpoint may get its name once it is whole."""
+        """Record a rename: a checkpoint may get its name once it is complete."""
         yield
         old = self._recorder.name(call.argument(0, "src"))
         new = self._recorder.name(call.argument(1, "dst"))
         self._recorder.note(ev.FileRenamed(old, path=new), where="")
 
     def on_load(self, what: ev.StateKind, call: ProbedCall) -> Around:
-        """Note what is loaded before the first step: a file, or a part of the state."""
+        """Record a load before the first step: of a file, or of a part of the state."""
         loaded = yield
         given = call.argument(0, "state_dict") if what == "file" else None
         into = isinstance(given, Mapping)  # a sharded file is loaded into a state
@@ -362,7 +362,7 @@ def _storages(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _leaves(saved: Any) -> dict[str, Any]:
-    """Return what is saved by its path in the tree; a tensor as a list of its digest."""
+    """Return the saved leaves by path in the tree; a tensor as a list of its digest."""
     with torch.no_grad():
         return {
             path: digests([leaf]) if isinstance(leaf, Tensor) else leaf
@@ -392,7 +392,7 @@ def _path_of(args: tuple[Any, ...], more: Mapping[str, Any]) -> str:
 
 
 def _version_of(path: str) -> tuple[int, ...] | None:
-    """Return what tells whether a file is changed; None for one that is gone."""
+    """Return a key that changes with a file; None if it is gone."""
     try:
         there = Path(path).stat()
     except OSError:

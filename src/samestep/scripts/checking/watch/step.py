@@ -369,7 +369,7 @@ def _left(held: _Held) -> bool:
 
 
 def average_of(loss: Tensor) -> ev.LossAverage | None:
-    """Return what each summand of a loss counts for, as its graph shows; None if it does not."""
+    """Return the weight of each summand of a loss by its graph; None if that does not show it."""
     node: Any = loss.grad_fn
     weight = by = other = 1.0
     for _ in range(_DEEPEST):

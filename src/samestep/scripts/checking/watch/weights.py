@@ -56,7 +56,7 @@ class Numbers:
         return id(key) in self._seen and self._seen[id(key)][0]() is key
 
     def alive(self) -> list[Any]:
-        """Return those that still exist, in order."""
+        """Return the objects that still exist, in order."""
         return [key for ref, _ in self._seen.values() if (key := ref()) is not None]
 
 

@@ -156,7 +156,7 @@ def _is_quiet(progress: Progress) -> bool:
 
 
 def details(entry: JobAndRun, progress: Progress | None) -> dict[str, str]:
-    """Return what is shown of one job, by name."""
+    """Return the rows shown of one job, by name."""
     job = entry.job
     rows: dict[str, str] = {}
     if job is not None:
