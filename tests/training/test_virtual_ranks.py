@@ -327,7 +327,7 @@ def step_of(module, buffers, moves, late=False):
         module.count += 1 + part
         if late:
             module.late += 1
-        found.append(torch.cat(buffers.moved(part)))
+        found.append(torch.cat(buffers.take_changes(part)))
     buffers.settle(sum(found[1:], start=found[0]), len(moves))
 
 

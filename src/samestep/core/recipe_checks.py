@@ -333,7 +333,7 @@ def with_options(name: str, function: Any, options: object) -> Any:
     Those that it has already may have been completed since.
     """
     function = without_options(function)
-    asked = _asked(name, function)
+    asked = _options_parameter(name, function)
     if asked is None or (options is None and name not in ("read", "plot")):
         return function
     is_first = asked == next(iter(inspect.signature(function).parameters))
@@ -370,7 +370,7 @@ def unread_options(recipe: Any) -> tuple[list[str], list[str]]:
     for name in OTHERS:
         value = getattr(recipe, name)
         for function in value.values() if isinstance(value, Mapping) else [value]:
-            asked = None if function is None else _asked(name, function)
+            asked = None if function is None else _options_parameter(name, function)
             if asked is None:
                 without += [name] if callable(function) else []
                 continue
@@ -429,7 +429,7 @@ def moment_asks(function: Any) -> tuple[str, ...]:
     return tuple(n for n in MOMENT_NAMES if n in parameters and n not in (*first, *given))
 
 
-def _asked(name: str, function: Any) -> str | None:
+def _options_parameter(name: str, function: Any) -> str | None:
     """Return the name of a function's parameter for the options; None if it has none."""
     try:
         parameters = inspect.signature(without_options(function)).parameters

@@ -41,7 +41,7 @@ from samestep.bridges.lightning.module import LitRecipe, check_recipe
 from samestep.core.recipe import Recipe
 from samestep.core.session.build import average_of
 from samestep.core.session.training_run import Engine, Task
-from samestep.core.training.alike import is_checked
+from samestep.core.training.agreement import is_checked
 from samestep.core.training.loop import (
     check_weights,
     checkpoint_name,

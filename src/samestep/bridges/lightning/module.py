@@ -27,7 +27,7 @@ from samestep.core.data.keyed_random import (
 from samestep.core.data.source import Batch
 from samestep.core.recipe import Recipe
 from samestep.core.session.trained_model import open_checkpoint
-from samestep.core.training.alike import random_numbers
+from samestep.core.training.agreement import random_numbers
 from samestep.core.training.apply import (
     Moment,
     call,

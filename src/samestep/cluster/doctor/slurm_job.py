@@ -21,12 +21,12 @@ SHORT_NOTICE_S = 60  # less leaves little time to write a checkpoint
 
 def read_slurm(environment: Mapping[str, str] = os.environ) -> SlurmTask | None:
     """Return this process's place in its job; None outside of Slurm."""
-    job = _first(environment, "SLURM_JOB_ID", "SLURM_JOBID")
+    job = _first_set(environment, "SLURM_JOB_ID", "SLURM_JOBID")
     if not job:
         return None
-    step = _first(environment, *launches.STEP_ID)
+    step = _first_set(environment, *launches.STEP_ID)
     in_step = step.isdecimal() and int(step) <= launches.MAX_SRUN_STEP
-    listed = _first(environment, *launches.NODE_LISTS)
+    listed = _first_set(environment, *launches.NODE_LISTS)
     tasks_on_nodes = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     on_nodes = re.findall(launches.TASKS_ON_NODES, tasks_on_nodes)
     try:
@@ -89,12 +89,12 @@ def _gpu_bind(environment: Mapping[str, str]) -> str:
     return f"--{named.removesuffix('_TYPE').lower().replace('_', '-')}={value}"
 
 
-def _first(environment: Mapping[str, str], *names: str) -> str:
+def _first_set(environment: Mapping[str, str], *names: str) -> str:
     return next((environment[name] for name in names if environment.get(name)), "")
 
 
 def _number(environment: Mapping[str, str], *names: str) -> int | None:
-    value = _first(environment, *names)
+    value = _first_set(environment, *names)
     return int(value) if value.isdecimal() else None
 
 

@@ -65,7 +65,7 @@ def download(
         bases.append(mirror if mirror.endswith("/") else f"{mirror}/")
     paths = []
     try:
-        with _made(folder), _locked(folder):
+        with _made_folder(folder), _locked(folder):
             for file in dataset.files:
                 transfer = Transfer(file=file, folder=folder, timeout_s=timeout_s)
                 if not transfer.is_done():
@@ -106,7 +106,7 @@ def _fetch(dataset: RemoteDataset, transfer: "Transfer", bases: Sequence[str]) -
 
 
 @contextlib.contextmanager
-def _made(folder: Path) -> Iterator[None]:
+def _made_folder(folder: Path) -> Iterator[None]:
     """Make the folder, with those above it; those that are still empty after a failure go again."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)

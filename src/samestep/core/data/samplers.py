@@ -75,7 +75,7 @@ class SamplerOrder:
         states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
         try:
             seed_reading(key)
-            for part in _parts(self._sampler):
+            for part in _samplers_and_generators(self._sampler):
                 _key(part, key, epoch)
             most = _length(self._sampler)
             limit = _TIMES_THE_DATA * self._size if most is None else most
@@ -123,12 +123,12 @@ class SamplerOrder:
         return place
 
 
-def _parts(sampler: Any) -> Iterator[Any]:
+def _samplers_and_generators(sampler: Any) -> Iterator[Any]:
     """Yield a sampler, the samplers in it, and the generators of both."""
     yield sampler
     for name, value in [*getattr(sampler, "__dict__", {}).items()]:
         if isinstance(value, Sampler) or name in ("sampler", "batch_sampler"):
-            yield from _parts(value)
+            yield from _samplers_and_generators(value)
         elif isinstance(value, _GENERATORS):
             yield value
 

@@ -130,10 +130,10 @@ class Lane:
     def mark(self) -> Mark:
         """Return the position to read from for the elements not yet taken."""
         if self._next == len(self._window):
-            self._mark = self._here()
+            self._mark = self._position()
         return self._mark
 
-    def _here(self) -> Mark:
+    def _position(self) -> Mark:
         # Some streams report a state that was loaded only after their next element.
         if self._at == self._mark[0]:
             return *self._mark[:2], self._ended
@@ -158,7 +158,7 @@ class Lane:
         """Read the next window; return whether there is one."""
         size = self._route.window
         if size > 1:
-            self._mark = self._here()
+            self._mark = self._position()
         key = mix(self._key, self._at)
         window: list[Any] = []
         while len(window) < max(1, size) and self._read_into(window):

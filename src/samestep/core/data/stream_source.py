@@ -249,7 +249,7 @@ class StreamSource(Source):
             while len(self._marks) > _KEPT:
                 del self._marks[next(iter(self._marks))]
             if lacks:
-                stand_in = self._given(stand_in, sizes)
+                stand_in = self._part_of_batch(stand_in, sizes)
             pairs, facts = stand_in
             # What an augmentation is drawn by; what does not count only stands in.
             places = torch.tensor(facts.slots) + step * route.global_batch
@@ -284,7 +284,7 @@ class StreamSource(Source):
             )
         return sizes, any(lack), problem
 
-    def _given(self, own: Item, sizes: list[int]) -> Item:
+    def _part_of_batch(self, own: Item, sizes: list[int]) -> Item:
         """Return a rank's part of a global batch that has one, where this rank never had any."""
         world = self._world
         giver = next(rank for rank, size in enumerate(sizes) if size)

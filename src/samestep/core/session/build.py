@@ -21,7 +21,7 @@ from samestep.core.data.recipe_data import load_splits, open_split
 from samestep.core.data.source import Source
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.session.request import Request
-from samestep.core.training.alike import (
+from samestep.core.training.agreement import (
     check_same_arithmetic,
     check_same_model,
     check_same_samples,

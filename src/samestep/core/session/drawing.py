@@ -202,7 +202,7 @@ def keep_rows(
     """
     if rows:
         whole = [{**_about(some, place, classes), **row} for place, row in enumerate(rows)]
-        short = [{name: _short(value) for name, value in row.items()} for row in whole]
+        short = [{name: _shortened(value) for name, value in row.items()} for row in whole]
         album.add({"name": "samples", "kind": "rows", "title": "Samples", "rows": short})
 
 
@@ -221,13 +221,13 @@ def _about(some: SampleSubset, place: int, classes: Sequence[str]) -> dict[str, 
     return about
 
 
-def _short(value: Any) -> Any:
+def _shortened(value: Any) -> Any:
     if isinstance(value, str) and len(value) > _MOST_TEXT:
         return f"{value[: _MOST_TEXT - 1]}…"
     if isinstance(value, list):
-        return [_short(part) for part in value[:100]]
+        return [_shortened(part) for part in value[:100]]
     if isinstance(value, dict):
-        return {name: _short(part) for name, part in value.items()}
+        return {name: _shortened(part) for name, part in value.items()}
     return value
 
 
@@ -263,10 +263,10 @@ def draw_own(
                     f"{type(drawn).__name__}; it must return a matplotlib figure or HTML text."
                 )
     except Exception as error:
-        album.note(name, title_of(name), _why(error, draw))
+        album.note(name, title_of(name), _why_failed(error, draw))
 
 
-def _why(error: Exception, draw: Callable[..., Any]) -> str:
+def _why_failed(error: Exception, draw: Callable[..., Any]) -> str:
     if isinstance(error, ImportError) and "matplotlib" in f"{error.name} {error}":
         reason = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
         return f"{_NO_MATPLOTLIB}{reason}"

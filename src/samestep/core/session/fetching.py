@@ -61,7 +61,7 @@ def _fetch(store: Store, path: Path) -> None:
     rules = Retention(
         top_k=kept.get("keep_top_k"), newest=kept.get("keep_newest"), hours=kept.get("keep_hours")
     )
-    fetched = _whole(store, folder, index, rules)
+    fetched = _fetch_kept(store, folder, index, rules)
     if not fetched:
         _say(f"{store.address} has no checkpoint, so the training begins anew.")
         return
@@ -74,7 +74,7 @@ def _fetch(store: Store, path: Path) -> None:
     _say(f"fetched {path} from {store.address}, step {fetched[-1].step:,}.")
 
 
-def _whole(store: Store, folder: Path, index: Index, rules: Retention) -> tuple[Entry, ...]:
+def _fetch_kept(store: Store, folder: Path, index: Index, rules: Retention) -> tuple[Entry, ...]:
     """Fetch the checkpoints that the run keeps; if it keeps all, only the newest and the best.
 
     One without its hash is left out, and then the next one counts.

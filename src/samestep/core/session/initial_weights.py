@@ -72,12 +72,12 @@ def start_from(model: nn.Module, source: Path, world: World, *, strict: bool) ->
         UserError: the file cannot be read, or the weights do not fit.
     """
     what = f"--init-from {source}"
-    path, entry, digest = world.on_main(lambda: _found(source, what))
+    path, entry, digest = world.on_main(lambda: _weights_file(source, what))
     left_out = world.on_every(lambda: _fill(model, _read(path, entry, what), what, strict=strict))
     return InitialWeights(path=str(path), sha256=digest, left_out=left_out)
 
 
-def _found(source: Path, what: str) -> tuple[Path, Entry | None, str]:
+def _weights_file(source: Path, what: str) -> tuple[Path, Entry | None, str]:
     """Return the file to read, its entry if it is a run's checkpoint, and its SHA-256."""
     folder, name = source.parent, source.name
     if source.is_dir():

@@ -16,7 +16,7 @@ from samestep.core.data.recipe_data import Unpacked
 from samestep.core.session.build import Built
 from samestep.core.session.request import Request
 from samestep.core.session.session import room_notes, state_bytes
-from samestep.core.training.alike import arithmetic
+from samestep.core.training.agreement import arithmetic
 from samestep.core.training.optimizer_state import kind_of
 from samestep.core.training.plan import Plan, warmup_steps
 from samestep.core.training.side_effects import batch_norms

@@ -18,7 +18,7 @@ from samestep.core.session.own_epochs import OwnEpochs
 from samestep.core.session.own_loop import AFTER_BATCHES, AFTER_EPOCHS, IN_BATCHES, LoopState
 from samestep.core.session.own_session import OwnSession
 from samestep.core.session.own_state import Means
-from samestep.core.training.alike import check_same, random_numbers
+from samestep.core.training.agreement import check_same, random_numbers
 from samestep.core.training.carried import Carry
 from samestep.core.training.prepare import share_buffers
 from samestep.launch.ranks import watched

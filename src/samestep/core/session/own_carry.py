@@ -10,7 +10,7 @@ from samestep.base.trees import describe, map_tensors, tree_leaves
 from samestep.core.data.keyed_random import mix
 from samestep.core.session.own_data import OwnBatch
 from samestep.core.session.saver import say
-from samestep.core.training.alike import random_numbers
+from samestep.core.training.agreement import random_numbers
 from samestep.core.training.carried import Carried, Carry
 from samestep.launch.ranks.world import World
 
@@ -31,7 +31,7 @@ class SlotState:
         """Return the state of a batch's slots; samples that only stand in have one that is lost."""
         if not batch.weight:
             return self._carried.new(batch.rows)
-        return self._carried.given(self._slots(batch))
+        return self._carried.rows(self._slots(batch))
 
     def leave(self, batch: OwnBatch, tree: Any) -> None:
         """Take the state that a batch leaves."""

@@ -137,8 +137,8 @@ class OpenedData:
         self, data: Any, collate: Collate | None, workers: int, drawn: Drawn = ("shuffled", None)
     ) -> bool:
         """Whether it is what the script gives now."""
-        before = (*_parts(self._data), self._collate, *self._drawn)
-        now = (*_parts(data), collate, *drawn)
+        before = (*_as_tuple(self._data), self._collate, *self._drawn)
+        now = (*_as_tuple(data), collate, *drawn)
         same = len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
         return same and workers == self._workers and self._stamp == _stamp_of(data)
 
@@ -223,13 +223,13 @@ def _ordering(order: OrderName, weights: PerSample | None, data: Any) -> Orderin
     return Ordering(order=order, weights=given)
 
 
-def _parts(data: Any) -> tuple[Any, ...]:
+def _as_tuple(data: Any) -> tuple[Any, ...]:
     return data if isinstance(data, tuple) else (data,)
 
 
 def _tensors(data: Any) -> tuple[Tensor, ...]:
     """Return the tensors of data in memory; none of other data."""
-    parts = data.tensors if isinstance(data, TensorDataset) else _parts(data)
+    parts = data.tensors if isinstance(data, TensorDataset) else _as_tuple(data)
     return parts if all(isinstance(part, Tensor) for part in parts) else ()
 
 

@@ -17,7 +17,7 @@ from samestep.core.session.own_loop import (
 from samestep.core.session.own_session import OwnSession
 from samestep.core.session.own_state import Stateful
 from samestep.core.session.saver import say
-from samestep.core.training.alike import is_checked
+from samestep.core.training.agreement import is_checked
 from samestep.core.training.meter import Clock
 from samestep.core.training.plan import is_recorded, steps_between_records
 from samestep.core.training.stopping import Watch

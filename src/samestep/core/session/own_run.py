@@ -89,7 +89,7 @@ class OwnRun:
         self._epochs = OwnEpochs(own, self._loop)
         self._batches = OwnBatches(own, self._loop, self._epochs)
         self._loop.is_open = True
-        open_gather(self._where)
+        open_gather(self._world_of_step)
         return self
 
     def __exit__(
@@ -452,7 +452,7 @@ class OwnRun:
         rows = batch.rows if batch.weight else 0
         self._batches.log_into.add(values, rows if terms is None or not rows else terms)
 
-    def _where(self) -> tuple[World, bool]:
+    def _world_of_step(self) -> tuple[World, bool]:
         batch = self._loop.use_batch("samestep.gather", trains=True)
         self._batches.passes.gather(batch.step)
         return self._opened.world, batch.weight > 0

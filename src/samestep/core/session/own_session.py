@@ -46,7 +46,7 @@ from samestep.core.session.session import (
     start_record,
     state_bytes,
 )
-from samestep.core.training.alike import OF_A_RANK, check_same, check_same_model, check_weights
+from samestep.core.training.agreement import OF_A_RANK, check_same, check_same_model, check_weights
 from samestep.core.training.carried import Carry
 from samestep.core.training.meter import Clock
 from samestep.core.training.model_state import ModelTrial

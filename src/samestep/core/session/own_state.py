@@ -156,7 +156,7 @@ def plain(value: Any, name: str = "", *, free: Collection[str] = ()) -> Any:
     value = _opened(value)
     if isinstance(value, Mapping):
         named = {str(k): part for k, part in value.items() if not names_secret(str(k))}
-        kept = {k: _kept(k, part, f"{name}[{k!r}]", free) for k, part in named.items()}
+        kept = {k: _plain_or_none(k, part, f"{name}[{k!r}]", free) for k, part in named.items()}
         return {k: part for k, part in kept.items() if part is not None}
     if isinstance(value, list | tuple):
         parts = [plain(part, f"{name}[{place}]") for place, part in enumerate(value)]
@@ -173,7 +173,7 @@ def plain(value: Any, name: str = "", *, free: Collection[str] = ()) -> Any:
     return simple if not isinstance(simple, float) or math.isfinite(simple) else str(simple)
 
 
-def _kept(key: str, value: Any, name: str, free: Collection[str]) -> Any:
+def _plain_or_none(key: str, value: Any, name: str, free: Collection[str]) -> Any:
     try:
         return plain(value, name)
     except UserError:
@@ -255,7 +255,7 @@ def check_held(state: Mapping[str, Stateful], trained: Sequence[Any]) -> set[int
     held = {id(part) for part in (*state.values(), *(p for m in modules for p in m.parameters()))}
     # An object of the user's own may hold an optimizer, and all modules where state names none.
     own = any(not isinstance(part, _KNOWN) for part in state.values())
-    pieces = [named for part in trained for named in _pieces(part)]
+    pieces = [named for part in trained for named in _optimizers_and_parameters(part)]
     lacking = [
         name
         for name, piece in pieces
@@ -291,7 +291,7 @@ def left_out(
     return f"the scheduler of the optimizer ({kind})" if scheduled and not has_scheduler else ""
 
 
-def _pieces(part: Any) -> list[tuple[str, Any]]:
+def _optimizers_and_parameters(part: Any) -> list[tuple[str, Any]]:
     """Return the optimizers and parameters that a checkpoint must hold, with names for messages."""
     kind = type(part).__name__
     if isinstance(part, nn.Module):

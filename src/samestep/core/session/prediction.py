@@ -201,7 +201,7 @@ def _described(
     if recipe.show is not None:
         return [{"values": row} for row in shown_by(recipe.show, outputs, targets, count)]
     names = tuple(opened.content.get("classes") or ())
-    known = recipe.forward is None and _fits(targets, count)
+    known = recipe.forward is None and _has_a_row_each(targets, count)
     actual = _rows_of("target", targets, count) if known else [{}] * count
     # Where the loss is made of it, outputs are class scores whether classes have names or not.
     scores = _class_scores(outputs, names, top, numbered=is_cross_entropy(recipe.evaluated_loss))
@@ -276,7 +276,7 @@ def _class_scores(
 
 def _rows_of(name: str, tree: Any, count: int) -> list[dict[str, Any]]:
     """Return each sample's row of a tree of tensors, under a name."""
-    if not _fits(tree, count):
+    if not _has_a_row_each(tree, count):
         raise UserError(
             f"The model's outputs for {count} samples are {describe(tree)}, and predict shows one "
             "number or one row of numbers per sample. Say what to show: Recipe(show=…), a function "
@@ -286,7 +286,7 @@ def _rows_of(name: str, tree: Any, count: int) -> list[dict[str, Any]]:
     return [{name: _plain(map_leaves(itemgetter(place), here))} for place in range(count)]
 
 
-def _fits(tree: Any, count: int) -> bool:
+def _has_a_row_each(tree: Any, count: int) -> bool:
     """Whether a tree has tensors with one number, or one row of numbers, for each sample."""
     leaves = tree_leaves(tree)
     return bool(leaves) and all(

@@ -41,7 +41,9 @@ def has_parted(error: Exception, membership: Membership, world: World) -> bool:
     return not membership.has_failed()
 
 
-def held(built: Built | None, recipe: str, before: Holding, session: Session | None) -> Holding:
+def holding_of(
+    built: Built | None, recipe: str, before: Holding, session: Session | None
+) -> Holding:
     """Return this rank's state of a training that has begun, without asking others.
 
     Once it is `trained`, the model may hold other weights: the last checkpoint is read. So it is
@@ -72,7 +74,7 @@ def take_over(holding: Holding, work: Work, state: State, recipe: str) -> list[R
     All ranks of the new group call it, newcomers too. Returns the records of the newest step.
     """
     world = work.world
-    ranks = world.gather((holding.progress, _own(holding), holding.parts, holding.recent))
+    ranks = world.gather((holding.progress, _rank_content(holding), holding.parts, holding.recent))
     newest = max(progress for progress, *_ in ranks)
     if not newest:
         return None
@@ -89,7 +91,7 @@ def take_over(holding: Holding, work: Work, state: State, recipe: str) -> list[R
     return [record for record in recent.values() if record.get("step") == newest[0]]
 
 
-def _own(holding: Holding) -> dict[str, Any]:
+def _rank_content(holding: Holding) -> dict[str, Any]:
     content = holding.content or {}
     return {name: content[name] for name in _OF_A_RANK if name in content}
 

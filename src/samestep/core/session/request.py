@@ -96,7 +96,7 @@ class Draft:
         """Return the settings as they are without flags."""
         return Settings(**merge_layers(*self.layers))  # type: ignore[arg-type]
 
-    def asked(self, name: str, flags: Mapping[str, object]) -> Any:
+    def given(self, name: str, flags: Mapping[str, object]) -> Any:
         """Return a setting as flags or a layer have it, if no other setting replaces it."""
         return next((layer[name] for layer in (flags, *self.layers[::-1]) if name in layer), None)
 
@@ -224,9 +224,9 @@ def finish(
     `given` names both. `resume` may be the address of a store that has the run.
     """
     store = resume if isinstance(resume, str) and resume != HERE else None
-    if store is not None and start.asked("run_dir", flags) is None:
+    if store is not None and start.given("run_dir", flags) is None:
         flags = {**flags, "run_dir": str(Path("runs", PurePath(store).name))}
-    mirror = start.asked("mirror", flags)
+    mirror = start.given("mirror", flags)
     if store is not None or mirror:
         from samestep.base.run.store import address_of, check_address  # noqa: PLC0415
 
@@ -248,7 +248,7 @@ def _finished(
         raise UserError(f"--allow-change {allow_change} has no effect without --resume.")
     allowed = _names_allowed(allow_change or "", start.recipe)
     flags = dict(given_settings)
-    run_dir = str(start.asked("run_dir", flags) or "")
+    run_dir = str(start.given("run_dir", flags) or "")
     if run_dir and start.folder != Path.cwd():
         run_dir = str(start.folder / run_dir)
     run = start if resume and start.run is not None else None
@@ -291,7 +291,7 @@ def _finished(
         settings_of=None if resume else start.run,
         recipe_changes=() if run is None else _changes(run, start.recipe, allowed),
         script_args=start.script_args,
-        pieces=_pieces(start),
+        pieces=_recipe_pieces(start),
         folder=start.folder,
     )
 
@@ -309,7 +309,7 @@ def _changes(run: Draft, recipe: Recipe, allowed: tuple[str, ...]) -> tuple[str,
     return accepted_changes(run.run, run.source, recipe, allowed)
 
 
-def _pieces(start: Draft) -> "Pieces":
+def _recipe_pieces(start: Draft) -> "Pieces":
     if not start.source.startswith(FROM_PYTHON):
         return {}
     from samestep.core.session.recipe_pieces import pieces_of  # noqa: PLC0415

@@ -34,7 +34,7 @@ from samestep.core.session.session import (
     resume_record,
     start_record,
 )
-from samestep.core.training.alike import OF_A_RANK, arithmetic, check_same
+from samestep.core.training.agreement import OF_A_RANK, arithmetic, check_same
 from samestep.core.training.device import kernels_of, switched
 from samestep.core.training.loop import RunControl, SaveTimer, train
 from samestep.core.training.prepare import Wrap, wrap
@@ -173,7 +173,7 @@ def _going_on(
     return with_options(request, replace(request.options, **options)) if options else request
 
 
-def _asked(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
+def _shared_settings(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return settings and options of a request, without those that are each rank's own."""
     settings = {n: v for n, v in vars(request.settings).items() if n not in OF_A_RANK}
     options = request.options
@@ -196,7 +196,7 @@ def _run(
     with switched(request.settings, world.device):
         try:
             request = _going_on(request, world, membership, holding)
-            holding = replace(holding, asked=_asked(request))
+            holding = replace(holding, asked=_shared_settings(request))
             named = world.on_main(lambda: choose_path(request))
             path = named.absolute()  # the recipe's functions may change the working directory
             request = completed(request, world)
@@ -216,10 +216,10 @@ def _run(
         except Exception as error:
             begun = built if session is not None else None
             if membership is not None:
-                from samestep.core.session.regrouping import has_parted, held  # noqa: PLC0415
+                from samestep.core.session.regrouping import has_parted, holding_of  # noqa: PLC0415
 
                 if has_parted(error, membership, world):
-                    return held(begun, request.recipe.name, holding, session)
+                    return holding_of(begun, request.recipe.name, holding, session)
             if begun is not None and session is not None:
                 record_failure(session, request, begun.work, begun.state, error)
             raise

@@ -16,8 +16,8 @@ from samestep.base.run.records import TAKEN_NAMES
 from samestep.base.trees import describe
 from samestep.core.data.keyed_random import mix
 from samestep.core.recipe_checks import check_names
-from samestep.core.training.alike import check_same, random_numbers
-from samestep.core.training.optimizer_state import alike, groups_of
+from samestep.core.training.agreement import check_same, random_numbers
+from samestep.core.training.optimizer_state import equal_values, groups_of
 from samestep.launch.ranks.mesh import any_sharded, whole
 from samestep.launch.ranks.world import World
 
@@ -83,7 +83,7 @@ class AfterEpoch:
                 f"{where} has put other parameters into the model, which neither the optimizer nor "
                 "the ranks have. Change weights in place: parameter.copy_(…)."
             )
-        if not alike(groups, self._groups()):
+        if not equal_values(groups, self._groups()):
             raise UserError(
                 f"{where} has changed the groups of the optimizer, and a resumed run would not "
                 "have that. Give the optimizer all parameters, also those to be unfrozen; rates "

@@ -45,22 +45,22 @@ class StepBuffers:
         """Remember the buffers as they are before a step."""
         if not self._all:
             return
-        floats, others = _now(self._floats), _now(self._others)
+        floats, others = _tensors_at(self._floats), _tensors_at(self._others)
         self._before = self._flat(floats)
         self._kept = [*_cut(self._before, floats), *(tensor.clone() for tensor in others)]
         self._no_bytes = self._before.new_zeros(self._num_bytes)
         self._marks = _marks(self._marked)
 
     @torch.no_grad()
-    def moved(self, part: int) -> list[Tensor]:
-        """Return a virtual rank's changes to the buffers, and undo them.
+    def take_changes(self, part: int) -> list[Tensor]:
+        """Undo a virtual rank's changes to the buffers, and return them.
 
         In the first step, whether each was changed; then how far the floating-point ones moved, and
         the bytes of the others, only from virtual rank 0.
         """
         if not self._all:
             return []
-        floats, others = _now(self._floats), _now(self._others)
+        floats, others = _tensors_at(self._floats), _tensors_at(self._others)
         pairs = zip(_marks(self._marked), self._marks, strict=True)
         changed = [now != before for now, before in pairs]
         after, changes = self._flat(floats), []
@@ -105,9 +105,9 @@ class StepBuffers:
         # Infinities that stay, as in masks, have moved by NaN.
         stays = moved.isnan() & ~self._before.isfinite()
         after = torch.where(stays, self._before, self._before + moved)
-        if floats := _now(self._floats):
+        if floats := _tensors_at(self._floats):
             torch._foreach_copy_(floats, _cut(after, floats))
-        others = _now(self._others)
+        others = _tensors_at(self._others)
         for tensor, part in zip(others, torch.split(sent, [t.nbytes for t in others]), strict=True):
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
         if not self._known:
@@ -146,12 +146,12 @@ def _refuse_first(places: Sequence[BufferPlace], wrong: Sequence[bool], why: str
             )
 
 
-def _now(places: Sequence[BufferPlace]) -> list[Tensor]:
+def _tensors_at(places: Sequence[BufferPlace]) -> list[Tensor]:
     return [place.tensor for place in places]
 
 
 def _marks(places: Sequence[BufferPlace]) -> list[tuple[int, int]]:
-    return [(id(tensor), tensor._version) for tensor in _now(places)]  # noqa: SLF001
+    return [(id(tensor), tensor._version) for tensor in _tensors_at(places)]  # noqa: SLF001
 
 
 def _cut(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from samestep.base.settings import Settings
 from samestep.base.trees import describe, map_leaves, map_tensors, narrow, tree_leaves
 from samestep.core.data.keyed_random import mix
 from samestep.core.data.order import Block, held_parts, part_of
-from samestep.core.training.alike import check_same_tensors, random_numbers
+from samestep.core.training.agreement import check_same_tensors, random_numbers
 from samestep.core.training.device import data_dtype
 from samestep.core.training.gathered import gather_rows
 from samestep.core.training.plan import Plan
@@ -95,11 +95,11 @@ class Carried:
                 on_all_ranks=True,
             )
         if size != self._size:
-            self._lay_out(self.whole(), size)
+            self._lay_out(self.all_rows(), size)
         self._left = {}
 
     def _begin_epoch(self, step: int) -> None:
-        more = {"carried": self.whole() if self._size else None} if self._keeps else {}
+        more = {"carried": self.all_rows() if self._size else None} if self._keeps else {}
         with random_numbers(mix(self._seed, 2, step)):
             new = new_state(self._carry, self._slots, self._world.device, self._dtype, **more)
         where = defined_at(self._carry).strip(" ()")
@@ -122,7 +122,7 @@ class Carried:
         """Return new state for `rows` rows, which is not kept."""
         return new_state(self._carry, rows, self._world.device, self._dtype)
 
-    def given(self, slots: range) -> Any:
+    def rows(self, slots: range) -> Any:
         """Return the rows of some slots of this rank, in memory that a forward may write to."""
         return map_leaves(torch.clone, narrow(self._rows, slots.start - self._first, len(slots)))
 
@@ -136,7 +136,7 @@ class Carried:
         forms = [[tuple(leaf.shape[1:]) for leaf in leaves] for leaves in (before, after)]
         if forms[0] != forms[1]:
             raise UserError(
-                f"{who()} {describe(tree)}: another shape than {describe(self.given(slots))}. Each "
+                f"{who()} {describe(tree)}: another shape than {describe(self.rows(slots))}. Each "
                 f"row stays as carry={defined_at(self._carry)} made it."
             )
         pairs = zip(before, after, strict=True)
@@ -153,7 +153,7 @@ class Carried:
         place = part.place if self._world.virtual_ranks else self._world.rank
         first = self.first_of(place) + part.first_row
         slots = range(first, first + part.rows)
-        outputs, left = model(part.inputs, self.given(slots))
+        outputs, left = model(part.inputs, self.rows(slots))
         self.leave(slots, left, lambda: "The forward returned as carried state")
         return outputs
 
@@ -171,7 +171,7 @@ class Carried:
                 old.narrow(0, first - self._first, len(new)).copy_(new)
         self._left = {}
 
-    def whole(self) -> Any:
+    def all_rows(self) -> Any:
         """Return the rows of all slots; all ranks call it."""
         own = tree_leaves(self._rows)
         gathered = gather_rows(own, len(own[0]), self._world, "carried state").tensors
@@ -182,7 +182,7 @@ class Carried:
 
     def state(self) -> Any:
         """Return the carried state for a checkpoint; all ranks call it."""
-        return map_tensors(lambda leaf: leaf.cpu(), self.whole()) if self._size else None
+        return map_tensors(lambda leaf: leaf.cpu(), self.all_rows()) if self._size else None
 
     def load(self, saved: Any) -> None:
         """Continue from what a checkpoint holds, on any number of ranks."""

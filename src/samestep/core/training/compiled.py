@@ -37,13 +37,13 @@ _STEPS_PER_GRAPH = 8
 def only_of_sizes(sizes: frozenset[int], call_model: CallModel) -> CallModel:
     """Wrap the call of a compiled model: micro-steps of other sizes than these run uncompiled."""
 
-    def called(part: Block) -> Any:
+    def call_part(part: Block) -> Any:
         if part.rows in sizes:
             return call_model(part)
         with torch.compiler.set_stance("force_eager"):
             return call_model(part)
 
-    return called
+    return call_part
 
 
 class ModelStep:
@@ -127,7 +127,7 @@ class WholeStep(EagerStep):
         with self._phases.left_out(), explained(), watched.within(watched.COMPILING):
             result = self._graph.run(inputs, targets, lrs, step)
         what = f"{block.num_steps} steps: forward, loss, backward, clipping, optimizer in one graph"
-        what += self._graph.how()
+        what += self._graph.device_phrase()
         note = _note(what, block.num_steps, time.perf_counter() - before)
         return replace(result, notes=(note,))
 

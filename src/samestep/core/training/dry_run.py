@@ -21,7 +21,7 @@ from samestep.core.data.order import step_range
 from samestep.core.data.source import Batch, Source
 from samestep.core.recipe import Recipe, Splits, accuracy
 from samestep.core.recipe_checks import check_lower, check_names
-from samestep.core.training.alike import random_numbers
+from samestep.core.training.agreement import random_numbers
 from samestep.core.training.apply import (
     Moment,
     applied,

@@ -15,7 +15,7 @@ from samestep.core.data.keyed_random import mix, seed_reading, seed_torch
 from samestep.core.data.order import held_parts
 from samestep.core.data.source import Batch
 from samestep.core.recipe import Reduction
-from samestep.core.training.alike import random_numbers, sum_over_parts
+from samestep.core.training.agreement import random_numbers, sum_over_parts
 from samestep.core.training.apply import (
     Applied,
     Measure,

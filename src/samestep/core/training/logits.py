@@ -57,7 +57,7 @@ def places() -> list[ModuleType]:
 
 
 @contextmanager
-def taken(modules: Sequence[ModuleType]) -> Iterator[HowTaken]:
+def taking_predictions(modules: Sequence[ModuleType]) -> Iterator[HowTaken]:
     """Let torchmetrics, in the modules of `places`, take predictions as the yielded object says."""
     taking = HowTaken()
 

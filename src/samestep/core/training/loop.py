@@ -19,7 +19,7 @@ from samestep.base.errors import UserError, made_by
 from samestep.base.run.records import Record
 from samestep.core.data.order import Block
 from samestep.core.data.source import Source
-from samestep.core.training.alike import is_checked
+from samestep.core.training.agreement import is_checked
 from samestep.core.training.evaluation import (
     Evaluable,
     EvaluationError,
@@ -227,10 +227,10 @@ def with_after_epoch(work: Work, state: State, epoch: Record) -> Record:
     number = position.epoch + 1
     if position.told_epoch < number:
 
-        def called(values: dict[str, float]) -> None:
+        def keep_values(values: dict[str, float]) -> None:
             position.told, position.told_epoch = values, number
 
-        work.after_epoch(number, position.step, state.validated, called)
+        work.after_epoch(number, position.step, state.validated, keep_values)
     metrics = {**epoch.get("metrics", {}), **position.told}
     return {**epoch, "metrics": metrics} if metrics else epoch
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.trees import describe, tree_leaves
 from samestep.core.recipe import is_cross_entropy
-from samestep.core.training.alike import sum_over_parts
+from samestep.core.training.agreement import sum_over_parts
 from samestep.launch.ranks.world import World
 
 States = dict[str, dict[str, Any]]
@@ -117,7 +117,7 @@ class Objects:
         if self._metrics:
             from samestep.core.training import logits  # noqa: PLC0415
 
-            self._taken = partial(logits.taken, logits.places())
+            self._taken = partial(logits.taking_predictions, logits.places())
         self.reset()
 
     def __bool__(self) -> bool:
@@ -382,7 +382,9 @@ class _PartMetrics:
     def add(self, step: StepOutputs) -> None:
         """Keep outputs; measure them once there are many, or their form changes."""
         self._samples += step.samples
-        if len(self._seen) == self._most or (self._seen and not _alike(step, self._seen[0])):
+        if len(self._seen) == self._most or (
+            self._seen and not _can_concatenate(step, self._seen[0])
+        ):
             self._measure_kept()
         if not self._seen:
             leaves = [leaf for leaf in tree_leaves(step.outputs) if isinstance(leaf, Tensor)]
@@ -443,7 +445,7 @@ class _PartMetrics:
                 self.late |= set(self.names) - known
 
 
-def _alike(one: StepOutputs, other: StepOutputs) -> bool:
+def _can_concatenate(one: StepOutputs, other: StepOutputs) -> bool:
     """Whether two batches can be concatenated."""
     for mine, its in ((one.outputs, other.outputs), (one.targets, other.targets)):
         if not (isinstance(mine, Tensor) and isinstance(its, Tensor) and mine.shape == its.shape):

@@ -175,7 +175,7 @@ def what_groups_keep(
                 for name, value in group.items()
                 if name not in _set_here(group)
                 and name not in scheduled
-                and not (name in new and alike(value, new[name]))
+                and not (name in new and equal_values(value, new[name]))
             ),
             "dtypes": _dtypes(group),
         }
@@ -192,7 +192,7 @@ def _dtypes(group: Group) -> list[str]:
     return sorted({str(p.dtype) for p in group["params"]})
 
 
-def alike(one: Any, other: Any) -> bool:
+def equal_values(one: Any, other: Any) -> bool:
     """Whether two values of a state are equal, NaN with NaN, too."""
     return not difference(one, other) and not difference(other, one)
 
@@ -291,7 +291,7 @@ def _gathered(
                 for name, value in group.items()
                 if name not in _SET_HERE
                 and name not in arguments
-                and not (name in new and alike(value, new[name]))
+                and not (name in new and equal_values(value, new[name]))
             }
             for group, new in pairs
         ]

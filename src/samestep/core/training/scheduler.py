@@ -38,7 +38,7 @@ class Scheduler:
         given = {"optimizer": optimizer, "plan": plan}
         asked = {name: given[name] for name in plan.schedule_asks}
         schedule, before = plan.schedule, self._as_they_are()
-        returned = self._called("The recipe's schedule failed", lambda: schedule(**asked))
+        returned = self._call_user_code("The recipe's schedule failed", lambda: schedule(**asked))
         several = returned if isinstance(returned, list | tuple) else [returned]
         self.parts = [self._checked(part) for part in several]
         """The scheduler, or one for each of several optimizers, and after what it is stepped."""
@@ -86,7 +86,7 @@ class Scheduler:
         for scheduler, interval in self.parts if step <= self._plan.total_steps else ():
             if interval == what:
                 what_failed = f"The recipe's {type(scheduler).__name__} failed after step {step}"
-                self._called(what_failed, partial(scheduler.step, *monitored))
+                self._call_user_code(what_failed, partial(scheduler.step, *monitored))
 
     def state(self) -> dict[str, Any]:
         """Return the schedulers' state for a checkpoint, and the values that they set in groups."""
@@ -121,7 +121,7 @@ class Scheduler:
             )
         for (scheduler, _), state in zip(self.parts, states, strict=True):
             what = f"The recipe's {type(scheduler).__name__} failed"
-            self._called(what, partial(scheduler.load_state_dict, state))
+            self._call_user_code(what, partial(scheduler.load_state_dict, state))
         for group, moved in zip(self._optimizer.param_groups, saved["groups"], strict=True):
             group.update(moved)
 
@@ -180,7 +180,7 @@ class Scheduler:
             )
         return scheduler, "validation"
 
-    def _called(self, what: str, function: Callable[[], Any]) -> Any:
+    def _call_user_code(self, what: str, function: Callable[[], Any]) -> Any:
         """Call the user's code, which must not step the optimizer."""
         watching = self._optimizer.register_step_pre_hook(self._refuse)
         try:

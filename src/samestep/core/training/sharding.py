@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, did_you_mean, listed
 from samestep.base.settings import Settings
 from samestep.core.recipe import Recipe
-from samestep.core.training.alike import rng_state, set_rng_state
+from samestep.core.training.agreement import rng_state, set_rng_state
 from samestep.launch.ranks.mesh import is_shard_root, is_sharded, make_mesh, shard_module
 from samestep.launch.ranks.world import World
 
@@ -93,7 +93,7 @@ def hold_order(takes: nn.Module, names: dict[nn.Module, str]) -> None:
         nonlocal now
         now = [] if takes.training else None
 
-    def called(block: nn.Module, _: object) -> None:
+    def note_order(block: nn.Module, _: object) -> None:
         if now is None:  # recomputed in a backward, or an evaluation
             return
         now.append(block)
@@ -111,7 +111,7 @@ def hold_order(takes: nn.Module, names: dict[nn.Module, str]) -> None:
     takes.register_forward_pre_hook(begin, prepend=True)
     takes.register_forward_hook(end)
     for block in names:
-        block.register_forward_pre_hook(called, prepend=True)
+        block.register_forward_pre_hook(note_order, prepend=True)
 
 
 def _refuse_order(name: str) -> None:

@@ -174,13 +174,13 @@ def _of_attributes(
         if name not in apart:
             digest = hashlib.sha256()
             with contextlib.suppress(Exception):  # of an object that does not let itself be read
-                for piece in _pieces(value, _DEPTH, {*known}):
+                for piece in _content_bytes(value, _DEPTH, {*known}):
                     digest.update(piece)
             prints[f"{prefix}{name}"] = digest.hexdigest()
     return prints
 
 
-def _pieces(value: Any, depth: int, seen: set[int]) -> Iterator[bytes]:
+def _content_bytes(value: Any, depth: int, seen: set[int]) -> Iterator[bytes]:
     """Yield bytes that differ where a value's content does; each object's content once."""
     yield type(value).__name__.encode()
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
@@ -191,8 +191,8 @@ def _pieces(value: Any, depth: int, seen: set[int]) -> Iterator[bytes]:
         if content is not None:
             yield content
         elif depth:
-            for part in _parts(value):
-                yield from _pieces(part, depth - 1, seen)
+            for part in _contents_of(value):
+                yield from _content_bytes(part, depth - 1, seen)
 
 
 def _content(value: Any) -> bytes | None:
@@ -228,17 +228,17 @@ def _values(tensor: Tensor) -> bytes:
     return kind + flat.view(torch.uint8).numpy().tobytes()
 
 
-def _parts(value: Any) -> Iterable[Any]:  # noqa: PLR0911 - a case a kind
+def _contents_of(value: Any) -> Iterable[Any]:  # noqa: PLR0911 - a case a kind
     """Return the parts of a container, a module, a function or another object."""
     match value:
         case type() | ModuleType():
             return ()
         case Mapping():
-            return (part for pair in _some(value.items(), len(value)) for part in pair)
+            return (part for pair in _entries_at_ends(value.items(), len(value)) for part in pair)
         case set() | frozenset():
             return sorted(map(repr, value))
         case list() | tuple() | deque():
-            return (len(value), *_some(value, len(value)))
+            return (len(value), *_entries_at_ends(value, len(value)))
         case nn.Module():
             plain = [kept for name, kept in vars(value).items() if name not in _OF_ANY_MODULE]
             return [*value.parameters(), *value.buffers(), *plain]
@@ -255,7 +255,7 @@ def _parts(value: Any) -> Iterable[Any]:  # noqa: PLR0911 - a case a kind
     return {**kept, **getattr(value, "__dict__", {})}.values()
 
 
-def _some(values: Iterable[Any], size: int) -> Iterator[Any]:
+def _entries_at_ends(values: Iterable[Any], size: int) -> Iterator[Any]:
     """Yield a container's entries; of a long one, only those at both ends."""
     for place, value in enumerate(islice(values, size)):
         if min(place, size - 1 - place) < _MOST:

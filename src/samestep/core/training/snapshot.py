@@ -12,7 +12,7 @@ from samestep.base.errors import UserError, defined_at
 from samestep.base.run.checkpoints import FORMAT
 from samestep.core.data.keyed_random import mix, seed_rank
 from samestep.core.data.order import held_parts
-from samestep.core.training.alike import check_weights, may_draw, rng_state, set_rng_state
+from samestep.core.training.agreement import check_weights, may_draw, rng_state, set_rng_state
 from samestep.core.training.model_state import load_model
 from samestep.core.training.optimizer import set_lr
 from samestep.core.training.optimizer_state import load_state, what_groups_keep

@@ -13,7 +13,7 @@ from samestep.base.settings import Settings
 from samestep.base.trees import describe, map_tensors
 from samestep.core.data.keyed_random import RankSeeds
 from samestep.core.data.order import Block, cut_block, cut_rows
-from samestep.core.training.alike import may_draw
+from samestep.core.training.agreement import may_draw
 from samestep.core.training.apply import call, with_parts
 from samestep.core.training.device import autocast, autocast_dtype
 from samestep.core.training.metrics import StepOutputs, remedy_of
@@ -151,11 +151,11 @@ def plain_call(learner: Learner) -> CallModel:
     """Return a function that calls the wrapped model with a micro-step's inputs."""
     model = learner.wrapped
 
-    def called(part: Block) -> Any:
+    def call_part(part: Block) -> Any:
         inputs = part.inputs
         return call(model, inputs, learner.applied) if isinstance(inputs, dict) else model(inputs)
 
-    return called
+    return call_part
 
 
 class Objective:

@@ -226,7 +226,7 @@ class StepGraph:
             list(self._model.buffers()) if self._buffers else [],
         ]
 
-    def how(self) -> str:
+    def device_phrase(self) -> str:
         """Return a phrase on how the device runs it, once it has run; '' on the CPU."""
         if self._replayed is None:
             return ""
@@ -440,7 +440,7 @@ def why_only_eager(learner: Learner, inputs: Any, targets: Any, precision: Preci
         model, loss_of = copy.deepcopy((learner.model, learner.loss), shared)
     except Exception:
         return "the model cannot be copied to try a step"
-    before, state = _held(model), torch.get_rng_state()
+    before, state = _buffers_and_attributes(model), torch.get_rng_state()
     prints = model_prints(model, loss_of) | closure_prints(loss_of)
     device = next(iter(trained.values())).device
     with autocast(precision, device), dropout_by(not_dropped):
@@ -452,7 +452,7 @@ def why_only_eager(learner: Learner, inputs: Any, targets: Any, precision: Preci
     for name, gradient in zip(trained, gradients, strict=True):
         if gradient is None:
             return f"the loss does not depend on {name}"
-    after = _held(model)
+    after = _buffers_and_attributes(model)
     for name in before | after:
         if before.get(name) is not after.get(name):
             return f"forward assigns {name} anew"
@@ -460,7 +460,7 @@ def why_only_eager(learner: Learner, inputs: Any, targets: Any, precision: Preci
     return f"a step changes {written[0]}" if written else ""
 
 
-def _held(model: nn.Module) -> dict[str, object]:
+def _buffers_and_attributes(model: nn.Module) -> dict[str, object]:
     """Return the buffers and attributes of all modules, by name."""
     held: dict[str, object] = dict(model.named_buffers())
     for prefix, module in model.named_modules():

@@ -19,7 +19,7 @@ from samestep.base.trees import map_tensors, num_rows, tree_leaves
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.source import Batch, OrderedSource, Source
 from samestep.core.recipe import Recipe
-from samestep.core.training.alike import check_same_samples, random_numbers
+from samestep.core.training.agreement import check_same_samples, random_numbers
 from samestep.core.training.optimizer_state import Trial, kind_of, with_inner
 from samestep.core.training.side_effects import (
     GENERATORS,
@@ -116,11 +116,11 @@ def of_data(
         if isinstance(train, OrderedSource) and (makers or not kept):
             read, last = partial(_read, train, world), first[len(first) // 2 :]
             batch = read(first)
-            if not _alike(batch, read(first)):
+            if not _equal_batches(batch, read(first)):
                 found["data"] = (*[f"data set {_kind(data)}"] * (not kept), *makers)
             else:
                 marks = _marks(batch)
-                found["among"] = () if _alike(batch, read(last), len(last)) else (*makers,)
+                found["among"] = () if _equal_batches(batch, read(last), len(last)) else (*makers,)
         mixes = recipe.batch_transform is not None and not found["data"]
         if mixes and not _repeats(train.peek(_TRIED), recipe, settings, world):
             found["data"] = (f"batch_transform{defined_at(recipe.batch_transform)}",)
@@ -158,10 +158,10 @@ def _repeats(batch: Batch, recipe: Recipe, settings: Settings, world: World) -> 
         inputs, targets = map_tensors(torch.clone, [batch.inputs, batch.targets])
         return change(inputs, targets, batch.samples)
 
-    return _alike(made(), made())
+    return _equal_batches(made(), made())
 
 
-def _alike(one: Any, other: Any, last: int = 0) -> bool:
+def _equal_batches(one: Any, other: Any, last: int = 0) -> bool:
     """Whether two batches are equal, but for what an operation may round.
 
     `other` may be the `last` samples of `one`; what is padded to another length is not compared.

@@ -21,7 +21,7 @@ from samestep.base.errors import UserError, defined_at, is_not_deterministic, li
 from samestep.base.settings import Settings
 from samestep.core.data.keyed_random import RankSeeds, mix, seed_reading, seed_torch
 from samestep.core.data.order import Block
-from samestep.core.training.alike import bits_of
+from samestep.core.training.agreement import bits_of
 from samestep.core.training.buffers import StepBuffers, WriteCheck
 from samestep.core.training.side_effects import (
     Prints,
@@ -237,7 +237,7 @@ class VirtualStep(EagerStep):
         numbers = [loss if loss.dtype == self._dtype else loss.to(self._dtype)]
         if objective.terms is not None:
             numbers.append(objective.terms.to(self._dtype))
-        more = [*self._used(), *(self._buffers.moved(part) if self._buffers.size else ())]
+        more = [*self._used(), *(self._buffers.take_changes(part) if self._buffers.size else ())]
         self._still.check()
         if self._adds_once is None and len(micro_steps) == 1:
             # Version 0: autograd has stored the gradient and has not added to it.

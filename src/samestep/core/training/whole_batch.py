@@ -16,7 +16,7 @@ from torch import Tensor
 from samestep.base.errors import UserError, listed
 from samestep.base.trees import tree_leaves
 from samestep.core.data.order import Block
-from samestep.core.training.alike import rng_state, set_rng_state
+from samestep.core.training.agreement import rng_state, set_rng_state
 from samestep.core.training.apply import parts_of, with_parts
 from samestep.core.training.device import autocast
 from samestep.core.training.gathered import gather_rows, joined, rebuilt, rows_of
@@ -61,7 +61,7 @@ class WholeBatchLoss(Objective):
     def begin(self, parts: Sequence[Block], global_size: int) -> None:
         """Compute the loss, back to the outputs of each micro-step."""
         world, before = self._world, rng_state()
-        agreed = _called if self.agreed else world.on_every
+        agreed = _call if self.agreed else world.on_every
         # Where each rank has one micro-step, its first forward is the only one. A share of virtual
         # ranks is computed alike whatever else its rank has.
         most = -(-global_size // world.world_size)
@@ -99,7 +99,7 @@ class WholeBatchLoss(Objective):
         model, outputs = self._learner.model, []
         if not keeps_graph and self._averaged:
             share_buffers(model, self._world)  # DDP leaves it out without gradients
-        put_back: Callable[[], None] = _called if keeps_graph else keep_buffers(model)
+        put_back: Callable[[], None] = _call if keeps_graph else keep_buffers(model)
         for place, micro_steps in groupby(parts, key=lambda part: part.place):
             self.seeds.begin_part(place)
             for part in micro_steps:
@@ -206,7 +206,7 @@ class WholeBatchLoss(Objective):
         return loss if scaler is None else scaler.scale(loss)
 
 
-def _called(function: Callable[[], Any] = lambda: None) -> Any:
+def _call(function: Callable[[], Any] = lambda: None) -> Any:
     return function()
 
 

@@ -136,16 +136,16 @@ def _mpi(environment: Environment) -> Launch | None:
     if not environment.get("OMPI_COMM_WORLD_RANK"):
         launcher = "pmi"
         # `srun --mpi=pmi2` sets PMI_* as well, but no local rank
-        by_srun = not environment.get("MPI_LOCALRANKID") and _first(environment, STEP_ID)
+        by_srun = not environment.get("MPI_LOCALRANKID") and _first_set(environment, STEP_ID)
         if by_srun or not environment.get("PMI_RANK"):
             return None
     launch = _read_ranks(environment, launcher, OPEN_MPI if launcher == "openmpi" else PMI)
-    job = _first(environment, MPI_JOB_IDS)
+    job = _first_set(environment, MPI_JOB_IDS)
     return _with_master(environment, _fill_nodes_in_turn(launch), job=job)
 
 
 def _slurm(environment: Environment) -> Launch | None:
-    job = _first(environment, ("SLURM_JOB_ID", "SLURM_JOBID"))
+    job = _first_set(environment, ("SLURM_JOB_ID", "SLURM_JOBID"))
     if job is None:
         return None
     if shell := _shell_in_allocation(environment):
@@ -172,14 +172,14 @@ def _slurm(environment: Environment) -> Launch | None:
 
 def _shell_in_allocation(environment: Environment) -> str | None:
     """Name the kind of shell, if it has an allocation's variables and is not a rank."""
-    if _first(environment, STEP_ID) is None:
+    if _first_set(environment, STEP_ID) is None:
         return "the sbatch script" if environment.get("SLURM_PROCID") else "a shell"
     step = _number(environment, *STEP_ID)
     if step > MAX_SRUN_STEP:
         return SLURM_OWN_STEPS.get(step, "an internal step")
     # Every srun typed in a terminal inherits the terminal's variables, so they prove nothing when
     # it has many tasks; but the step of `srun --pty bash` is its job's first and names the job.
-    if not _first(environment, ("SLURM_PTY_PORT", "SLURM_PTY_WIN_COL")):
+    if not _first_set(environment, ("SLURM_PTY_PORT", "SLURM_PTY_WIN_COL")):
         return None
     names_job = step == 0 and environment.get("SLURM_JOB_NAME") in SHELLS
     one_task = _number(environment, *NUM_TASKS, at_least=1) == 1
@@ -252,7 +252,7 @@ def _with_master(
     return replace(launch, master_addr=address, master_port=port)
 
 
-def _first(environment: Environment, names: tuple[str, ...]) -> str | None:
+def _first_set(environment: Environment, names: tuple[str, ...]) -> str | None:
     return next((environment[name] for name in names if environment.get(name)), None)
 
 

@@ -53,7 +53,7 @@ class Keys:
         """Set by rank 0: the group parts, for newcomers to join."""
         return f"{self.number}/wish"
 
-    def here(self, member: int) -> str:
+    def present(self, member: int) -> str:
         """Set by a member that is about to connect."""
         return f"{self.number}/here/{member}"
 
@@ -206,14 +206,14 @@ class Membership:
     def _all_here(self, group: Group) -> bool:
         """Wait until all members are about to connect; False once there is a newer group."""
         keys = Keys(group.number)
-        self.store.set(keys.here(self.member), "1")
-        everyone = [keys.here(member) for member in group.members]
+        self.store.set(keys.present(self.member), "1")
+        everyone = [keys.present(member) for member in group.members]
         until = time.monotonic() + self.timeout_s
         while not self.store.check(everyone):
             if self._newest() > group.number:
                 return False
             if time.monotonic() > until:
-                late = [m for m in group.members if not self.store.check([keys.here(m)])]
+                late = [m for m in group.members if not self.store.check([keys.present(m)])]
                 self.store.set("late", json.dumps(late))
             time.sleep(_LOOK_EVERY_S)
         return True

@@ -34,12 +34,12 @@ Rows = Iterator[tuple[str, str]]
 def text_of(explained: Explanation) -> str:
     """Return the text, in at most 80 columns."""
     blocks = {
-        "where it runs": _where(explained),
+        "where it runs": _ranks_and_run(explained),
         "one step": _step(explained),
         "length": _length(explained),
         "learning rate": _rates(explained),
         "memory of one rank": _memory(explained),
-        "other numbers of ranks": (*_others(explained), *_equal(explained)),
+        "other numbers of ranks": (*_other_rank_counts(explained), *_equal(explained)),
         "evaluation": _evaluation(explained),
         "checkpoints": _checkpoints(explained),
         "notes": [("note", note) for note in explained.notes],
@@ -55,7 +55,7 @@ def text_of(explained: Explanation) -> str:
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
-def _where(explained: Explanation) -> Rows:
+def _ranks_and_run(explained: Explanation) -> Rows:
     world, at = explained.world, explained.goes_on
     nodes = ""
     if world.num_nodes > 1:
@@ -305,7 +305,7 @@ def _data(explained: Explanation, memory: RankMemory) -> str:
     return f"{size(memory.data.bytes)}: {number} to {use} with, all of them {where}"
 
 
-def _others(explained: Explanation) -> Rows:
+def _other_rank_counts(explained: Explanation) -> Rows:
     yield "", f"{'samples/step':>12}  {'micro-steps':>11}  {'steps':>9}  {'lr':>8}"
     for other in explained.others:
         name = count(other.ranks, "rank")
@@ -431,7 +431,7 @@ def _checkpoints(explained: Explanation) -> Rows:
     if kept is not None:
         fewest = "" if kept.fewest == kept.most else f"{kept.fewest} or "
         files = f"{fewest}{count(kept.most, 'file')}"
-        yield "kept", f"{_kept(retention_of(settings))}: {files} at the end"
+        yield "kept", f"{_retention_phrase(retention_of(settings))}: {files} at the end"
     if explained.checkpoint_bytes is not None:
         each, average = explained.checkpoint_bytes, "" if settings.ema is None else ", average"
         yield "size", f"about {size(each)} each: weights, optimizer{average}, the state of the run"
@@ -444,7 +444,7 @@ def _checkpoints(explained: Explanation) -> Rows:
             yield "disk", text
 
 
-def _kept(rules: Retention) -> str:
+def _retention_phrase(rules: Retention) -> str:
     """Return a phrase on the checkpoints that are kept."""
     if rules.keeps_all:
         return "all"

@@ -162,12 +162,12 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
     sources = [source for source in work.sources() if source.held_bytes]
     sizes, elements = (sum(counts) for counts in zip((0, 0), *saved.values(), strict=True))
     memory = RankMemory(
-        weights=_part(model.parameters()),
-        buffers=_part(model.buffers()),
-        gradients=_part(gradients, copies=_sums_at_a_time(built)),
+        weights=_memory_of(model.parameters()),
+        buffers=_memory_of(model.buffers()),
+        gradients=_memory_of(gradients, copies=_sums_at_a_time(built)),
         optimizer=_optimizer_parts(work.learner.optimizer),
-        average=_part(averages),
-        batch=_part(batch),
+        average=_memory_of(averages),
+        batch=_memory_of(batch),
         activations=MemoryPart(bytes=sizes, elements=elements),
         gathered=_gathered(outputs, block.targets, plan.global_batch_size, rows)
         if work.learner.over_batch
@@ -211,7 +211,7 @@ def shared_out(
         size, elements = -(-whole.bytes // by), -(-whole.elements // by)
         return replace(whole, bytes=size, elements=elements)
 
-    blocks = [_part(block.parameters()) for block in find_blocks(model, classes)]
+    blocks = [_memory_of(block.parameters()) for block in find_blocks(model, classes)]
     largest = max(blocks, key=lambda block: block.bytes, default=NOTHING)
     rest_bytes = max(0, memory.weights.bytes - sum(block.bytes for block in blocks))
     rest_elements = max(0, memory.weights.elements - sum(block.elements for block in blocks))
@@ -263,9 +263,9 @@ def least_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> RankMemo
     trained = [p for p in model.parameters() if p.requires_grad]
     size = state_bytes([], [optimizer])
     return RankMemory(
-        weights=_part(model.parameters()),
-        buffers=_part(model.buffers()),
-        gradients=_part(trained),
+        weights=_memory_of(model.parameters()),
+        buffers=_memory_of(model.buffers()),
+        gradients=_memory_of(trained),
         optimizer={"state": MemoryPart(bytes=size, elements=size // trained[0].element_size())},
     )
 
@@ -292,7 +292,7 @@ def fitting(
 
 def _gathered(outputs: list[Tensor], targets: Any, global_batch: int, rows: int) -> MemoryPart:
     """Return the memory that a loss over the whole batch gathers, scaled from one micro-step."""
-    held = _part([*outputs, *outputs, *_tensors(targets)])  # outputs, and their gradients
+    held = _memory_of([*outputs, *outputs, *_tensors(targets)])  # outputs, and their gradients
     bytes_of_all, elements = (n * global_batch // rows for n in (held.bytes, held.elements))
     return MemoryPart(bytes=bytes_of_all, elements=elements)
 
@@ -336,14 +336,14 @@ def _optimizer_parts(optimizer: torch.optim.Optimizer) -> dict[str, MemoryPart]:
     for state in optimizer.state.values():
         for name, value in state.items():
             tensors.setdefault(name, []).extend(_tensors(value))
-    return {name: _part(of_name) for name, of_name in tensors.items() if of_name}
+    return {name: _memory_of(of_name) for name, of_name in tensors.items() if of_name}
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _part(tensors: Iterable[Tensor], copies: int = 1) -> MemoryPart:
+def _memory_of(tensors: Iterable[Tensor], copies: int = 1) -> MemoryPart:
     sizes = [(tensor.nbytes, tensor.numel()) for tensor in tensors]
     num_bytes, elements = (sum(counts) for counts in zip((0, 0), *sizes, strict=True))
     return MemoryPart(bytes=num_bytes * copies, elements=elements, copies=copies)

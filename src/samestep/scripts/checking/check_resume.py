@@ -89,14 +89,14 @@ def check_resume(
                 job, seen, output = run_as_it_starts(script, job, run)
                 whole = Attempt(seen, output)
             else:
-                whole = _whole(script, job, top / "whole", run)
+                whole = _run_whole(script, job, top / "whole", run)
             first, *later = _steps_to_kill_at(whole, script, seconds)
             copy = prepare(job, script, top / "chain")
             chain = _Chain(script, words, top / "kept", run, whole, *copy)
             resumed = chain.resumed(first, later, resume_nproc)
             if any(mistakes(resumed)):
                 job = structs.replace(job, stop_at=None if whole.seen.complete else whole.end)
-                resumed.again = _whole(script, job, top / "again", run)
+                resumed.again = _run_whole(script, job, top / "again", run)
         except OSError as error:
             raise UserError(f"The scratch copy of {script} cannot be kept: {error}") from error
     notes = [*whole.seen.notes, *_notes(resumed)]
@@ -104,7 +104,7 @@ def check_resume(
     return report_on(seen, whole.output, script, began)
 
 
-def _whole(script: Path, job: Job, place: Path, run: Run) -> Attempt:
+def _run_whole(script: Path, job: Job, place: Path, run: Run) -> Attempt:
     """Run a training in a scratch copy of its own."""
     return Attempt(*run_job(*prepare(job, script, place), run))
 

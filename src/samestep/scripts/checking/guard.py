@@ -58,20 +58,20 @@ class Guard:
         replaced = ((self.read, _READS), (self.write, _CHANGES), (self.remove, _REMOVES))
         return [
             *(
-                (os, name, self._one(replace))
+                (os, name, self._around_one(replace))
                 for replace, names in replaced
                 for name in names
                 if hasattr(os, name)
             ),
-            *((os, name, self._two(self.remove)) for name in _MOVES),
-            (os, "link", self._two(self.write)),
-            (os, "symlink", self._two(lambda target: target)),
-            (os, "lstat", self._one(lambda path: self._scratch.unlinked(self.read(path)))),
+            *((os, name, self._around_two(self.remove)) for name in _MOVES),
+            (os, "link", self._around_two(self.write)),
+            (os, "symlink", self._around_two(lambda target: target)),
+            (os, "lstat", self._around_one(lambda path: self._scratch.unlinked(self.read(path)))),
             (os, "rmdir", self._rmdir),
             (builtins, "open", self._open),
             (io, "open", self._open),
             (os, "open", self._os_open),
-            (torch.serialization, "_open_zipfile_writer", self._one(self.write)),
+            (torch.serialization, "_open_zipfile_writer", self._around_one(self.write)),
             (torch, "load", lambda load, f, *a, **kw: load(self._replaced(self.read, f), *a, **kw)),
         ]
 
@@ -141,14 +141,14 @@ class Guard:
         finally:
             _inside.busy = False
 
-    def _one(self, replace: Callable[[Any], Any]) -> Callable[..., Any]:
+    def _around_one(self, replace: Callable[[Any], Any]) -> Callable[..., Any]:
         def around(original: Callable[..., Any], path: Any = ".", *args: Any, **kwargs: Any) -> Any:
             folder = kwargs.pop("dir_fd", None)
             return original(self._replaced(replace, path, folder), *args, **kwargs)
 
         return around
 
-    def _two(self, replace_first: Callable[[Any], Any]) -> Callable[..., Any]:
+    def _around_two(self, replace_first: Callable[[Any], Any]) -> Callable[..., Any]:
         def around(
             original: Callable[..., Any],
             src: Any,

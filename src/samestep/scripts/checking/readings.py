@@ -161,6 +161,6 @@ def equal_in_workers(reading: Reading) -> list[str]:
     return [name for name in drawn[0] if all(drew.get(name) == drawn[0][name] for drew in drawn)]
 
 
-def some(numbers: list[int]) -> str:
+def few(numbers: list[int]) -> str:
     """Return the first of many numbers, as text."""
     return ", ".join(map(str, numbers[:4])) + (", …" if len(numbers) > 4 else "")

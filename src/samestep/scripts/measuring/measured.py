@@ -105,18 +105,18 @@ class MeasuredSteps:
     @property
     def excess(self) -> float:
         """Seconds per step that the slowest rank takes longer than the others' median."""
-        others = [rank.busy for rank in self._others]
+        others = [rank.busy for rank in self._other_ranks]
         return self.ranks[self.slowest].busy - median(others) if others else 0.0
 
     @property
     def typical(self) -> MeasuredRank:
         """The rank nearest to the median, without the slowest."""
-        others = self._others or list(self.ranks)
+        others = self._other_ranks or list(self.ranks)
         middle = median(rank.busy for rank in others)
         return min(others, key=lambda rank: abs(rank.busy - middle))
 
     @property
-    def _others(self) -> list[MeasuredRank]:
+    def _other_ranks(self) -> list[MeasuredRank]:
         return [rank for number, rank in enumerate(self.ranks) if number != self.slowest]
 
     @property

@@ -98,7 +98,7 @@ def show(profile: Profile, console: Console) -> None:
         _line(console, name, text)
     _line(console, "where", f"{where}; {measured.steps:,} steps measured")
     _print_table(console, _phases(measured, profile.verdict))
-    for name, text in _more(profile):
+    for name, text in _further_rows(profile):
         _line(console, name, text)
     for sweep in profile.sweeps:
         _print_table(console, sweep_table(sweep), after=False)
@@ -173,7 +173,7 @@ def _answer(profile: Profile) -> list[tuple[str, str]]:
     ]
 
 
-def _more(profile: Profile) -> list[tuple[str, str]]:
+def _further_rows(profile: Profile) -> list[tuple[str, str]]:
     verdict, measured, lines = profile.verdict, profile.measured, list[tuple[str, str]]()
     if measured.samples:
         # At least four digits: 40.41, 218.9, 115,360.

@@ -121,7 +121,7 @@ def one_line_errors(function: Callable[P, T]) -> Callable[P, T]:
     """Show an uncaught `UserError` as one line, in which settings are named as arguments."""
 
     @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+    def in_one_line(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             with no_exit():
                 return function(*args, **kwargs)
@@ -135,8 +135,8 @@ def one_line_errors(function: Callable[P, T]) -> Callable[P, T]:
 
     signature = inspect.signature(function)
     named = [p.replace(annotation=_in_python(p)) for p in signature.parameters.values()]
-    vars(called)["__signature__"] = signature.replace(parameters=named)
-    return called
+    vars(in_one_line)["__signature__"] = signature.replace(parameters=named)
+    return in_one_line
 
 
 def _in_python(parameter: inspect.Parameter) -> Any:

@@ -28,7 +28,7 @@ from samestep.base.startup import PARENT
 from samestep.core.recipe import Recipe, being_read, find_recipe
 from samestep.core.session.declared import plain_value, typed
 from samestep.core.session.request import Request, draft, finish, own_recipe
-from samestep.core.training.alike import random_numbers
+from samestep.core.training.agreement import random_numbers
 from samestep.core.training.device import outside_autocast
 from samestep.launch.ranks.process import TASK
 from samestep.launch.ranks.world import in_process_group
@@ -258,7 +258,7 @@ def _why_not(call: Call, error: Exception) -> str:
     place = defined_at(value) if callable(value) else ""
     name = ""  # that the user gave to the innermost object that cannot be sent
     for _ in range(_DEEPEST):
-        inner = next((part for part in _parts(value) if not _can_be_sent(part[1])), None)
+        inner = next((part for part in _named_parts(value) if not _can_be_sent(part[1])), None)
         if inner is None:
             break
         name, value = inner[0] or name, inner[1]
@@ -286,7 +286,7 @@ def _can_be_sent(value: Any) -> bool:
     return True
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _named_parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of an object, with their names if they have any."""
     if isinstance(value, functools.partial):
         yield from (("", part) for part in (value.func, *value.args))

@@ -74,7 +74,7 @@ def train_call(
             else:
                 if elastic is not None:
                     raise UserError("elastic needs several ranks, which are started here: nproc=N.")
-                run = _here(request, screen, log)
+                run = _train_here(request, screen, log)
             return replace(run, recipe=call.recipe)
     finally:
         _busy.release()
@@ -94,7 +94,7 @@ def _number(nproc: NumRanks, request: Request) -> int:
     return ranks_to_start(nproc, settings.device, oversubscribe=settings.oversubscribe)
 
 
-def _here(request: Request, screen: AnyScreen, log: RankLog) -> "TrainedRun":
+def _train_here(request: Request, screen: AnyScreen, log: RankLog) -> "TrainedRun":
     """Train in this process, as the one rank or as one of a launcher's."""
     path: Path | None = None
 

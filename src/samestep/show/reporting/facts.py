@@ -24,11 +24,11 @@ def header(run: RunData) -> Pairs:
     versions = [n for n in ("samestep", "python", "torch", "cuda") if n in run.facts]
     facts = {
         "trained": _trained(run),
-        "left": _left(run),
+        "left": _time_left(run),
         "best": _best(run),
         "test": _test(run),
         "duration": _duration(run),
-        "ranks": _where(run),
+        "ranks": _ranks_and_device(run),
         "throughput": _speed(speed) if speed else "",
         "parameters": f"{plan['parameters']:,}" if isinstance(plan.get("parameters"), int) else "",
         "memory": f"{size(most)} at most, on rank 0" if isinstance(most, int) else "",
@@ -57,7 +57,7 @@ def _trained(run: RunData) -> str:
     return f"{count(epochs, 'epoch')}, {steps:,}{of} steps"
 
 
-def _left(run: RunData) -> str:
+def _time_left(run: RunData) -> str:
     """Return the time that a run has left, by its latest steps."""
     whole, steps = run.plan.get("total_steps"), run.of("step")[-20:]
     if run.status != "running" or not isinstance(whole, int) or len(steps) < 2:
@@ -94,7 +94,7 @@ def _duration(run: RunData) -> str:
     return f"{duration(seconds)} of training" if seconds is not None else ""
 
 
-def _where(run: RunData) -> str:
+def _ranks_and_device(run: RunData) -> str:
     plan = run.plan
     if not plan:
         return ""

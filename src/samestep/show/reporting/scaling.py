@@ -64,7 +64,7 @@ def read_study(path: Path) -> ScalingStudy:
     """Read a file of `samestep scale RECIPE --json`; raise UserError if it is none."""
     try:
         study = json.loads(path.read_bytes())
-        parts = [_part(mode, rows) for mode, rows in study["modes"].items() if len(rows) > 1]
+        parts = [_scaling_in(mode, rows) for mode, rows in study["modes"].items() if len(rows) > 1]
         if not parts:
             raise ValueError("no mode has two numbers of ranks")
         rounds = study["modes"][parts[0].id][0]["rounds"]
@@ -85,7 +85,7 @@ def read_study(path: Path) -> ScalingStudy:
         ) from error
 
 
-def _part(mode: str, rows: list[dict[str, Any]]) -> Scaling:
+def _scaling_in(mode: str, rows: list[dict[str, Any]]) -> Scaling:
     base, last = int(rows[0]["ranks"]), rows[-1]
     size = int(last["ranks"])
     most = max([size / base, *(float(row["speed_up_interval"][1]) for row in rows)])

@@ -86,7 +86,9 @@ class BallGraphNetwork(nn.Module):
         for name, layer in self.inputs.items():
             x = layer(graphs[name].x)
             for place, vocabulary in enumerate(IDENTITIES.get(name, ())):
-                known = self.embeddings[vocabulary](self._some(graphs[name].ids[:, place]))
+                known = self.embeddings[vocabulary](
+                    self._partly_unknown(graphs[name].ids[:, place])
+                )
                 x = x + self.parts[f"{name}_{place}"](known)
             nodes[name] = x.relu()
         for layer in self.layers:
@@ -95,7 +97,7 @@ class BallGraphNetwork(nn.Module):
         read: Tensor = self.read(torch.cat([nodes["query"], *plain], dim=1)).squeeze(1)
         return _CENTRE + _SPREAD * read
 
-    def _some(self, ids: Tensor) -> Tensor:
+    def _partly_unknown(self, ids: Tensor) -> Tensor:
         """Return identities, in training with a part of them unknown."""
         if self._none_known:
             return torch.zeros_like(ids)

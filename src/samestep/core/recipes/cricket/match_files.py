@@ -62,7 +62,7 @@ def open_match_files(path: Path) -> MatchFiles:
     )
 
 
-def _wanted(name: str) -> bool:
+def _is_match(name: str) -> bool:
     """Whether a file is a match. macOS leaves files with a leading dot, which are not."""
     return name.endswith(".json") and not PurePosixPath(name).name.startswith(".")
 
@@ -78,7 +78,7 @@ def _raise(error: OSError) -> NoReturn:
 def _folder(path: Path) -> MatchFiles:
     stamped = []
     for place, _folders, files in os.walk(path, onerror=_raise):
-        for file in filter(_wanted, files):
+        for file in filter(_is_match, files):
             whole = os.path.join(place, file)  # noqa: PTH118 - once per file
             status = os.stat(whole)  # noqa: PTH116 - once per file
             name = os.path.relpath(whole, path)
@@ -111,11 +111,11 @@ Entries = Iterator[tuple[str, int, Callable[[], bytes]]]
 def _archive(path: Path, stamp: str, entries: Callable[[Path], Entries]) -> MatchFiles:
     """Return an archive as a source."""
 
-    def each(content: bool) -> Iterator[Document]:
+    def documents(content: bool) -> Iterator[Document]:
         try:
             for name, size, read in entries(path):
                 _check_name(path, name)
-                if not _wanted(name):
+                if not _is_match(name):
                     continue
                 if size > _MOST_BYTES:  # before it is read into memory
                     raise UserError(
@@ -130,11 +130,11 @@ def _archive(path: Path, stamp: str, entries: Callable[[Path], Entries]) -> Matc
             ) from error
 
     def list_names() -> tuple[str, ...]:
-        names = tuple(name for name, _ in each(content=False))
+        names = tuple(name for name, _ in documents(content=False))
         _check_any(path, names)
         return names
 
-    return MatchFiles(path, stamp, list_names, lambda: each(content=True))
+    return MatchFiles(path, stamp, list_names, lambda: documents(content=True))
 
 
 def _check_name(path: Path, name: str) -> None:

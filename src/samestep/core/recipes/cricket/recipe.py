@@ -211,12 +211,12 @@ def _read(data_dir: str, cache_dir: str | None, skip_bad: int, made_up: int) -> 
     return open_corpus(Path(data_dir), folder=folder, skip_bad=skip_bad)
 
 
-def _kept(options: CricketOptions) -> Matches:
+def _matches_of(options: CricketOptions) -> Matches:
     made_up = options.synthetic_matches if options.synthetic else 0
     return _read(options.data_dir, options.cache_dir, options.skip_bad, made_up)
 
 
-def _parts(corpus: Corpus, options: CricketOptions) -> dict[str, Array]:
+def _split_matches(corpus: Corpus, options: CricketOptions) -> dict[str, Array]:
     """Return the matches of each split."""
     if options.split_by == "random":
         parts = at_random(corpus, options.split_seed)
@@ -230,7 +230,7 @@ def complete(options: CricketOptions) -> CricketOptions:
     hetero_data()
     if options.form_until:
         return options
-    corpus = _kept(options).corpus
+    corpus = _matches_of(options).corpus
     if options.split_by == "date" and not (options.validation_from and options.test_from):
         validation, test = boundaries(corpus)
         options = replace(
@@ -238,7 +238,7 @@ def complete(options: CricketOptions) -> CricketOptions:
             validation_from=options.validation_from or validation,
             test_from=options.test_from or test,
         )
-    parts = _parts(corpus, options)
+    parts = _split_matches(corpus, options)
     train = parts["train"]
     for name, some in parts.items():
         if not len(some):
@@ -274,9 +274,9 @@ def _graphs(corpus: Corpus, options: CricketOptions) -> GraphSource:
 
 def data(options: CricketOptions) -> Splits:
     """Read the matches, from the cache if they are there; a sample is one ball."""
-    kept = _kept(options)
+    kept = _matches_of(options)
     source = _graphs(kept.corpus, options)
-    rows = {n: balls_of(kept.corpus, m) for n, m in _parts(kept.corpus, options).items()}
+    rows = {n: balls_of(kept.corpus, m) for n, m in _split_matches(kept.corpus, options).items()}
     if options.balls_per_match is not None:
         rows["train"] = thinned(
             kept.corpus, rows["train"], options.balls_per_match, options.split_seed
@@ -318,8 +318,8 @@ def picture(options: CricketOptions, path: Path, rows: Sequence[Any], figure: An
 
 def to_beat(options: CricketOptions) -> Mapping[str, dict[str, float] | str]:
     """Return the errors of simpler models on the test, fitted on training and validation."""
-    corpus = _kept(options).corpus
-    parts = _parts(corpus, options)
+    corpus = _matches_of(options).corpus
+    parts = _split_matches(corpus, options)
     fitted = balls_of(corpus, np.concatenate([parts["train"], parts["validation"]]))
     tested = balls_of(corpus, parts["test"])
     return baselines(corpus, fitted, tested, _horizon(options), trees=options.trees)

@@ -94,14 +94,14 @@ def situation(corpus: Corpus) -> Situation:
     )
 
 
-def _before(values: Array) -> Array:
+def _sums_before(values: Array) -> Array:
     """Return the sums of all values before each row, and of all: (rows + 1,)."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
 
 
 def _since(values: Array, first: Array) -> Array:
     """Return the sum of the values from row `first` up to, and without, each row."""
-    sums = _before(values)
+    sums = _sums_before(values)
     return sums[:-1] - sums[first]
 
 
@@ -172,7 +172,7 @@ def runs_to_come(corpus: Corpus, horizon: int | None) -> Array:
     of = corpus.innings_of_balls()
     over = corpus.balls["over"].astype(np.int64)
     ends = np.searchsorted(of * 256 + over, of * 256 + last_over(over, horizon), "left")
-    sums = _before(corpus.balls["runs"])
+    sums = _sums_before(corpus.balls["runs"])
     return sums[ends] - sums[:-1]
 
 

@@ -47,12 +47,12 @@ def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
     if (held := tested.held_outputs) is None:
         return None
     size = tested.size
-    parts = [_parts(tested, held.model, step) for step in range(size.full)]
+    parts = [_differences_from_parts(tested, held.model, step) for step in range(size.full)]
     full, from_other = (max(apart) for apart in zip(*parts, strict=True))
     uneven = 0.0
     if not size.drop_last:
         with contextlib.suppress(Exception):  # the row of the last batch says that it fails
-            uneven, _ = _parts(tested, held.model, size.full)
+            uneven, _ = _differences_from_parts(tested, held.model, size.full)
     recipe = tested.recipe
     adds_up = from_other <= tested.rounding < full
     compares = full > tested.rounding and not adds_up and _compares(tested, held)
@@ -88,7 +88,9 @@ def _compares(tested: RecipeUnderTest, held: HeldForward) -> bool:
         return False
 
 
-def _parts(tested: RecipeUnderTest, model: nn.Module, step: int) -> tuple[float, float]:
+def _differences_from_parts(
+    tested: RecipeUnderTest, model: nn.Module, step: int
+) -> tuple[float, float]:
     """Return a loss's difference from its parts' weighted mean, and from their sum.
 
     The other way round where the recipe says that it is a sum.

@@ -248,7 +248,7 @@ def _of_forward(tested: RecipeUnderTest) -> dict[str, Any]:
     def prints() -> dict[str, str]:
         return {**side_effects.model_prints(model, loss), **side_effects.closure_prints(loss)}
 
-    value, asks = _asked(lambda: forward(block))
+    value, asks = _result_and_reads(lambda: forward(block))
     before, restore = prints(), restoring(model, checkpointed=True)
     forward(other)
     forward(block)
@@ -275,7 +275,7 @@ def _of_optimizer(tested: RecipeUnderTest) -> dict[str, list[str]]:
     return {"optimizer": side_effects.differing(*prints), "draws": draws_in_words(seen)}
 
 
-def _asked(function: Callable[[], Tensor]) -> tuple[Tensor, dict[str, str]]:
+def _result_and_reads(function: Callable[[], Tensor]) -> tuple[Tensor, dict[str, str]]:
     """Return a function's result, and the clocks, ranks and settings that the user's lines read."""
     asked: dict[str, str] = {}
 

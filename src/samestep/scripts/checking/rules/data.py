@@ -14,11 +14,11 @@ from samestep.scripts.checking.readings import (
     Reading,
     equal_in_workers,
     evaluated,
+    few,
     readings_of,
     same_data,
     same_samples,
     shuffled_differently,
-    some,
     together,
 )
 from samestep.scripts.checking.seen import RankSeen, Seen
@@ -34,7 +34,7 @@ def all_ranks_train_the_same_samples(seen: Seen) -> Iterator[Found | NotSeen]:
         if first.loader.iterable or not same_samples(readings):
             continue
         n = len(set(first.order)) or len(set(first.rows))
-        begins = "; ".join(f"rank {k} began with {some(r.order)}" for k, r in enumerate(readings))
+        begins = "; ".join(f"rank {k} began with {few(r.order)}" for k, r in enumerate(readings))
         text = f"each of {seen.world_size} ranks read the same {n} samples in one epoch ({begins})"
         yield Found(first.made, text, _with_sampler(seen.line(first.made)))
     if any(reading.trains for rank in seen.ranks for reading in readings_of(rank)):
@@ -88,7 +88,7 @@ def shares_overlap(seen: Seen) -> Iterator[Found | NotSeen]:
         common = shares[a].keys() & shares[b].keys()
         if len(common) > (padding if known else _MUCH * len(shares[a])):
             text = f"ranks {a} and {b} both read {len(common)} of their {len(shares[a])} samples"
-            text += f" ({some(sorted(common))})" if known else ""
+            text += f" ({few(sorted(common))})" if known else ""
             remedy = "Cut the data by `dataset[rank::world_size]`, or use a DistributedSampler."
             yield Found(first.made, text, remedy)
 
@@ -110,7 +110,7 @@ def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
         if before.indices != after.indices or first.begins_only:
             continue
         line = seen.line(first.loader.where)
-        text = f"epochs 1 and 2 read the same samples in the same order ({some(first.order)})"
+        text = f"epochs 1 and 2 read the same samples in the same order ({few(first.order)})"
         text += f"; the sampler's epoch was {before.set_epoch} and {after.set_epoch}"
         read = re.search(r" in (?:[\w.]+\()*([\w.]+)", line)
         name = read[1] if read else "loader"
@@ -134,7 +134,7 @@ def nothing_is_shuffled(seen: Seen) -> Iterator[Found | NotSeen]:
             continue
         if any(len(r.order) < ENOUGH or sorted(r.order) != r.order for r in readings):
             continue
-        text = f"the samples came in the order of the data set ({some(first.order)})"
+        text = f"the samples came in the order of the data set ({few(first.order)})"
         if loader.asked:
             text += f", although the loader of {loader.asked} shuffles the same data set"
         elif loader.shuffle:
@@ -190,7 +190,7 @@ def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
         twice = sorted(index for index, times in counts.items() if times > 1)
         if not twice or len(twice) >= seen.world_size or len(counts) != first.loader.length:
             continue
-        text = f"{len(counts)} samples were evaluated {counts.total()} times: {some(twice)} twice"
+        text = f"{len(counts)} samples were evaluated {counts.total()} times: {few(twice)} twice"
         collectives = _met_after(seen.ranks[0], first)
         if not first.loader.direct:
             yield NotSeen(f"{text}, by a sampler that is not the script's own")
@@ -353,8 +353,8 @@ def uneven_batches(seen: Seen) -> Iterator[Found | NotSeen]:
         )
         short = [k for k, length in enumerate(lengths) if length == (least, True)]
         waits = [k for k, (n, _) in enumerate(lengths) if n > least]
-        text += f": after batch {least} rank {some(short)} leaves the loop, and rank "
-        text += f"{some(waits)} waits in the backward pass of batch {least + 1}"
+        text += f": after batch {least} rank {few(short)} leaves the loop, and rank "
+        text += f"{few(waits)} waits in the backward pass of batch {least + 1}"
         remedy = "Use a DistributedSampler, which gives all ranks equally many, or DDP's `Join`."
         origin = {"the loader is made": readings[0].made}
         yield Found(readings[0].loader.where, text, remedy, comes_from=origin)

@@ -48,7 +48,7 @@ def _changed(
     return {name for name in start if any(sums.get(name) != start[name] for sums in later)}
 
 
-def _made(rank: RankSeen, step: ev.OptimizerStep) -> str:
+def _made_at(rank: RankSeen, step: ev.OptimizerStep) -> str:
     optimizers = [e for e in rank.of(ev.OptimizerMade) if e.optimizer_id == step.optimizer_id]
     return optimizers[0].where if optimizers else step.where
 
@@ -75,7 +75,7 @@ def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
         ):
             continue  # a frozen part of a loss, for instance
         yield Found(
-            _made(rank, step),
+            _made_at(rank, step),
             f"{len(shapes)} of {len(model.shapes)} parameters of {model.model} get gradients "
             f"but no optimizer holds them: {listed([*shapes])}; they are the same after "
             f"{rank.steps} steps",
@@ -90,7 +90,7 @@ def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
     for rank, step, model, shapes in _unheld(seen, instead=True):
         if moved := step.tensors_replaced:
             yield Found(
-                _made(rank, step),
+                _made_at(rank, step),
                 f"{len(moved)} tensors that {step.optimizer} holds are no longer those of "
                 f"{model.model}: since it was made, {listed(moved)} became other tensors; "
                 f"{len(shapes)} parameters are unchanged after {rank.steps} steps",
@@ -104,7 +104,7 @@ def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
     for rank, step, model, shapes in _unheld(seen, instead=True):
         if not step.tensors_replaced:
             yield Found(
-                _made(rank, step),
+                _made_at(rank, step),
                 f"{step.optimizer} holds {len(step.strangers)} tensors of no model that is "
                 f"called; {len(shapes)} parameters of {model.model} of the same shapes "
                 f"({listed([*shapes])}) get gradients and are unchanged after {rank.steps} steps",
@@ -155,7 +155,7 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
                     "Look for what writes weights back after the step."
                     if names
                     else "Let the schedule begin above 0, and step it once per optimizer step.",
-                    comes_from={"the optimizer is made": _made(rank, steps[0])},
+                    comes_from={"the optimizer is made": _made_at(rank, steps[0])},
                 )
         if is_astray:
             return
@@ -187,7 +187,7 @@ def frozen_change(seen: Seen) -> Iterator[Found | NotSeen]:
             f"without a gradient in {len(steps)} steps: {listed(names)}",
             "Give the optimizer only what has requires_grad, or clear gradients by "
             "`zero_grad(set_to_none=True)` once it is frozen.",
-            comes_from={"the optimizer is made": _made(rank, steps[0])},
+            comes_from={"the optimizer is made": _made_at(rank, steps[0])},
         )
     for model in rank.of(ev.ModelTrained):
         sums = rank.of_model(ev.WeightSums, model.model_id)

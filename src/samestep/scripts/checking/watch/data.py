@@ -178,9 +178,9 @@ class _Loaders:
     def _cut(self, iterator: Any, loader: Any) -> None:
         if self._starting and not self._starting[-1].iterable:
             turn = self._starting[-1]
-            iterator._sampler_iter = self._short(iterator._sampler_iter, turn, loader)  # noqa: SLF001
+            iterator._sampler_iter = self._shortened(iterator._sampler_iter, turn, loader)  # noqa: SLF001
 
-    def _short(self, order: Iterator[Any], turn: _Turn, loader: Any) -> Iterator[Any]:
+    def _shortened(self, order: Iterator[Any], turn: _Turn, loader: Any) -> Iterator[Any]:
         """Yield the first batches of indices and the last one; note them all."""
         if turn.limit == 1 and turn.number >= _WHOLE_TURNS:
             turn.cut = True

@@ -209,7 +209,7 @@ class _TrainingWatcher:
         parameters, models = self.parameters(), self._models.alive()
         if models and not self._named:
             self._named = True
-            for model in _others({*map(id, parameters)}, models):
+            for model in _untrained_models({*map(id, parameters)}, models):
                 self._copies.add(model)  # a copy need not be one of `deepcopy`
             named = {id(p): name for model in models for name, p in model.named_parameters()}
             names = [named.get(id(p), f"tensor {n}") for n, p in enumerate(parameters)]
@@ -282,7 +282,7 @@ class _CheckpointWatcher:
 
         def note_whole(later: Any = None) -> None:
             changed = in_thread and (recorder.hooks.steps != steps or _leaves(saved) != leaves)
-            held = (leaf for _, leaf in _parts(saved) if isinstance(leaf, Tensor))
+            held = (leaf for _, leaf in _leaves_by_path(saved) if isinstance(leaf, Tensor))
             if any(isinstance(value, list) for value in leaves.values()):  # it holds tensors
                 live = changed and _storages(held) & _storages(self._training.parameters())
                 event = ev.CheckpointSaved(
@@ -324,7 +324,7 @@ class _CheckpointWatcher:
         if (path or into or what != "file") and not self._recorder.hooks.steps:
             if path:
                 self._resumed_from[path] = _version_of(path)
-            parts = islice(_parts(given if into else loaded), _MOST_LEAVES)
+            parts = islice(_leaves_by_path(given if into else loaded), _MOST_LEAVES)
             names, name = [name for name, _ in parts], self._recorder.name(path) if path else ""
             self._recorder.note(ev.StateLoaded(what, path=name, names=names))
 
@@ -333,7 +333,7 @@ def _has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _others(trained: set[int], models: Sequence[nn.Module]) -> list[nn.Module]:
+def _untrained_models(trained: set[int], models: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the models in memory that no optimizer trains, averages of weights among them."""
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     parts = (part for module in [*modules, *models] for part in module.children())
@@ -366,18 +366,18 @@ def _leaves(saved: Any) -> dict[str, Any]:
     with torch.no_grad():
         return {
             path: digests([leaf]) if isinstance(leaf, Tensor) else leaf
-            for path, leaf in islice(_parts(saved), _MOST_LEAVES)
+            for path, leaf in islice(_leaves_by_path(saved), _MOST_LEAVES)
         }
 
 
-def _parts(saved: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves_by_path(saved: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the tensors and plain values in what is saved, by their path in the tree."""
     if isinstance(saved, nn.Module):
         saved = saved.state_dict()
     if isinstance(saved, Mapping | list | tuple):
         named = saved.items() if isinstance(saved, Mapping) else enumerate(saved[:64])
         for name, value in named:
-            yield from _parts(value, f"{path}.{name}" if path else str(name))
+            yield from _leaves_by_path(value, f"{path}.{name}" if path else str(name))
     elif isinstance(saved, Tensor | bool | int | float | str | None):
         yield path, saved
 

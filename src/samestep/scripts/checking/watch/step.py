@@ -145,7 +145,7 @@ class _Steps:
         events: list[ev.Event] = []
         with self._recorder.unwatched():
             for held in self._held.values():
-                held.still_left &= _left(held)
+                held.still_left &= _is_left(held)
             if self._first_times("reach", _FIRST):
                 leaves = list(leaves_of(loss))
                 parameters = sum(isinstance(leaf, nn.Parameter) for leaf in leaves)
@@ -164,7 +164,7 @@ class _Steps:
                     held.scale = self._scale if held.sums() != before else held.scale
                 for held in self._held.values():
                     # Those that a pass does not add to are of tensors that no model has.
-                    held.still_left &= not _left(held)
+                    held.still_left &= not _is_left(held)
                     held.backwards += 1
                     held.cleared, held.grown = "", 1.0
                     held.remember()
@@ -363,7 +363,7 @@ def _any(sample: Sequence[Tensor]) -> bool:
     return any(tensor.grad is not None and checksum(tensor.grad) for tensor in sample)
 
 
-def _left(held: _Held) -> bool:
+def _is_left(held: _Held) -> bool:
     kept = ((held.sample[place].grad, number) for place, number in held.left.items())
     return all(grad is not None and checksum(grad) == number for grad, number in kept)
 

@@ -82,7 +82,7 @@ def _show(job: str | None, *, as_json: bool = False, clear: str | None = None) -
         entries = [JobAndRun(job=job, run=job.run) for job in jobs]
         known = [job.run for job in jobs]
         entries = [*(JobAndRun(run=run) for run in ended_runs(Path("runs"), known)), *entries]
-    rows = [(entry, _seen(entry)) for entry in entries]
+    rows = [(entry, _progress_of(entry)) for entry in entries]
     sys.stdout.write(clear or "")
     if as_json:
         objects = [
@@ -106,7 +106,7 @@ def _show(job: str | None, *, as_json: bool = False, clear: str | None = None) -
     return any(f.queue_error or (f.job is not None and not f.job.ended) for f in entries)
 
 
-def _seen(entry: JobAndRun) -> Progress | None:
+def _progress_of(entry: JobAndRun) -> Progress | None:
     """Return a run's progress, corrected by its job's state; None if a later job continued it."""
     if _continued_by(entry) or _never_began(entry):
         return None

@@ -1,4 +1,4 @@
-"""What has to be alike on all ranks: how they round and add up, settings, and the weights."""
+"""What all ranks must agree on: rounding, the order of sums, settings, weights; random state."""
 
 import contextlib
 import hashlib
