@@ -37,7 +37,8 @@ def read_graphs(path: Path) -> list[Data]:
 
 def made_up() -> list[Data]:
     """Return graphs of 6 to 11 nodes: each node hangs on an earlier one; an edge more is a ring."""
-    generator, made = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
+    made = []
     for place in range(600):
         *draws, last = torch.rand(int(6 + place // 2 % 6), generator=generator).tolist()
         edges = [[int(draw * node), node] for node, draw in enumerate(draws, start=1)]

@@ -30,7 +30,8 @@ def labelled() -> list[tuple[str, str]]:
     if DATA_FILE is not None:
         lines = DATA_FILE.read_text().splitlines()
         return [(name, text) for name, _, text in (line.partition("\t") for line in lines)]
-    made, generator = [], torch.Generator().manual_seed(0)
+    made = []
+    generator = torch.Generator().manual_seed(0)
     for draw in torch.randint(2**30, (1000,), generator=generator).tolist():
         is_good, is_denied = draw % 2, draw // 2 % 2
         subject = ("film", "plot", "music", "ending")[draw // 4 % 4]

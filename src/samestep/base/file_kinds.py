@@ -80,7 +80,8 @@ def trains_by_trainer(path: Path, folder: Path) -> bool:
     Either may be in modules of its own, from its `folder`.
     """
     takes = trains = False
-    waiting, read = [path], set[Path]()
+    waiting = [path]
+    read = set[Path]()
     while waiting:
         read.add(file := waiting.pop())
         try:

@@ -68,7 +68,8 @@ class Phases:
 
     def clear(self) -> None:
         """Begin another epoch."""
-        self._cleared, self.earlier = self.running(), {}
+        self._cleared = self.running()
+        self.earlier = {}
 
     @contextmanager
     def left_out(self) -> Iterator[None]:

@@ -137,7 +137,8 @@ class Hooks:
         counted = self.counted
         self._others = 0 if counted is optimizer else self._others + 1
         if counted is None or self._others == _NEXT_TRAINING:
-            self._optimizer, self._others = weakref.ref(optimizer), 0
+            self._optimizer = weakref.ref(optimizer)
+            self._others = 0
         if self._others == 0:
             self.steps += 1
             self.on_step(self.steps)

@@ -165,7 +165,10 @@ def _gather_profile(
 ) -> Profile | None:
     """Write this rank's trace; return the profile on rank 0, once all ranks have written theirs."""
     assert stages.span is not None
-    loader, span, mine, trace = hooks.loader, stages.span, stages.span.rank, None
+    loader = hooks.loader
+    span = stages.span
+    mine = stages.span.rank
+    trace = None
     workers = loader.num_workers if loader is not None else 0
     if stages.tracer is not None and stages.tracer.steps:
         name = f"rank{ranks.rank}_workers_{workers}"

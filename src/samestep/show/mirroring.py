@@ -81,7 +81,8 @@ class Mirror:
                 continue
             if ending or self._refused:
                 return
-            pause_s, took_s = 0.0, time.monotonic() - began
+            pause_s = 0.0
+            took_s = time.monotonic() - began
             if not self._over.is_set():
                 self._news.wait(max(LOOK_EVERY_S, took_s / _SHARE))
 
@@ -174,7 +175,8 @@ class Mirror:
 
     def _end(self, *, failed: bool) -> None:
         """Wait until all is copied, as long as the store takes anything; say how it ended."""
-        began, waits = time.monotonic(), False
+        began = time.monotonic()
+        waits = False
         self._over.set()
         self._news.set()
         while self._thread.is_alive():

@@ -63,7 +63,8 @@ class _FileHash:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)  # before it has its last name
-        self._grown, self._whole = threading.Event(), False
+        self._grown = threading.Event()
+        self._whole = False
         helper = ThreadPoolExecutor(1)
         self._digest = helper.submit(self._follow)
         helper.shutdown(wait=False)

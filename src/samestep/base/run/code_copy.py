@@ -81,7 +81,9 @@ class Code:
 def find_code(file: Path) -> Code:
     """Return what to copy with a file: its git repository, or its folder where there is none."""
     file = file.resolve()
-    root, names, kept = file.parent, list[str](), {file.name}
+    root = file.parent
+    names = list[str]()
+    kept = {file.name}
     linked = dict[str, str]()
     top = _git(file.parent, "rev-parse", "--show-toplevel").rstrip("\n")
     if top and file.is_relative_to(top):
@@ -147,7 +149,8 @@ def _known_to_git(root: Path) -> tuple[list[str], set[str], dict[str, str]]:
     others = _git(root, "ls-files", "-z", "-o", "--exclude-standard").split("\0")[:-1]
     ignored = _git(root, "ls-files", "-z", "-o", "-i", "--exclude-standard", "--directory")
     linked = {n: "ignored by git" for n in ignored.split("\0")[:-1] if not _CACHES.search(n)}
-    names, kept = list[str](), set(tracked)
+    names = list[str]()
+    kept = set(tracked)
     runs = dict[str, str]()
     for name in dict.fromkeys([*tracked, *others]):
         path = root / name
@@ -268,7 +271,8 @@ def import_folders(code: Code, run: Path, *more: Path) -> tuple[str, ...]:
 
     They are those that this process imports from, such as of packages in development, and `more`.
     """
-    copied, folders = _folders_of(code.files), []
+    copied = _folders_of(code.files)
+    folders = []
     for folder in [*map(Path, sys.path[1:]), *more]:
         path = folder.resolve()
         if path.is_relative_to(code.root) and str(path.relative_to(code.root)) in copied:

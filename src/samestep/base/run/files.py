@@ -78,7 +78,9 @@ _AHEAD_BYTES = 64 << 20
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file. The disk reads ahead while it is computed."""
-    digest, chunk, done = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES)), 0
+    digest = hashlib.sha256()
+    chunk = memoryview(bytearray(_CHUNK_BYTES))
+    done = 0
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(chunk):
             if done % _AHEAD_BYTES == 0 and hasattr(os, "posix_fadvise"):

@@ -144,7 +144,8 @@ class GrowingSummary:
         known.starts += 1
         known.world_size, known.total_steps = plan.get("world_size"), plan.get("total_steps")
         known.total_epochs, known.steps_per_epoch = plan.get("epochs"), plan.get("steps_per_epoch")
-        self._plan, known.samples_per_step = plan, 0.0
+        self._plan = plan
+        known.samples_per_step = 0.0
         if "global_batch_size" in plan:  # Lightning's logger does not know it
             known.samples_per_step = samples_per_step(plan)
 
@@ -262,14 +263,16 @@ class SummaryFile:
     def end(self, result: Mapping[str, Any]) -> None:
         """Take what result.json says of how the run ended, and write the file."""
         growing = self._growing = self._growing or read_growing(self._run)[0]
-        known, self._has_result = growing.known, True
+        known = growing.known
+        self._has_result = True
         known.state, known.reason = result["status"], str(result.get("reason", ""))
         known.steps, known.epochs = (result.get(n, getattr(known, n)) for n in ("steps", "epochs"))
         known.seconds = result.get("training_seconds", known.seconds)
         self._write(growing, sync=True)
 
     def _write(self, growing: GrowingSummary, *, sync: bool = False) -> None:
-        self._is_due, self._written_at = False, time.perf_counter()
+        self._is_due = False
+        self._written_at = time.perf_counter()
         with contextlib.suppress(UserError):  # the records have it all
             # Not by msgspec: a path's bytes need not be UTF-8.
             text = json.dumps(msgspec.structs.asdict(growing.complete())) + "\n"

@@ -81,7 +81,8 @@ def diagnose(
         advice = advice or "Unset what was exported by hand, and start again."
         return Diagnosis(findings=(red(what, advice, "launcher"),))
     try:
-        world, problem = find_world(options.device, options.backend, environment), ""
+        world = find_world(options.device, options.backend, environment)
+        problem = ""
     except UserError as error:  # examine the rest on the CPU
         world = find_world("cpu", "auto", environment)
         problem = str(error).partition(". ")[0]

@@ -165,7 +165,8 @@ def advice(
     interfaces: Path = Path("/sys/class/net"),
 ) -> list[str]:
     """Return notes on a job that may still work, of a sentence or two each."""
-    more, notes = " ".join(options.sbatch), []
+    more = " ".join(options.sbatch)
+    notes = []
     if options.gpus_per_node and not (options.cpus_per_task or _GIVES_CORES.search(more)):
         notes.append(
             "Without --cpus-per-task Slurm gives each rank one core, and loader workers starve. "

@@ -232,7 +232,8 @@ def read_ending(
         late = next((line for line in reversed(lines) if line.startswith(LATE)), LATE)
         begun_at = (run / BEGUN).stat().st_mtime if (run / BEGUN).exists() else 0.0
         silent = [f"longest silent: {sign.sentence}" for sign in last_signs(run, begun_at)[:1]]
-        mistake, why = "", "; ".join([late.removeprefix(_OURS).partition(",")[0], *silent])
+        mistake = ""
+        why = "; ".join([late.removeprefix(_OURS).partition(",")[0], *silent])
     # Exit code 2 is a mistake of the user's. What their code raised after some steps may not happen
     # again.
     again = bool(mistake) or code == 2 or (cause is not None and cause.comes_again)

@@ -326,7 +326,9 @@ def prepare(job: JobScript, queue: Sequence[QueuedJob] | None = None) -> Path:
 
     Without the `queue`, Slurm is asked for the jobs of the run.
     """
-    text, run, waits = script_text(job), Path(job.run), False
+    text = script_text(job)
+    run = Path(job.run)
+    waits = False
     if run.exists():
         waits = _refuse_second_job(run, job.options, my_jobs() if queue is None else queue)
     fill_run(job, waits=waits)

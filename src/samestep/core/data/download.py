@@ -85,7 +85,9 @@ def download(
 
 def _fetch(dataset: RemoteDataset, transfer: "Transfer", bases: Sequence[str]) -> str:
     """Bring one file and return the base address that gave it; raise UserError if none did."""
-    file, folder, problems = transfer.file, transfer.folder, []
+    file = transfer.file
+    folder = transfer.folder
+    problems = []
     for base in bases:
         try:
             transfer.fetch(base + file.name)
@@ -213,7 +215,8 @@ class Transfer:
 
     def _fill(self, url: str) -> None:
         """Ask for the missing bytes until all are there or the mirror sends no more."""
-        most, num_barren = self._num_bytes(), 0
+        most = self._num_bytes()
+        num_barren = 0
         while True:
             try:
                 return self._append(url)

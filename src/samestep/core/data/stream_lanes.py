@@ -163,7 +163,8 @@ class Lane:
         window: list[Any] = []
         while len(window) < max(1, size) and self._read_into(window):
             pass
-        self._window, self._next = window, 0
+        self._window = window
+        self._next = 0
         if size > 1:
             generator = torch.Generator().manual_seed(key)
             order = torch.randperm(len(window), generator=generator).tolist()

@@ -112,7 +112,9 @@ class Passes:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._count, self._usual, self._to_compare = 0, 0, _COMPARED
+        self._count = 0
+        self._usual = 0
+        self._to_compare = _COMPARED
 
     def add(self, step: int) -> None:
         """Count one more pass of a step; all ranks call it."""
@@ -185,7 +187,8 @@ class _GradBucket:
     """Gradients of one type and device that travel together in a buffer; a large one needs none."""
 
     def __init__(self, parameters: list[Tensor], like: Tensor, more: int = 0) -> None:
-        self.parameters, self.missing = parameters, 0
+        self.parameters = parameters
+        self.missing = 0
         """`missing` gradients of the running pass are still to come."""
         self.is_buffer = more > 0 or not _is_large(like)
         sizes = [p.numel() for p in parameters if self.is_buffer]
@@ -260,7 +263,9 @@ class _Sums:
 
     def begin(self, world: World, weight: float | Tensor, loss: Tensor, step: int) -> None:
         """Begin the backward pass of a loss that has its weight already."""
-        self._world, self._waits, self._step_now = world, [], step % _STEP_MODULUS
+        self._world = world
+        self._waits = []
+        self._step_now = step % _STEP_MODULUS
         self._nothing = weight == 0
         self._own_loss = self._zeroed(loss.clone())
         for bucket in self._buckets:

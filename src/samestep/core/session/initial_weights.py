@@ -83,7 +83,8 @@ def _weights_file(source: Path, what: str) -> tuple[Path, Entry | None, str]:
     if source.is_dir():
         if not is_run(source):
             raise no_run(source)
-        folder, name = source / "checkpoints", "best"
+        folder = source / "checkpoints"
+        name = "best"
     if folder.name == "checkpoints" and is_run(folder.parent):
         entry = find_checkpoint(folder, name)
         verify(folder, entry)

@@ -167,7 +167,8 @@ def _without_effect(work: Work) -> list[str]:
 
 def plan_notes(plan: Plan, settings: Settings) -> list[str]:
     """Return notes on odd shares of a step, or a warm-up that outlasts the run."""
-    notes, parts = [], plan.virtual_ranks or plan.world_size
+    notes = []
+    parts = plan.virtual_ranks or plan.world_size
     if warmup_steps(plan, settings) >= plan.total_steps:
         outlasts = f"outlasts the run of {plan.total_steps} steps"
         rate = f"the learning rate never reaches {plan.lr:g}."

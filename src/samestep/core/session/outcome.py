@@ -44,9 +44,13 @@ def finish_run(
     """
     watched.turn_to(watched.END)
     session.world.on_main(session.saver.settle_well)
-    work, state, run, test = built.work, built.state, session.run, None
+    work = built.work
+    state = built.state
+    run = session.run
+    test = None
     # The weights where the training ended; the test below loads the best ones.
-    sharded, weights = work.learner.sharded, ""
+    sharded = work.learner.sharded
+    weights = ""
     if run is not None or sharded:
         weights = weights_sha256(work.learner.model)
     baselines: Baselines = {}

@@ -82,7 +82,8 @@ class OwnBatches:
         read = opened.epoch(position.epoch, first, global_batch_size, drop_last=drop_last)
         with closing(read):
             for batch in read:
-                batch.step, loop.backwards = position.step, 0
+                batch.step = position.step
+                loop.backwards = 0
                 own.passed.clear()
                 if own.carried is not None:
                     own.carried.begin(position.step_in_epoch, batch.global_size, batch.step)
@@ -90,7 +91,8 @@ class OwnBatches:
                 seed_torch(mix_next(of_rank, batch.step), world.device)
                 seed_rank(mix_next(of_seed, batch.step), world.rank)
                 torch.clear_autocast_cache()  # a context around the loop would keep older weights
-                loop.batch, loop.used = batch, False
+                loop.batch = batch
+                loop.used = False
                 try:
                     yield batch
                 except GeneratorExit:
@@ -166,7 +168,9 @@ class OwnBatches:
                 torch.clear_autocast_cache()
                 yield batch
         finally:
-            loop.place, loop.batch, self.log_into = before, None, own.means
+            loop.place = before
+            loop.batch = None
+            self.log_into = own.means
             if before != IN_BATCHES:
                 # Ranks have drawn unequally often where their shares are unequal.
                 self._epochs.seed(_VALIDATED, crc32(f"{split} {before}".encode()))

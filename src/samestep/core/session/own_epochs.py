@@ -50,7 +50,8 @@ class OwnEpochs:
         if not self._goes_on:
             self._nothing_to_train()
         while self._goes_on:
-            loop.place, self._summed_up = BEFORE_BATCHES, False
+            loop.place = BEFORE_BATCHES
+            self._summed_up = False
             loop.means, own.metric = {}, None
             self.seed(_EPOCH_BEGINS)
             yield position.epoch

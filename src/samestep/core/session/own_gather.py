@@ -70,7 +70,8 @@ def gather(x: Tensor) -> Tensor:
     if _open:
         world, has_share = _open[-1]()
     else:
-        world, has_share = process_group.current_world(), True
+        world = process_group.current_world()
+        has_share = True
         if world is process_group.ALONE:
             raise UserError(
                 "samestep.gather was called outside of a training. Call it in the loop over "

@@ -119,7 +119,8 @@ class OwnRun:
                 own.world.barrier()  # another rank may have failed after its last step
         except Exception as late:
             error = late
-        self._loop.is_open, self._loop.means = False, means  # after a break there are none
+        self._loop.is_open = False
+        self._loop.means = means  # after a break there are none
         close_gather()
         try:
             own.end(error)

@@ -296,7 +296,8 @@ def _optimizers_and_parameters(part: Any) -> list[tuple[str, Any]]:
     kind = type(part).__name__
     if isinstance(part, nn.Module):
         return [(f"{kind}.{name}", p) for name, p in part.named_parameters() if p.requires_grad]
-    optimizers, parameters = [], [part]
+    optimizers = []
+    parameters = [part]
     if isinstance(part, torch.optim.Optimizer):
         optimizers = [(f"an optimizer ({kind})", part)]
         parameters = [p for group in part.param_groups for p in group["params"] if p.requires_grad]

@@ -144,7 +144,8 @@ def predict_split(
     """
     data = open_data(opened, split, data_dir=data_dir, skip_bad=skip_bad, virtual_ranks=False)
     opened, settings, device = data.model, data.model.settings, data.model.device
-    model, row = applied(opened.model, opened.recipe), 0
+    model = applied(opened.model, opened.recipe)
+    row = 0
     carried = CarriedOn(model)
     for batch in data.source.evaluation(evaluation_batch(settings)):
         with as_evaluated(model, settings.seed), switched(settings, device):
@@ -159,7 +160,8 @@ def _rows(opened: TrainedModel, files: Sequence[Path]) -> Iterator[tuple[Predict
     read = opened.recipe.read
     assert read is not None
     for path in files:
-        whole, number = Prediction(file=str(path)), 0
+        whole = Prediction(file=str(path))
+        number = 0
         try:
             samples = read(path)
             if not isinstance(samples, list | Iterator | Dataset):

@@ -164,7 +164,8 @@ def _run_of(target: str) -> Path | None:
 def _layered(source: str, recipe: Recipe, tables: list[tuple[Path, dict[str, Any]]]) -> Draft:
     """Return the draft of a recipe with the tables above its own settings."""
     own, _ = typed(dict(recipe.settings), recipe, source)
-    layers, options = [own], dict[str, object]()
+    layers = [own]
+    options = dict[str, object]()
     for path, table in tables:
         about = ("recipe", SCRIPT_ARGS)
         rest = {name: value for name, value in table.items() if name not in about}

@@ -57,7 +57,8 @@ def load_newest(
     Raises:
         UserError: none is whole, or the index names none though some were announced.
     """
-    folder, problems = path / "checkpoints", list[str]()
+    folder = path / "checkpoints"
+    problems = list[str]()
 
     def newest_first() -> list[Entry]:
         known = sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step)

@@ -421,7 +421,8 @@ def describe(run: Run, request: Request, built: Built, gpus: Sequence[str] = ())
     world = built.work.world
     write_text(run.path / "settings.toml", to_toml(request, built.work.plan))
     changed = bool(request.recipe_changes)
-    is_file, commit = request.source.endswith(".py"), None
+    is_file = request.source.endswith(".py")
+    commit = None
     if is_file or request.source.startswith(FROM_PYTHON):
         from samestep.core.session.recipe_changes import keep_recipe  # noqa: PLC0415
 

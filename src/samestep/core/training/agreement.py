@@ -295,7 +295,8 @@ def sum_over_parts(rows: Tensor, world: World) -> Tensor:
 @contextlib.contextmanager
 def random_numbers(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Seed every global generator; afterwards those of the host and the device are as they were."""
-    kept, module = rng_state(), None
+    kept = rng_state()
+    module = None
     if device is not None and device.type != "cpu":
         module = torch.get_device_module(device)
     of_device = module and module.get_rng_state()

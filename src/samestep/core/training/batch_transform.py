@@ -34,7 +34,8 @@ class BatchTransform:
         assert recipe.batch_transform is not None
         self._function, self._whole = recipe.batch_transform, recipe.forward is not None
         self._seed, self._dtype = settings.seed, data_dtype(settings.precision)
-        self._world, self._agreed = world, False
+        self._world = world
+        self._agreed = False
 
     def __call__(self, block: Block, epoch: int, step: int) -> Block:
         """Return this rank's part of a step with its samples changed; all ranks call it.
@@ -71,7 +72,9 @@ class BatchTransform:
         """Change the whole batch, and return these parts of it, whose first row is `first`."""
         if not parts:
             return []
-        size, tensors_left, cut = len(tensors[0]), iter(tensors), []
+        size = len(tensors[0])
+        tensors_left = iter(tensors)
+        cut = []
         inputs = rebuilt(parts[0].inputs, tensors_left)
         targets = inputs if self._whole else rebuilt(parts[0].targets, tensors_left)
         inputs, targets = self.change(inputs, targets, size, epoch, step)

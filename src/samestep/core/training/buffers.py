@@ -63,7 +63,8 @@ class StepBuffers:
         floats, others = _tensors_at(self._floats), _tensors_at(self._others)
         pairs = zip(_marks(self._marked), self._marks, strict=True)
         changed = [now != before for now, before in pairs]
-        after, changes = self._flat(floats), []
+        after = self._flat(floats)
+        changes = []
         if not self._known or after.shape != self._before.shape:
             both = zip((*floats, *others), self._kept, strict=True)
             _refuse_first(

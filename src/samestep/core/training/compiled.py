@@ -56,7 +56,9 @@ class ModelStep:
 
     def __init__(self, step: Step, settings: Settings, phases: Phases, why: str) -> None:
         """Take steps whose wrapped model is compiled; `why` says why whole steps are not."""
-        self._step, self._phases, self._to_compile = step, phases, True
+        self._step = step
+        self._phases = phases
+        self._to_compile = True
         added = "all-reduce" if settings.virtual_ranks is None else "tree of sums"
         what = "the model's" if settings.strategy == "ddp" else "each block's"
         self.what = f"{what} forward and backward; optimizer and {added} are not compiled"
@@ -67,7 +69,8 @@ class ModelStep:
         """Take one step; the first is timed, since it compiles."""
         if not self._to_compile:
             return self._step(block, step, lrs, want_norm=want_norm)
-        self._to_compile, before = False, time.perf_counter()
+        self._to_compile = False
+        before = time.perf_counter()
         with self._phases.left_out(), explained(), watched.within(watched.COMPILING):
             result = self._step(block, step, lrs, want_norm=want_norm)
         return replace(result, notes=(_note(self.what, 0, time.perf_counter() - before),))

@@ -326,7 +326,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Not at the top: it is not needed where nothing is tried out.
         from torch.utils.flop_counter import flop_registry  # noqa: PLC0415
 
-        self._formulas, self.total = flop_registry, 0
+        self._formulas = flop_registry
+        self.total = 0
         self.is_partial = False
 
     def __torch_dispatch__(

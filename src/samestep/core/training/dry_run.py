@@ -331,7 +331,8 @@ def _names_of_losses(
         trial.applied.train()
         return forward()
 
-    value, loss = None, timed(trial.loss, Moment())
+    value = None
+    loss = timed(trial.loss, Moment())
     for make in (*(lambda output=output: output for output in outputs), in_training):
         with contextlib.suppress(Exception):
             value = loss(make(), targets)

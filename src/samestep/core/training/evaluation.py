@@ -280,7 +280,8 @@ class Totals:
 
             whole, wanted, counts = zip(*self._waiting, strict=True)
             whole_outputs, whole_targets = (put_together(t, counts) for t in (whole, wanted))
-            weight, self._waiting = sum(counts), []
+            weight = sum(counts)
+            self._waiting = []
         if closes:
             batch_loss = explained("loss", self._loss, whole_outputs, whole_targets)
             check_loss(batch_loss, self._loss)

@@ -53,7 +53,9 @@ def gather_rows(own: Sequence[Tensor], rows: int, world: World, what: str) -> Ga
         start += max(counts) * size
     received = torch.empty(world.world_size * most, dtype=torch.uint8, device=device)
     world.all_gather_into(received, sent)
-    of_rank, whole, start = received.view(world.world_size, most), [], 0
+    of_rank = received.view(world.world_size, most)
+    whole = []
+    start = 0
     for tensor, size in zip(own, width, strict=True):
         cuts = [of_rank[r, start : start + n * size] for r, n in enumerate(counts)]
         shape = (sum(counts), *tensor.shape[1:])

@@ -87,7 +87,9 @@ class Window:
 
     def __init__(self, world: World, counts: object = None) -> None:
         """Begin an empty one; `counts` is the recipe's function that counts terms, if it has it."""
-        self._world, self._first_step, self._counts = world, 0, counts
+        self._world = world
+        self._first_step = 0
+        self._counts = counts
         self._losses: list[Tensor] = []
         self._sizes: list[int] = []
         self._terms: list[Tensor] = []
@@ -244,7 +246,9 @@ class Meter:
         samples: Sequence[int],
     ) -> list[Record]:
         """Return the `step` records of some steps behind the first ones."""
-        learner, state, records = self._work.learner, self._state, []
+        learner = self._work.learner
+        state = self._state
+        records = []
         names = ("loss", *learner.parts)
         rates = partial(rates_of, learner.optimizer, scheduled=learner.scheduler is not None)
         losses, state.sums = self._window.read(taken, logged, lrs[-1], state.sums)

@@ -382,9 +382,7 @@ class _PartMetrics:
     def add(self, step: StepOutputs) -> None:
         """Keep outputs; measure them once there are many, or their form changes."""
         self._samples += step.samples
-        if len(self._seen) == self._most or (
-            self._seen and not _can_concatenate(step, self._seen[0])
-        ):
+        if len(self._seen) == self._most or (self._seen and not _can_join(step, self._seen[0])):
             self._measure_kept()
         if not self._seen:
             leaves = [leaf for leaf in tree_leaves(step.outputs) if isinstance(leaf, Tensor)]
@@ -445,7 +443,7 @@ class _PartMetrics:
                 self.late |= set(self.names) - known
 
 
-def _can_concatenate(one: StepOutputs, other: StepOutputs) -> bool:
+def _can_join(one: StepOutputs, other: StepOutputs) -> bool:
     """Whether two batches can be concatenated."""
     for mine, its in ((one.outputs, other.outputs), (one.targets, other.targets)):
         if not (isinstance(mine, Tensor) and isinstance(its, Tensor) and mine.shape == its.shape):

@@ -434,7 +434,8 @@ class OwnAverage:
         self._optimizer = optimizer
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._named = {n: p for n, p in model.named_parameters() if id(p) in ids}
-        self._held, self._has_stepped = False, has_stepped
+        self._held = False
+        self._has_stepped = has_stepped
 
     def update(self) -> None:
         """Note a step, which has made them: before the first, the weights are those trained."""

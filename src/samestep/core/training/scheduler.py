@@ -138,7 +138,8 @@ class Scheduler:
 
     def _check_optimizers(self) -> None:
         """Check that each optimizer has one scheduler at most, and that no other has one."""
-        members, taken = {id(s) for s in members_of(self._optimizer)}, set[int]()
+        members = {id(s) for s in members_of(self._optimizer)}
+        taken = set[int]()
         for scheduler, _ in self.parts:
             its, name = {id(s.optimizer) for s in _all_of(scheduler)}, type(scheduler).__name__
             its = members if its == {id(self._optimizer)} else its

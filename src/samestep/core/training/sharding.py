@@ -129,7 +129,8 @@ def build_once(build: Callable[..., nn.Module], world: World) -> nn.Module:
     `build` takes `on_meta`. A constructor that looks at its numbers fails without them: then the
     rank builds all of the model, as rank 0 does. All ranks' generators are those of rank 0 then.
     """
-    before, model = rng_state(), None
+    before = rng_state()
+    model = None
     if not world.is_main:
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as of weights that are loaded into nothing

@@ -29,7 +29,8 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     check_alike(work, position.step)
     learner, plan, settings = work.learner, work.plan, work.settings
     scaler, average, virtual = learner.scaler, learner.average, settings.virtual_ranks is not None
-    scheduler, scheduled = learner.scheduler, {}
+    scheduler = learner.scheduler
+    scheduled = {}
     if scheduler is None:
         next_lr = learning_rate(plan, settings, position.step, state.validated)
         set_lr(learner.optimizer, next_lr)  # the steps do not keep it up to date

@@ -129,7 +129,8 @@ class EagerStep:
         loss, reported = self._loss(part, weight)
         if self._learner.measured and part.weight:
             self._seen.append(self._objective.seen(part))
-        phases, last = self._phases, "backward"
+        phases = self._phases
+        last = "backward"
         phases.lap("forward")
         if self._overlaps and loss.requires_grad:
             tell_end_of_autograd(loss, lambda: phases.lap("backward"))
@@ -290,7 +291,8 @@ def check_loss(value: Any, loss: object) -> None:
     """Check that a recipe's loss returned a floating-point scalar."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
         return
-    what, remedy = describe(value), ""
+    what = describe(value)
+    remedy = ""
     if isinstance(value, Mapping):
         what = f"a dict of {', '.join(map(str, value))}"
         remedy = (

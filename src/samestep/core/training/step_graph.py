@@ -323,7 +323,8 @@ class StepGraph:
         """Return gradients, loss, buffers and outputs after the micro-steps of step k."""
         samples, most = tree_leaves(inputs)[0].shape[1], self._micro_batch_size
         gradients = [torch.zeros_like(vector) for vector in vectors]
-        loss, seen = torch.zeros((), device=vectors[0].device), []
+        loss = torch.zeros((), device=vectors[0].device)
+        seen = []
         for start in range(0, samples, most):
             rows = slice(start, min(start + most, samples))
             weight = 1.0 if self._sums else (rows.stop - start) / samples

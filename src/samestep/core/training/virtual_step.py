@@ -171,7 +171,8 @@ class VirtualStep(EagerStep):
                 tree.push(share, part)
         self._to_check = False
         if checks is not None:  # the first share again, once all ranks have theirs
-            self._check, seen = None, len(self._seen)
+            self._check = None
+            seen = len(self._seen)
             self._world.on_every(lambda: checks.repeat(self._share))
             del self._seen[seen:]
         *gradients, numbers = self._reducer()(tree.roots, present)
@@ -292,7 +293,8 @@ class VirtualStep(EagerStep):
         self, gradients: Tensors, numbers: Tensor, size: int, present: int
     ) -> tuple[Tensor, Tensor | None]:
         """Set gradients and buffers to the sums; return the mean loss, and its terms if any."""
-        start, terms = 1 + len(self._learner.parts), None
+        start = 1 + len(self._learner.parts)
+        terms = None
         first = numbers[0] if numbers.dim() else numbers
         loss = numbers[:start] if start > 1 else first
         if self._learner.reduction == "sum":

@@ -96,7 +96,8 @@ class WholeBatchLoss(Objective):
 
     def _forward_all(self, parts: Sequence[Block], *, keeps_graph: bool) -> list[Any]:
         """Return the outputs of all micro-steps."""
-        model, outputs = self._learner.model, []
+        model = self._learner.model
+        outputs = []
         if not keeps_graph and self._averaged:
             share_buffers(model, self._world)  # DDP leaves it out without gradients
         put_back: Callable[[], None] = _call if keeps_graph else keep_buffers(model)
@@ -165,7 +166,8 @@ class WholeBatchLoss(Objective):
         needed = [leaf for leaf in whole if leaf.requires_grad]
         computed = iter(torch.autograd.grad(self._scaled(loss), needed, allow_unused=True))
         gradients = [next(computed) if leaf.requires_grad else None for leaf in whole]
-        due, reported = [], with_parts(loss) if parts_of(loss) else loss.detach()
+        due = []
+        reported = with_parts(loss) if parts_of(loss) else loss.detach()
         for part, output in pairs:
             if not part.weight:
                 due.append(self._nothing(output))

@@ -267,7 +267,8 @@ def close_epoch(work: Work, state: State) -> None:
     if work.learner.scheduler is not None:
         work.learner.scheduler.after("epoch", position.step)
     position.epoch, position.step_in_epoch = position.epoch + 1, 0
-    position.stream_ended, position.samples_before = False, position.samples
+    position.stream_ended = False
+    position.samples_before = position.samples
     position.epoch_started_s = position.seconds
     position.phases = {}
     work.phases.clear()

@@ -304,7 +304,8 @@ class Keeper:
 
     def _name_next(self, began: float, gone: list[str] | None = None) -> None:
         """Name the next group."""
-        (stay, come), self._awaited = self._next_members(), None
+        (stay, come) = self._next_members()
+        self._awaited = None
         # Ranks of one node follow each other, those of the first member's node first.
         nodes = [self._node_of(member) for member in (*stay, *come)]
         members = sorted((*stay, *come), key=lambda member: nodes.index(self._node_of(member)))

@@ -55,7 +55,8 @@ def cores() -> int:
 
 
 def _check(what: str, number: int, kind: str, size: int, most: int) -> None:
-    fit, why = _that_fit(size), ""
+    fit = _that_fit(size)
+    why = ""
     if number > most:
         why = f"more than {MOST_PER_CORE} {kind} per core, with {most // MOST_PER_CORE} usable here"
     elif number > fit:

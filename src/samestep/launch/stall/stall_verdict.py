@@ -127,7 +127,8 @@ class _Case:
 
     def keep_waiting(self, culprits: Sequence[RankStand]) -> StallVerdict:
         """Return the verdict that these ranks do something else than the others."""
-        said, cause = [], _cause(culprits[0])
+        said = []
+        cause = _cause(culprits[0])
         for stand in culprits:
             has_left = any(_has_left(stand, self.stands[rank]) for rank in self.waits)
             left = f"left the loop{_progress(stand)} and " if has_left else ""

@@ -277,7 +277,8 @@ def fitting(
 
     `free` is what it has free on the CPU, in bytes.
     """
-    available, together = None, memory.total
+    available = None
+    together = memory.total
     if device == "cpu":
         available, together = free, (memory.total + RANK_BYTES) * ranks_here
     elif device == "cuda" and torch.cuda.is_available():

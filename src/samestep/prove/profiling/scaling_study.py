@@ -110,7 +110,8 @@ def samples_per_s(segments: Sequence[Segment]) -> float:
 def plan_study(settings: Settings, sizes: Sequence[int], modes: Sequence[Mode]) -> Study:
     """Plan batch sizes: weak scaling keeps a rank's batch, strong scaling the global one."""
     base = _setup(settings, modes[0], sizes[0])
-    setups, left_out = [base], []
+    setups = [base]
+    left_out = []
     for ranks, mode in product(sizes[1:], modes):
         total = base.global_batch_size
         if mode == "weak":

@@ -78,7 +78,9 @@ def sweep(
     ordered = sorted(set(values))
     best = first = _open(ordered[0], *make(ordered[0]))
     _take_turns(world, best)
-    tried, misses, stopped = [best], 0, False
+    tried = [best]
+    misses = 0
+    stopped = False
     for value in ordered[1:]:
         stopped = stop()
         if misses == _PATIENCE or stopped:
@@ -158,7 +160,8 @@ def _open(value: int, work: Work, state: State) -> Candidate:
     prefetched = 2 * workers + 2 if workers else 1
     candidate = Candidate(value, work, state, rehearse(work, state), prefetched)
     _train_for(candidate, prefetched + 2)
-    began, calls = time.perf_counter(), 0
+    began = time.perf_counter()
+    calls = 0
     while world.broadcast(time.perf_counter() - began < TURN_S):
         _train_for(candidate, 1)
         calls += 1

@@ -81,7 +81,8 @@ def choose_training_size(
     heavy, there is one full batch per epoch.
     """
     shares = (*sizes, virtual) if virtual else tuple(sizes)
-    top, needed = max(shares), 0
+    top = max(shares)
+    needed = 0
     primes = [n for n in _EVALUATED if top < n <= num_evaluated]
     evaluated = min(num_evaluated, next((n for n in primes if n >= 2 * top), 2 * top + 1))
     for full, global_batch, rest in _candidates(shares, batch, virtual):
@@ -248,7 +249,8 @@ def spread(total: int, number: int) -> list[int]:
 
 def _readable(dataset: Any, number: int) -> list[int]:
     """Return the places of some samples that can be read."""
-    total, broken = len(dataset), 0
+    total = len(dataset)
+    broken = 0
     readable: set[int] = set()
     for place in chain(spread(total, number), range(total)):
         if place in readable or len(readable) == number:

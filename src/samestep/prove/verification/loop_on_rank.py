@@ -233,7 +233,8 @@ class WatchedRun(OwnRun):
         self, data: Any, global_batch_size: int, *, drop_last: bool = False, **more: Any
     ) -> Iterator[OwnBatch]:
         """Yield the batches of a few samples, and keep each step; end the process after enough."""
-        few, places = data, None
+        few = data
+        places = None
         if isinstance(global_batch_size, int) and global_batch_size > 0:
             size = few_steps(data, global_batch_size, drop_last, self._task.most_ranks)
             self._size = self._size or size
@@ -358,7 +359,8 @@ class WatchedRun(OwnRun):
     def _note_draws(self) -> None:
         """Note whether Python's or NumPy's generator was used; what follows draws alike anyway."""
         before, self._drawn_before = self._drawn_before, None
-        names, after = ("Python's random", "NumPy's random"), _generators()
+        names = ("Python's random", "NumPy's random")
+        after = _generators()
         drawn = zip(names, before or after, after, strict=True)
         self._seen.generators |= {name for name, then, now in drawn if then != now}
 

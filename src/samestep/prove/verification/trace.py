@@ -267,7 +267,8 @@ def difference(
     beyond the tolerance is named also where only losses decide. `before_updates` is a tolerance of
     its own for what no update has touched: the loss and the gradients of step 1.
     """
-    largest, first = 0.0, TrainingDifference()
+    largest = 0.0
+    first = TrainingDifference()
     strict = tolerance if before_updates is None else before_updates
 
     def limit(step: int, what: str) -> float:

@@ -74,7 +74,8 @@ def verify_recipe(
     `launch` starts ranks that call `run_start`, and `launch_elastic` ranks that outlive each other;
     `given` are the settings that the user has given.
     """
-    recipe, notes = request.recipe, list[str]()
+    recipe = request.recipe
+    notes = list[str]()
     if idle := sorted({*given} & {*NO_EFFECT}):  # as train() takes them
         notes.append(f"{', '.join(idle)}: no effect, since a verification chooses its own steps.")
     batch = request.settings.batch_size if "batch_size" in given else None
@@ -99,7 +100,8 @@ def gather(
     is given. Lightning's Trainer is compared too if it is installed.
     """
     settings, recipe, quick = request.settings, request.recipe, starts.options.quick
-    planned, with_death = plan_starts(starts.sizes, quick=quick), None
+    planned = plan_starts(starts.sizes, quick=quick)
+    with_death = None
     if launch_elastic is not None and not quick:
         with_death = start_with_death(starts.sizes, len(planned))
     in_lightning = (  # its engine refuses the opposites

@@ -35,7 +35,8 @@ class Recorder:
 
     def __init__(self, job: Job, rank: int, hooks: Hooks, scratch: Scratch) -> None:
         self.job, self.hooks, self._scratch = job, hooks, scratch
-        self.rank, self.world_size = rank, 1
+        self.rank = rank
+        self.world_size = 1
         self._folder = Path(job.folder)
         path = events_path(self._folder, rank)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

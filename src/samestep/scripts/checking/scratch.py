@@ -64,7 +64,8 @@ class Scratch:
             os.mkdir(folder)
         Path(self._lock).touch()
         self._link_above()
-        left, files = _MOST_BYTES, 0
+        left = _MOST_BYTES
+        files = 0
         always = (os.path.realpath(first), self.home)
         waiting = deque(always)
         seen: set[str] = set()

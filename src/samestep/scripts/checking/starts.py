@@ -58,7 +58,8 @@ class Attempt:
                 for save in saves:
                     if Path(save.path).is_relative_to(event.old):  # it is whole by now
                         inside = Path(save.path).relative_to(event.old)
-                        save.path, save.renamed = str(Path(event.path) / inside), True
+                        save.path = str(Path(event.path) / inside)
+                        save.renamed = True
         return sorted(saves, key=lambda save: save.step)
 
     @property
@@ -119,7 +120,8 @@ class Attempt:
 
     def begins(self, rank: int = 0) -> tuple[ev.TrainingState | None, ev.TrainingState | None]:
         """Return the state that it begins with, and the one that was there before the kill."""
-        start, before = self.before, None
+        start = self.before
+        before = None
         while start is not None and (before := start.state(self.offset, rank)) is None:
             start = start.before
         return self.state(self.offset, rank), before

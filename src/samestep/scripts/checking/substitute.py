@@ -356,7 +356,8 @@ def _gather_single(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Any:
-    root, parts = group_dst, None
+    root = group_dst
+    parts = None
     if root is None:
         root = dst or 0 if group is None else dist.get_group_rank(group, dst or 0)
     if gather_tensor is not None and dist.get_rank(group) == root:

@@ -174,7 +174,9 @@ def _answer(profile: Profile) -> list[tuple[str, str]]:
 
 
 def _further_rows(profile: Profile) -> list[tuple[str, str]]:
-    verdict, measured, lines = profile.verdict, profile.measured, list[tuple[str, str]]()
+    verdict = profile.verdict
+    measured = profile.measured
+    lines = list[tuple[str, str]]()
     if measured.samples:
         # At least four digits: 40.41, 218.9, 115,360.
         steps, samples = (

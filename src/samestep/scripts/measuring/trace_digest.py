@@ -171,7 +171,8 @@ def _chains(
             continue
         if before is not None and before[1] == step and between <= _CHAIN:
             yield before[0], event["ts"]
-        before, between = (event["ts"], step), 0
+        before = (event["ts"], step)
+        between = 0
 
 
 def _per_step(pieces: Iterable[tuple[str, int, float]], num_steps: int) -> dict[str, float]:

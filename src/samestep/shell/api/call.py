@@ -129,7 +129,8 @@ def check_may_start(function: str) -> None:
 
     There it would start ranks endlessly.
     """
-    name, where = f"samestep.{function}()", ""
+    name = f"samestep.{function}()"
+    where = ""
     if (file := being_read()) is not None:
         where = f"while {file} was read as a recipe"
     elif PARENT in os.environ or TASK in os.environ:

@@ -137,7 +137,8 @@ def submit(
         recipe = sent.recipe
     else:
         words = [*map(str, arguments), *flag_words(settings)]
-        workload, recipe = find_workload(os.fspath(what), words, [*RECIPES]), None
+        workload = find_workload(os.fspath(what), words, [*RECIPES])
+        recipe = None
         if workload.kind == "recipe":
             if arguments:
                 raise UserError("arguments= is for a script; a recipe takes settings.")

@@ -139,7 +139,8 @@ def _plan(
         seed=lists["seed"][0] if "seed" in lists else same.get("seed", 42),
     )
     plan = replace(plan, folder=plan.folder.absolute())
-    names, calls = dict(zip(axes, lists, strict=True)), {}
+    names = dict(zip(axes, lists, strict=True))
+    calls = {}
     for name, point in plan.points.items():
         # The values that the texts of the point stand for.
         values = {names[k]: lists[names[k]][axes[k].index(text)] for k, text in point.items()}

@@ -120,7 +120,9 @@ def _on_ranks(
     from samestep.shell.api.trained_run import TrainedRun  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder, screen:
-        file, path, over = Path(folder, "call"), None, threading.Event()
+        file = Path(folder, "call")
+        path = None
+        over = threading.Event()
         records = RecordFile(file.with_name(RECORDS))
         send(call, file)
 

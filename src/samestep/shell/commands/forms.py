@@ -272,7 +272,8 @@ def flags_text(
 ) -> str:
     """Return the help of a verb without settings: all its arguments and flags."""
     shown: dict[str, list[Flag]] = {"arguments": []}
-    usage, heading = [command], "flags"
+    usage = [command]
+    heading = "flags"
     for flag in flags_of(kind, {} if default is None else vars(default)):
         heading = groups.get(flag.name, heading)
         shown.setdefault("arguments" if flag.mark.positional else heading, []).append(flag)

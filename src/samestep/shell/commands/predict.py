@@ -70,7 +70,8 @@ def main(
     if plot is not None:
         prediction.check_draws(model)
     kept: list[Prediction] = []
-    code, shown = 0, _Shown()
+    code = 0
+    shown = _Shown()
     for block in _blocks(predictions):
         code = code or int(any(row.problem is not None for row in block))
         if not (plot is None and out is None):

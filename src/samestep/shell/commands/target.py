@@ -70,7 +70,8 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
     asks_help, kind = HELP & {*flags}, form.kind
     quiet = hasattr(kind, "json") and not asks_help and TASK not in os.environ
     with redirect_stdout(sys.stderr if quiet else sys.stdout):
-        config, recipe = value_of("--config", flags), None
+        config = value_of("--config", flags)
+        recipe = None
         if "--recipe-of-run" in flags and hasattr(kind, "recipe_of_run"):
             if "--resume" not in flags:
                 raise UserError(

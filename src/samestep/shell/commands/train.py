@@ -118,7 +118,8 @@ def _train(arguments: list[str], log: RankLog) -> int:
     from samestep.shell.api.training import train_as_rank  # noqa: PLC0415 - the help needs no torch
     from samestep.show.progress import Screen  # noqa: PLC0415
 
-    settings, keeping = request.settings, None
+    settings = request.settings
+    keeping = None
     if command.elastic is not None:
         from samestep.core.session.fetching import fetched  # noqa: PLC0415 - rarely needed
         from samestep.launch.ranks.keeper import elastic_of  # noqa: PLC0415

@@ -119,7 +119,9 @@ def _verify(arguments: list[str]) -> int:
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """Show one line of progress on a terminal, elsewhere a line after each start of ranks."""
-    console, began, last = rich_console(stderr=True), time.monotonic(), ""
+    console = rich_console(stderr=True)
+    began = time.monotonic()
+    last = ""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20))
     bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
 

@@ -80,7 +80,8 @@ class MachineSampler:
                 self._held = hold((run / SYSTEM).with_suffix(".lock"))
         if self._held is None:
             return
-        self._due, self._taken = time.monotonic() + _EVERY_S, True
+        self._due = time.monotonic() + _EVERY_S
+        self._taken = True
         measured = {**self._measure(), **_ask_gpus(gpus_of(run))}
         line = json.dumps({"event": "system", "time": time.time(), "step": step, **measured})
         with contextlib.suppress(OSError), (run / SYSTEM).open("ab") as file:
@@ -382,7 +383,8 @@ class _FollowedRun:
         delivery = self.delivery
         delivery.lines = self._records.events.num_read
         delivery.system_lines = self._records.system.num_read
-        delivery.finished, delivery.checkpoints = True, self._order.checkpoints
+        delivery.finished = True
+        delivery.checkpoints = self._order.checkpoints
         if self._counts_at_end:
             files = self._folder.rglob("*")
             delivery.files = sorted(str(file.relative_to(self._folder)) for file in files)

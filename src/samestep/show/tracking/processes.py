@@ -169,7 +169,8 @@ class MessageReader:
     """Messages from a pipe: one JSON value per line."""
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor, self._buffer = descriptor, b""
+        self.descriptor = descriptor
+        self._buffer = b""
         self.closed = False
         """Whether the other side has closed the pipe."""
 

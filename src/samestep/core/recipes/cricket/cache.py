@@ -166,7 +166,8 @@ def _read_all(
             count(len(documents))
         return
     with contextlib.ExitStack() as stack:
-        pipe, idle = subprocess.PIPE, []
+        pipe = subprocess.PIPE
+        idle = []
         for _ in range(jobs):  # Ctrl-C is for the one that waits
             reader = subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, start_new_session=True)
             idle.append(reader)

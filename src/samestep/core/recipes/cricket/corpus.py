@@ -201,7 +201,8 @@ class _Building:
     def _add_innings(self, card: Scorecard, innings: Innings, number: int, first: int) -> None:
         info, people, balls = card.info, card.info.registry.people, self.rows["balls"]
         other = info.teams[innings.team == info.teams[0]]
-        target, length = 0, min(info.overs or _OVERS, _OVERS) * _PER_OVER
+        target = 0
+        length = min(info.overs or _OVERS, _OVERS) * _PER_OVER
         if number == 1:
             target = first + 1
             if innings.target is not None:

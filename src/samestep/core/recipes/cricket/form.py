@@ -103,7 +103,8 @@ def _walk(
         if date > day:
             for others, before in today:
                 _move(ratings, others, beyond[before], balls[before])
-            today, day = [], date
+            today = []
+            day = date
             if until is not None and date > until:
                 for place, name in enumerate(kept.names):
                     ratings[name] = list(kept.ratings[place * 3 : place * 3 + 3])

@@ -136,7 +136,8 @@ class _Messages(nn.Module):
 def _convolution(name: Convolution, width: int, has_distance: bool) -> nn.Module:
     from torch_geometric import nn as geometric  # noqa: PLC0415 - an extra
 
-    both, heads = (width, width), 4
+    both = (width, width)
+    heads = 4
     if name == "sage":
         return cast("nn.Module", geometric.SAGEConv(both, width))
     kind = geometric.GATv2Conv if name == "gatv2" else geometric.TransformerConv

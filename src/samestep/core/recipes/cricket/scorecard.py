@@ -280,7 +280,8 @@ def _reason(document: bytes, error: Exception) -> str:
         return str(unknown)
     except msgspec.DecodeError:
         pass  # the first error says it
-    path, message = "", str(error)
+    path = ""
+    message = str(error)
     for key, kind in _LEVELS:
         bad = _first_bad(part.get(key) if isinstance(part, dict) else None, kind)
         if bad is None:

@@ -44,7 +44,8 @@ class Changes(NamedTuple):
 
 def collated_again(collate: Callable[[Any], Any], rows: list[Any]) -> Changes | None:
     """Put samples together again: what a collate draws, it draws for all of them together."""
-    seen, repeated = RandomDraws(), list[str]()
+    seen = RandomDraws()
+    repeated = list[str]()
 
     def batch(seed: int, rows: list[Any]) -> Any:
         seed_reading(seed)

@@ -44,7 +44,8 @@ def _dependences(tested: RecipeUnderTest) -> dict[str, float]:
     """
     if (held := tested.unmixed.held_forward) is None:
         return {}
-    rows, dependences = held.block.rows, {}
+    rows = held.block.rows
+    dependences = {}
     parts = (range(rows), range(rows // 2 + 1), range(rows // 2 + 1, rows))
     varied = [held, *(held._replace(outputs=map_leaves(v, held.outputs)) for v in (_roll, _spread))]
     for name, metric in tested.recipe.metrics.items():
@@ -63,7 +64,8 @@ def _dependences(tested: RecipeUnderTest) -> dict[str, float]:
 
 def _apart(tested: RecipeUnderTest, metric: Any, held: HeldForward) -> float:
     """Return the difference of a metric object's value for all rows from that of single rows."""
-    rows, values = held.block.rows, list[float]()
+    rows = held.block.rows
+    values = list[float]()
     for size in (rows, 1):
         objects = Objects({"metric": metric}, tested.world.device)
         for first in range(0, rows, size):
@@ -97,7 +99,8 @@ def _measure_with_others(tested: RecipeUnderTest, world: World) -> dict[str, flo
     """
     if world.world_size == 1 or (held := tested.unmixed.held_forward) is None:
         return {}
-    rows, differences = range(held.block.rows), {}
+    rows = range(held.block.rows)
+    differences = {}
     parts = [share(rows, rank, world.world_size) for rank in range(world.world_size)]
     for name, metric in tested.recipe.metrics.items():
         ranges = (parts[world.rank], *parts)
@@ -175,7 +178,8 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
     # A loss over the whole batch is evaluated over batches as they were trained.
     as_trained = replace(tested.settings, batch_size=tested.size.global_batch)
     tested = replace(tested, recipe=replace(tested.recipe, augment=None), settings=as_trained)
-    measure, evaluation = measure_of(tested.recipe, model), dict[str, float]()
+    measure = measure_of(tested.recipe, model)
+    evaluation = dict[str, float]()
     splits = tested.splits
     sets = [("", splits.validation), *((f"{of}/", data) for of, data in splits.by_name.items())]
     for prefix, data in sets:

@@ -142,7 +142,8 @@ def _gradients(evidence: Evidence) -> Check:
             for trace in traces
         )
         differences += [difference(first, other, evidence.exact) for other in others]
-    largest, cause = worst(differences), None
+    largest = worst(differences)
+    cause = None
     if largest.largest > evidence.exact:
         cause = causes.NOT_ADDED_UP.of(
             step=largest.first_step,

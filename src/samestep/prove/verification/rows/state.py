@@ -268,7 +268,8 @@ def _of_optimizer(tested: RecipeUnderTest) -> dict[str, list[str]]:
     """Return an own optimizer's attributes outside its state, and the generators it draws from."""
     if tested.recipe.optimizer is None:
         return {}
-    seen, prints = side_effects.RandomDraws(), []
+    seen = side_effects.RandomDraws()
+    prints = []
     for optimizer in tested.steps_of_optimizer():
         side_effects.watched(optimizer.step, seen)()
         prints.append(side_effects.optimizer_prints(optimizer))
@@ -280,7 +281,8 @@ def _result_and_reads(function: Callable[[], Tensor]) -> tuple[Tensor, dict[str,
     asked: dict[str, str] = {}
 
     def note(frame: FrameType, event: str, called: Any) -> None:
-        what, code = "", frame.f_code
+        what = ""
+        code = frame.f_code
         if event == "c_call" and is_users(code.co_filename):
             name = getattr(called, "__qualname__", "")
             if called in _CLOCKS or name in ("datetime.now", "datetime.utcnow"):

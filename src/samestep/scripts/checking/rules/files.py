@@ -224,7 +224,8 @@ def _with_argument(seen: Seen, where: str, argument: str) -> str:
     if line.count(name) != 1:
         return ""
     begin = line.index(name) + len(name)
-    depth, end = 1, begin
+    depth = 1
+    end = begin
     while depth and end < len(line):
         depth += {"(": 1, ")": -1}.get(line[end], 0)
         end += 1

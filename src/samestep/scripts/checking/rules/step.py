@@ -231,7 +231,8 @@ def adds_up_again(seen: Seen) -> Iterator[Found | NotSeen]:
     synced, sums, again = False, list[ev.CollectiveCalled](), list[ev.CollectiveCalled]()
     for event in rank.of(ev.BackwardPass, ev.CollectiveCalled, ev.GradientsUsed):
         if isinstance(event, ev.BackwardPass):
-            synced, sums = event.sync, []
+            synced = event.sync
+            sums = []
         elif isinstance(event, ev.CollectiveCalled):
             sums += [event] if event.name == "all_reduce" and event.op == "SUM" else []
         elif isinstance(event, ev.GradientsUsed) and synced:

@@ -189,7 +189,9 @@ class _Loaders:
         single = loader.batch_sampler is None
         promised = _length(loader._index_sampler)  # noqa: SLF001 - what it reads by
         batches: list[Any] = []
-        count, ended, until = 0, False, time.perf_counter() + _MOST_S
+        count = 0
+        ended = False
+        until = time.perf_counter() + _MOST_S
         for batch in order:
             batches.append(batch if single or hasattr(batch, "__len__") else list(batch))
             count += 1 if single else len(batches[-1])
@@ -271,8 +273,10 @@ class _Loaders:
             return
         setattr(fetcher, _LEFT, left - 1 if compared else left)
         base, _ = base_of(fetcher.dataset, [])
-        before, after = random_states(base) if first else {}, list[dict[str, tuple[int, int]]]()
-        collate, given = fetcher.collate_fn, list[Any]()
+        before = random_states(base) if first else {}
+        after = list[dict[str, tuple[int, int]]]()
+        collate = fetcher.collate_fn
+        given = list[Any]()
 
         def collated(samples: Any) -> Any:
             if first:

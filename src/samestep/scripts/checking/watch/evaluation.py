@@ -58,7 +58,8 @@ class _NumbersWatcher:
             return
         steps = self._recorder.hooks.steps
         if steps != self._step:
-            self._step, self._noted = steps, {}
+            self._step = steps
+            self._noted = {}
         key = (type(event), self._recorder.where())
         count = self._noted[key] = self._noted.get(key, 0) + 1
         if count <= _MOST_PER_LINE:

@@ -301,7 +301,8 @@ class _Steps:
             held.scale = 1.0
 
     def on_scaler_step(self, call: ProbedCall) -> Around:
-        before, self._in_scaler = self._taken, True
+        before = self._taken
+        self._in_scaler = True
         try:
             yield
         finally:

@@ -60,7 +60,8 @@ def main(
         num_nodes=int(os.environ.get("SLURM_JOB_NUM_NODES", "1")),
     )
     before = with_failures(read_restarts(run, number), ending)
-    without, excluded = failed_twice(before) if exclude else (), ""
+    without = failed_twice(before) if exclude else ()
+    excluded = ""
     if without:
         try:
             excluded = exclusion(_job(), without)
