@@ -170,7 +170,8 @@ def test_on_a_gpu_the_verdict_does_not_depend_on_how_much_tracing_delays_the_hos
     assert parts["launch-bound"] == pytest.approx(0.02)
 
 
-PLANTED = [pytest.param(s, id=s.name, marks=[pytest.mark.slow][: s.slow]) for s in SITUATIONS]
+SLOW = pytest.mark.slow
+PLANTED = [pytest.param(s, id=s.name, marks=[SLOW] if s.slow else []) for s in SITUATIONS]
 
 
 @pytest.mark.parametrize("situation", PLANTED)

@@ -293,11 +293,13 @@ class Recipe:
         """Return the names of parts (collate, forward, optimizer, …) that are the recipe's own."""
         names = ["collate", "forward", "loss_terms", "carry", "optimizer"]
         names += ["batch_transform", "after_epoch"]
-        own = [name for name in names if getattr(self, name) is not None]
-        own += ["loss that names the step"] * bool(moment_asks(self.loss))
-        own += ["forward that names the step"] * bool(self.forward and moment_asks(self.forward))
-        own += ["loss over the batch"] * (self.loss_over == "batch")
-        return (*own, *["scheduler"] * ("optimizer" in self.schedule_asks()))
+        parts = {name: getattr(self, name) is not None for name in names} | {
+            "loss that names the step": moment_asks(self.loss),
+            "forward that names the step": self.forward and moment_asks(self.forward),
+            "loss over the batch": self.loss_over == "batch",
+            "scheduler": "optimizer" in self.schedule_asks(),
+        }
+        return tuple(name for name, is_own in parts.items() if is_own)
 
     def schedule_asks(self) -> tuple[str, ...]:
         """Return the names of the schedule's parameters; with `optimizer` it makes a scheduler."""

@@ -403,7 +403,8 @@ def dropouts(model: nn.Module) -> list[tuple[nn.Module, str]]:
 def differs_by_ranks(model: nn.Module) -> list[str]:
     """Return the kinds of layers whose results depend on the number of ranks."""
     norms = [n for n in batch_norms(model).values() if not isinstance(n, nn.SyncBatchNorm)]
-    return ["BatchNorm"] * bool(norms) + ["dropout"] * bool(dropouts(model))
+    layers = {"BatchNorm": norms, "dropout": dropouts(model)}
+    return [name for name, there in layers.items() if there]
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')

@@ -107,7 +107,8 @@ def of_data(
     """
     named = {n: getattr(recipe, n) for n in ("collate", "augment", "transform")}
     makers = [f"{n}{defined_at(maker)}" for n, maker in named.items() if maker is not None]
-    makers += ["collate"] * (train.collates and recipe.collate is None)
+    if train.collates and recipe.collate is None:
+        makers.append("collate")
     found: dict[str, tuple[str, ...]] = {"data": (), "among": ()}
     marks: list[float] = []
 
@@ -117,7 +118,8 @@ def of_data(
             read, last = partial(_read, train, world), first[len(first) // 2 :]
             batch = read(first)
             if not _equal_batches(batch, read(first)):
-                found["data"] = (*[f"data set {_kind(data)}"] * (not kept), *makers)
+                readers = () if kept else (f"data set {_kind(data)}",)
+                found["data"] = (*readers, *makers)
             else:
                 marks = _marks(batch)
                 found["among"] = () if _equal_batches(batch, read(last), len(last)) else (*makers,)
