@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep
-from samestep.core.session import own_run
+from samestep.core.loops import run as loop_run
 
 HERE = Path(__file__).parent
 BATCH, STEPS = 64, 12
@@ -97,7 +97,7 @@ def clocks() -> tuple[float, float]:
 
 def turns_of(build: Callable[[], nn.Module], asked: argparse.Namespace) -> Turns:
     """Return the native milliseconds and the ratios of own to native seconds of each turn."""
-    versions = {"now": own_run.backward}
+    versions = {"now": loop_run.backward}
     if asked.before:
         versions = {"before": old_backward(asked.before), **versions}
     found: Turns = {name: [] for name in versions}
@@ -114,7 +114,7 @@ def turns_of(build: Callable[[], nn.Module], asked: argparse.Namespace) -> Turns
             state={"model": model, "optimizer": optimizer},
         ):
             name = [*versions][epoch % len(versions)]
-            own_run.backward = versions[name]
+            loop_run.backward = versions[name]
             taken: list[tuple[float, ...]] = []
             start = clocks()
             for batch in run.batches(data, number):

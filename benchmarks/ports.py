@@ -28,7 +28,7 @@ from torch import Tensor
 from samestep.base.file_kinds import opens_run
 from samestep.core.data.keyed_random import mix, seed_alike, seed_torch
 from samestep.core.data.order import Ordering, epoch_order
-from samestep.core.session.own_data import OwnBatch
+from samestep.core.loops.loop_data import OwnBatch
 from samestep.shell.cli import main as samestep
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -23,8 +23,8 @@ from samestep.base.errors import AlreadyTold
 from samestep.base.run import records
 from samestep.base.settings import MERGED, Settings, field_docs, flag_name, free_names
 from samestep.base.words import as_typed
+from samestep.core.loops.loop_data import OwnBatch
 from samestep.core.recipes import RECIPES
-from samestep.core.session.own_data import OwnBatch
 from samestep.scripts.checking.findings import RULES
 from samestep.shell.api import arguments
 from samestep.shell.cli import OWN, main

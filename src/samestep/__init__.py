@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from samestep.base.settings import Settings, may_change
     from samestep.bridges.lightning import LitData, LitRecipe, TrackerLogger
     from samestep.core.data.keyed_random import normal, uniform
+    from samestep.core.loops.gather import gather
+    from samestep.core.loops.run import OwnRun
     from samestep.core.recipe import Recipe, Splits
-    from samestep.core.session.own_gather import gather
-    from samestep.core.session.own_run import OwnRun
     from samestep.scripts.checking.check_report import CheckReport
     from samestep.shell.api.jobs import SubmittedJob, submit
     from samestep.shell.api.on_ranks import check, train, verify
@@ -95,8 +95,8 @@ _HOMES = {
         "bridges.lightning": "LitData LitRecipe TrackerLogger",
         "core.recipe": "Recipe Splits",
         "base.run.records": "read_records",
-        "core.session.own_gather": "gather",
-        "core.session.own_run": "OwnRun",
+        "core.loops.gather": "gather",
+        "core.loops.run": "OwnRun",
         "shell.api.own_loops": "open_run",
         "base.settings": "Settings may_change",
     }.items()

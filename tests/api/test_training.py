@@ -23,7 +23,7 @@ import samestep
 from samestep import UserError, read_records
 from tests.api.recipes import Interrupts, made
 from tests.command_line import RECIPE, read_json, train_here
-from tests.session.scripts import EXAMPLES
+from tests.loops.scripts import EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("here")
 

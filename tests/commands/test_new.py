@@ -17,7 +17,7 @@ from samestep.shell.commands import demo as demonstration
 from samestep.shell.commands.new import KINDS, STARTERS
 from tests.api.recipes import made
 from tests.command_line import _process_as_it_was, call, train_here, tree
-from tests.session import same, scripts
+from tests.loops import same, scripts
 from tests.verification.forked import assert_nothing_to_accept, verified
 
 RECIPES = [kind for kind in KINDS if kind != "own-loop"]

@@ -11,7 +11,7 @@ from samestep.core.recipe import find_recipe
 from samestep.core.session.trained_model import evaluate_run
 from tests import tiny
 from tests.command_line import call, train_here
-from tests.session.scripts import EXAMPLES
+from tests.loops.scripts import EXAMPLES
 
 
 def predicted(output_of, *arguments, code: int = 0) -> list[dict]:

@@ -14,9 +14,9 @@ from samestep.scripts.measuring.trace_digest import phases_of
 from tests import tiny
 from tests.command_line import call, end_with_first_failure, read_json, run, train_here, tree
 from tests.faults import Fault, command_line
+from tests.loops.scripts import EXAMPLES
 from tests.processes import start_ranks
 from tests.profiling.planted import SITUATIONS
-from tests.session.scripts import EXAMPLES
 from tests.tiny import RECIPE, write_recipe
 from tests.training.test_full_disk import disk, fill  # noqa: F401 - the disk is a fixture
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests import tiny
 from tests.command_line import tree
+from tests.loops.scripts import EXAMPLES
 from tests.reporting.made_runs import write_run
-from tests.session.scripts import EXAMPLES
 from tests.tracking.test_following import TRACKER
 from tests.verification import planted
 

@@ -8,7 +8,7 @@ import pytest
 
 from samestep.launch.ranks.start import run_ranks
 from tests.command_line import call, one_message, tree
-from tests.session.scripts import EXAMPLES
+from tests.loops.scripts import EXAMPLES
 from tests.verification import planted
 from tests.verification.forked import _launch as launch
 

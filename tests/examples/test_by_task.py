@@ -17,10 +17,10 @@ from samestep.prove.verification import causes
 from samestep.shell.cli import main
 from tests import tiny
 from tests.faults import Fault
+from tests.loops import scripts
+from tests.loops.same import account
+from tests.loops.scripts import EXAMPLES, run
 from tests.needs import needs
-from tests.session import scripts
-from tests.session.same import account
-from tests.session.scripts import EXAMPLES, run
 from tests.verification.forked import (
     assert_nothing_to_accept,
     check,

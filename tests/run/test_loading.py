@@ -13,9 +13,9 @@ from samestep.base.run import checkpoints, host_copy, index
 from samestep.base.run.checkpoints import FORMAT, save
 from samestep.base.run.host_copy import HostCopies, on_host
 from samestep.base.run.index import Entry
+from tests.loops.test_loops import Training
 from tests.needs import needs
 from tests.processes import run_ranks
-from tests.session.test_loops import Training
 from tests.tiny import RECIPE, trained, write_recipe
 
 SMALL = dict.fromkeys(("recipe", "classes", "order", "loss_sums", "schedule", "scaler"))

@@ -22,9 +22,9 @@ from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position
 from samestep.launch.ranks.world import World
 from tests.command_line import train_here
+from tests.loops.test_going_on import ended
+from tests.loops.test_loops import Training
 from tests.processes import TIMEOUT_S
-from tests.session.test_going_on import ended
-from tests.session.test_loops import Training
 from tests.tiny import all_records, last_state, read_index, sha256, write_recipe
 
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from tests import tiny
 from tests.command_line import read_json
-from tests.session.same import account, assert_close, assert_same
-from tests.session.scripts import weights
-from tests.session.test_going_on import ended, records
-from tests.session.test_loops import Training
+from tests.loops.same import account, assert_close, assert_same
+from tests.loops.scripts import weights
+from tests.loops.test_going_on import ended, records
+from tests.loops.test_loops import Training
 
 
 def train(path, where, stops=None):

@@ -17,8 +17,8 @@ from samestep import read_records
 from tests import tiny
 from tests.command_line import read_json
 from tests.faults import Fault
+from tests.loops import scripts
 from tests.processes import Ranks, start_ranks
-from tests.session import scripts
 from tests.tracking import own_tracker
 from tests.tracking.readers import expected
 

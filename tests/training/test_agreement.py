@@ -9,9 +9,9 @@ from torch import nn
 from samestep.core.training.agreement import check_weights, is_checked, may_draw
 from tests import tiny
 from tests.command_line import refusal
+from tests.loops import scripts
+from tests.loops.same import assert_same
 from tests.processes import run_ranks
-from tests.session import scripts
-from tests.session.same import assert_same
 from tests.training.odd_models import RECIPE
 
 # The noise comes from all three generators, as those of SGLD, DP-SGD and PCGrad do.

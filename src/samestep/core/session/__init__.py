@@ -1,1 +1,1 @@
-"""One run from open to end: of `samestep train`, of a user's own loop, of the Lightning engine."""
+"""One run from open to end: of `samestep train`, and of the Lightning engine."""

@@ -12,9 +12,9 @@ from samestep.base.run.records import Record
 from samestep.base.run.store import address_of, check_address, check_mirror
 from samestep.base.settings import Backend, Device, Settings, merge_layers
 from samestep.base.tracker_choice import check_choice, check_installed, chosen
+from samestep.core.loops.loop_session import Options
+from samestep.core.loops.run import OwnRun
 from samestep.core.session.declared import checked_settings
-from samestep.core.session.own_run import OwnRun
-from samestep.core.session.own_session import Options
 
 
 def open_run(

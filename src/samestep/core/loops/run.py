@@ -11,8 +11,11 @@ from torch import Tensor
 from samestep.base.errors import AlreadyTold, UserError, raised_at
 from samestep.base.settings import OrderName
 from samestep.core.data.keyed_random import seed_update
-from samestep.core.recipe import Collate, PerSample
-from samestep.core.session.gradients import (
+from samestep.core.loops.batches import OwnBatches
+from samestep.core.loops.carry import RankState, SlotState
+from samestep.core.loops.epochs import OwnEpochs
+from samestep.core.loops.gather import close_gather, open_gather
+from samestep.core.loops.gradients import (
     Kept,
     Trained,
     backward,
@@ -20,12 +23,10 @@ from samestep.core.session.gradients import (
     parameters_of,
     weight_of,
 )
-from samestep.core.session.own_batches import OwnBatches
-from samestep.core.session.own_carry import RankState, SlotState
-from samestep.core.session.own_data import OwnBatch
-from samestep.core.session.own_epochs import OwnEpochs
-from samestep.core.session.own_gather import close_gather, open_gather
-from samestep.core.session.own_loop import (
+from samestep.core.loops.kept_state import Stateful, check_held, check_names
+from samestep.core.loops.loop_data import OwnBatch
+from samestep.core.loops.loop_session import Options, OwnSession
+from samestep.core.loops.place import (
     AFTER_BATCHES,
     AFTER_EPOCHS,
     BEFORE_BATCHES,
@@ -33,8 +34,7 @@ from samestep.core.session.own_loop import (
     IN_BATCHES,
     LoopState,
 )
-from samestep.core.session.own_session import Options, OwnSession
-from samestep.core.session.own_state import Stateful, check_held, check_names
+from samestep.core.recipe import Collate, PerSample
 from samestep.core.session.session import Stopped
 from samestep.core.training.carried import Carry
 from samestep.launch.ranks import process_group, watched

@@ -10,8 +10,8 @@ from torch import nn
 
 from samestep.base.run.directory import STEPPED
 from samestep.base.startup import JOB_RUN
-from tests.session import scripts
-from tests.session.test_loops import Training
+from tests.loops import scripts
+from tests.loops.test_loops import Training
 from tests.tiny import all_records, changed, events, read_index
 
 

@@ -12,8 +12,8 @@ from torch import nn
 import samestep
 from samestep import read_records
 from samestep.core.data.order import Ordering, epoch_order
-from tests.session.same import account, assert_close, assert_same
-from tests.session.scripts import Strike, run, run_here, weights
+from tests.loops.same import account, assert_close, assert_same
+from tests.loops.scripts import Strike, run, run_here, weights
 from tests.tiny import all_records, read_index
 
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from tests.command_line import RECIPE, read_json, refusal
-from tests.session.scripts import refused, run_here, start
+from tests.loops.scripts import refused, run_here, start
 from tests.tiny import all_records, files
 
 SCRIPT = """

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import tiny
-from tests.session.scripts import weights
+from tests.loops.scripts import weights
 from tests.tiny import assert_close
 
 

@@ -9,13 +9,13 @@ from torch import nn
 
 import samestep
 from samestep import UserError, read_records
-from samestep.core.session import gradients
-from samestep.core.session.gradients import backward, parameters_of, weight_of
+from samestep.core.loops import gradients
+from samestep.core.loops.gradients import backward, parameters_of, weight_of
 from samestep.launch.ranks.world import World
+from tests.loops import scripts
+from tests.loops.same import account, assert_close, assert_same
+from tests.loops.scripts import Strike, run, run_here, weights
 from tests.processes import run_ranks
-from tests.session import scripts
-from tests.session.same import account, assert_close, assert_same
-from tests.session.scripts import Strike, run, run_here, weights
 from tests.tiny import changed, events
 
 SHARES = {1: [range(7)], 3: [range(3), range(3, 5), range(5, 7)]}

@@ -10,14 +10,14 @@ import torch
 
 from samestep.base.errors import UserError
 from samestep.core.data.keyed_random import mix, mix_next, seed_rank, seed_torch
+from samestep.core.loops.epochs import OwnEpochs
+from samestep.core.loops.gradients import Passes
+from samestep.core.loops.kept_state import Means
+from samestep.core.loops.loop_data import Drawn, OpenedData, OwnBatch
+from samestep.core.loops.loop_session import OwnSession
+from samestep.core.loops.place import AFTER_BATCHES, AFTER_EPOCHS, IN_BATCHES, LoopState
 from samestep.core.recipe import Collate
 from samestep.core.session.declared import checked_settings
-from samestep.core.session.gradients import Passes
-from samestep.core.session.own_data import Drawn, OpenedData, OwnBatch
-from samestep.core.session.own_epochs import OwnEpochs
-from samestep.core.session.own_loop import AFTER_BATCHES, AFTER_EPOCHS, IN_BATCHES, LoopState
-from samestep.core.session.own_session import OwnSession
-from samestep.core.session.own_state import Means
 from samestep.core.training.agreement import check_same, random_numbers
 from samestep.core.training.carried import Carry
 from samestep.core.training.prepare import share_buffers

@@ -75,7 +75,7 @@ def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | 
 
     import torch
 
-    from samestep.core.session.own_epochs import OwnEpochs
+    from samestep.core.loops.epochs import OwnEpochs
     from samestep.launch.ranks import process
 
     process.GRACE_S = 3.0  # no other Python starts late here

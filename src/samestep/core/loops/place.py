@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from samestep.base.errors import UserError
-from samestep.core.session.own_data import OwnBatch
+from samestep.core.loops.loop_data import OwnBatch
 from samestep.launch.ranks import process_group
 from samestep.launch.ranks.process import report
 

@@ -7,15 +7,15 @@ from samestep.base.errors import UserError, did_you_mean
 from samestep.base.run.files import read_object
 from samestep.core.data.keyed_random import mix, seed_alike
 from samestep.core.data.order import steps_per_epoch
-from samestep.core.session.own_loop import (
+from samestep.core.loops.kept_state import Stateful
+from samestep.core.loops.loop_session import OwnSession
+from samestep.core.loops.place import (
     AFTER_BATCHES,
     AFTER_EPOCHS,
     BEFORE_BATCHES,
     BEFORE_EPOCHS,
     LoopState,
 )
-from samestep.core.session.own_session import OwnSession
-from samestep.core.session.own_state import Stateful
 from samestep.core.session.saver import say
 from samestep.core.training.agreement import is_checked
 from samestep.core.training.meter import Clock

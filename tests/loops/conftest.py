@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.command_line import one_message
-from tests.session.scripts import run_here
+from tests.loops.scripts import run_here
 
 
 @pytest.fixture(autouse=True)

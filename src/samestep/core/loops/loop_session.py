@@ -27,11 +27,11 @@ from samestep.base.run.user_modules import modules_note
 from samestep.base.settings import Backend, Device, Settings, free_names
 from samestep.base.startup import JOB_RUN
 from samestep.core.data.keyed_random import seed_alike
-from samestep.core.session import own_state
+from samestep.core.loops import kept_state
+from samestep.core.loops.carry import RankState, SlotState, carried_state
+from samestep.core.loops.gradients import parameters_in
+from samestep.core.loops.kept_state import Means, Stateful, added_up
 from samestep.core.session.declared import checked_settings
-from samestep.core.session.gradients import parameters_in
-from samestep.core.session.own_carry import RankState, SlotState, carried_state
-from samestep.core.session.own_state import Means, Stateful, added_up
 from samestep.core.session.recipe_changes import keep_script, script_changes
 from samestep.core.session.restoring import load_first, load_newest, remove_unfinished
 from samestep.core.session.saver import say
@@ -97,7 +97,7 @@ class Options:
         named = {f.name for f in fields(self)} & {f.name for f in fields(Settings)}
         given = checked_settings({name: getattr(self, name) for name in named}, "open_run")
         free = OF_A_RANK.union(self.may_change)
-        return replace(self, settings=own_state.plain(self.settings, free=free), **given)
+        return replace(self, settings=kept_state.plain(self.settings, free=free), **given)
 
     def check_same(self, world: World) -> None:
         """Refuse what another rank was given otherwise; all ranks call it."""
@@ -189,7 +189,7 @@ class OwnSession:
         self.passed.append(optimizer)
         if self.state and id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
-            self._warn_of(own_state.left_out(self.state, optimizer, self.trained.values()))
+            self._warn_of(kept_state.left_out(self.state, optimizer, self.trained.values()))
 
     def _warn_of(self, left_out: str) -> None:
         """Say once that checkpoints lack something: a loop may make an optimizer in each epoch."""
@@ -225,7 +225,7 @@ class OwnSession:
     def track(self, state: Mapping[str, Stateful], num_epochs: int) -> None:
         """Take the state that checkpoints hold; restore it if the run is resumed."""
         world = self.world
-        world.on_every(lambda: own_state.check_state(state))
+        world.on_every(lambda: kept_state.check_state(state))
         kinds = {f"state[{name!r}]": type(part).__name__ for name, part in state.items()}
         check_same({"num_epochs": num_epochs, **kinds}, world, "The arguments of run.epochs")
         self._check_values()
@@ -267,15 +267,15 @@ class OwnSession:
 
     def _check_values(self) -> None:
         """Refuse a `run.state` that another rank has otherwise; all ranks call it."""
-        values = self.world.on_every(lambda: own_state.checked_values(self.values))
+        values = self.world.on_every(lambda: kept_state.checked_values(self.values))
         named = {f"run.state[{name!r}]": value for name, value in values.items()}
         check_same(named, self.world, "The values that checkpoints hold")
 
     def _restore(self, saved: dict[str, Any]) -> None:
         options = self.options
         free = free_names(Settings).union(options.may_change, OF_A_RANK)
-        own_state.check_same_program(saved, options.name, options.settings, self.path, free)
-        own_state.load_state(self.state, saved["state"], self.path)
+        kept_state.check_same_program(saved, options.name, options.settings, self.path, free)
+        kept_state.load_state(self.state, saved["state"], self.path)
         self.position = Position(**saved["position"])
         self.order = saved["order"]
         self.values.update(saved.get("own", {}))
@@ -294,11 +294,11 @@ class OwnSession:
             "format": checkpoints.FORMAT,
             "program": self.options.name,
             "settings": dict(self.options.settings),
-            "state": {name: own_state.state_of(name, part) for name, part in self.state.items()},
+            "state": {name: kept_state.state_of(name, part) for name, part in self.state.items()},
             "position": asdict(self.position),
             "order": self.order,
             "sums": sums,
-            "own": own_state.checked_values(self.values),
+            "own": kept_state.checked_values(self.values),
             "watch": self.watch and asdict(self.watch),
             "finished": self.finished,
             **({} if carried is None else {"carried": carried}),
@@ -308,7 +308,7 @@ class OwnSession:
         """Write the first records of the run, once its data is known."""
         world, session, position = self.world, self.session, self.position
         may_be_new, within = session.begun or position.epoch == 1, position.step_in_epoch > 0
-        own_state.check_order(self.order, order, self.path, may_be_new=may_be_new, within=within)
+        kept_state.check_order(self.order, order, self.path, may_be_new=may_be_new, within=within)
         self.order = order
         if session.begun:
             return
@@ -336,7 +336,7 @@ class OwnSession:
             parameters=parameters,
             modules=self.modules().values(),
             **sizes,
-            precision=own_state.precision_of({p.dtype for p in parameters}),
+            precision=kept_state.precision_of({p.dtype for p in parameters}),
             lower_is_better=["loss"],
             resumed=resume is not None,
             notes=notes,
@@ -418,7 +418,7 @@ class OwnSession:
         if loaded is None:
             raise UserError(problems[0], on_all_ranks=True)
         for name, module in self.modules().items():
-            own_state.load_one(name, module, loaded.content["state"][name])
+            kept_state.load_one(name, module, loaded.content["state"][name])
         return loaded.entry.epoch
 
     def save(self) -> None:

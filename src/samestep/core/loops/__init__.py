@@ -1,0 +1,1 @@
+"""Training loops that users write: what `samestep.open_run` gives them."""
