@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from samestep.scripts.checking.check_report import CheckReport
     from samestep.shell.api.jobs import SubmittedJob, submit
     from samestep.shell.api.on_ranks import check, train, verify
-    from samestep.shell.api.own_loops import open_run
+    from samestep.shell.api.open_run import open_run
     from samestep.shell.api.run_functions import compare, evaluate, export, load, predict, runs
     from samestep.shell.api.sweeps import sweep
     from samestep.shell.api.trained_run import TrainedRun
@@ -97,7 +97,7 @@ _HOMES = {
         "base.run.records": "read_records",
         "core.loops.gather": "gather",
         "core.loops.run": "OwnRun",
-        "shell.api.own_loops": "open_run",
+        "shell.api.open_run": "open_run",
         "base.settings": "Settings may_change",
     }.items()
     for name in names.split()
