@@ -11,8 +11,8 @@ from samestep.core.training.side_effects import ALL_KINDS, KINDS, Kind
 from samestep.prove.verification import harness
 from samestep.prove.verification.evidence import Evidence
 from samestep.prove.verification.loop_on_rank import STATISTICS, LoopTask
-from samestep.prove.verification.rows.user_loop import LOOP_ROWS
 from samestep.prove.verification.rows.trainings import Arithmetic
+from samestep.prove.verification.rows.user_loop import LOOP_ROWS
 from samestep.prove.verification.short_trainings import (
     MAIN,
     NUDGED,
