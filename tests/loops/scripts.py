@@ -75,7 +75,7 @@ def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | 
 
     import torch
 
-    from samestep.core.loops.epochs import OwnEpochs
+    from samestep.core.loops.epochs import LoopEpochs
     from samestep.launch.ranks import process
 
     process.GRACE_S = 3.0  # no other Python starts late here
@@ -83,7 +83,7 @@ def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | 
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     sys.argv[:] = [str(script), *arguments]
-    steps, count = itertools.count(1), OwnEpochs.count
+    steps, count = itertools.count(1), LoopEpochs.count
 
     def counted(self, samples) -> None:
         count(self, samples)
@@ -91,5 +91,5 @@ def _execute(script: Path, arguments: list[str], folder: Path, strike: Strike | 
         if mine and next(steps) == strike.nth:
             os.kill(os.getpid(), strike.signum)
 
-    OwnEpochs.count = counted
+    LoopEpochs.count = counted
     runpy.run_path(str(script), run_name="__main__")

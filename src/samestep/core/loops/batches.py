@@ -10,11 +10,11 @@ import torch
 
 from samestep.base.errors import UserError
 from samestep.core.data.keyed_random import mix, mix_next, seed_rank, seed_torch
-from samestep.core.loops.epochs import OwnEpochs
+from samestep.core.loops.epochs import LoopEpochs
 from samestep.core.loops.gradients import Passes
 from samestep.core.loops.kept_state import Means
 from samestep.core.loops.loop_data import Drawn, OpenedData, OwnBatch
-from samestep.core.loops.loop_session import OwnSession
+from samestep.core.loops.loop_session import LoopSession
 from samestep.core.loops.place import AFTER_BATCHES, AFTER_EPOCHS, IN_BATCHES, LoopState
 from samestep.core.recipe import Collate
 from samestep.core.session.declared import checked_settings
@@ -27,20 +27,20 @@ _VALIDATED = 3
 """The tag of the seeds for what is drawn in and after a validation; epochs have 1 and 2."""
 
 
-class OwnBatches:
+class LoopBatches:
     """The data of a run, opened once, and its batches on this rank."""
 
-    def __init__(self, own: OwnSession, loop: LoopState, epochs: OwnEpochs) -> None:
-        self._own, self._loop, self._epochs = own, loop, epochs
+    def __init__(self, opened: LoopSession, loop: LoopState, epochs: LoopEpochs) -> None:
+        self._opened, self._loop, self._epochs = opened, loop, epochs
         self._data: dict[str, OpenedData] = {}
-        self.log_into = own.means
+        self.log_into = opened.means
         """Means of the running epoch, or of a validation."""
-        self.passes = Passes(own.world)
+        self.passes = Passes(opened.world)
 
     def close(self) -> None:
         """Close the data."""
-        for opened in self._data.values():
-            opened.source.close()
+        for reading in self._data.values():
+            reading.source.close()
 
     def of_epoch(
         self,
@@ -54,39 +54,39 @@ class OwnBatches:
         carry: Carry | None,
     ) -> Iterator[OwnBatch]:
         """Yield this rank's part of the steps of the running epoch; see `OwnRun.batches`."""
-        own, loop, epochs = self._own, self._loop, self._epochs
-        seed, position, world = own.options.seed, own.position, own.world
+        opened, loop, epochs = self._opened, self._loop, self._epochs
+        seed, position, world = opened.options.seed, opened.position, opened.world
         num_workers = _checked(num_workers, "run.batches")
         order, weights = drawn
         parts = {"collate": collate, "weights": weights, "carry": carry}
         given: dict[str, Any] = {name: part is not None for name, part in parts.items()}
         given |= {"global_batch_size": global_batch_size, "drop_last": drop_last, "order": order}
         check_same(given, world, "The arguments of run.batches")
-        opened = self._open("train", data, collate, num_workers, drawn)
-        num_steps = opened.steps(global_batch_size, drop_last=drop_last)
+        reading = self._open("train", data, collate, num_workers, drawn)
+        num_steps = reading.steps(global_batch_size, drop_last=drop_last)
         made_of = {
             "seed": seed,
-            "num_samples": opened.source.num_samples,
+            "num_samples": reading.source.num_samples,
             "global_batch_size": global_batch_size,
             "drop_last": drop_last,
-            "data": opened.digest,
-            **opened.source.order_record(),
+            "data": reading.digest,
+            **reading.source.order_record(),
         }
         epochs.begin(made_of, num_steps)
         if carry is not None:
-            own.carry(carry, global_batch_size)
+            opened.carry(carry, global_batch_size)
         loop.place = IN_BATCHES
-        own.clock.resume(position)
+        opened.clock.resume(position)
         of_seed, of_rank = mix(seed), mix(seed, world.rank)
         first = position.step_in_epoch
-        read = opened.epoch(position.epoch, first, global_batch_size, drop_last=drop_last)
+        read = reading.epoch(position.epoch, first, global_batch_size, drop_last=drop_last)
         with closing(read):
             for batch in read:
                 batch.step = position.step
                 loop.backwards = 0
-                own.passed.clear()
-                if own.carried is not None:
-                    own.carried.begin(position.step_in_epoch, batch.global_size, batch.step)
+                opened.passed.clear()
+                if opened.carried is not None:
+                    opened.carried.begin(position.step_in_epoch, batch.global_size, batch.step)
                 # The script draws other numbers on each rank.
                 seed_torch(mix_next(of_rank, batch.step), world.device)
                 seed_rank(mix_next(of_seed, batch.step), world.rank)
@@ -122,47 +122,47 @@ class OwnBatches:
     @contextmanager
     def _aside(self, split: str) -> Iterator[None]:
         """Leave the training, within one of its batches, as if there had been no validation."""
-        own, loop = self._own, self._loop
+        opened, loop = self._opened, self._loop
         batch, used = loop.batch, loop.used
-        if own.is_accumulating():
+        if opened.is_accumulating():
             raise UserError(
                 "run.validation was called between run.backward and the optimizer's step: the "
                 "gradients of this batch are only in part in the weights, which belong to no step.",
                 remedy="Call it after optimizer.step(), or before run.backward.",
                 on_all_ranks=True,
             )
-        position, modules = own.position, own.modules().values()
-        position.seconds = own.clock.seconds()
+        position, modules = opened.position, opened.modules().values()
+        position.seconds = opened.clock.seconds()
         # A validation gives every rank the buffers of rank 0.
-        buffers = [] if own.world.is_main else [b for m in modules for b in m.buffers()]
+        buffers = [] if opened.world.is_main else [b for m in modules for b in m.buffers()]
         kept = [buffer.clone() for buffer in buffers]
-        drawn = mix(own.options.seed, 0, 0, position.epoch, _VALIDATED, crc32(split.encode()))
+        drawn = mix(opened.options.seed, 0, 0, position.epoch, _VALIDATED, crc32(split.encode()))
         try:
-            with random_numbers(mix(drawn, position.step), own.world.device):
+            with random_numbers(mix(drawn, position.step), opened.world.device):
                 yield
         finally:
             for buffer, before in zip(buffers, kept, strict=True):
                 buffer.copy_(before)
             torch.clear_autocast_cache()  # older PyTorch kept casts made without gradients
             loop.batch, loop.used = batch, used
-            own.clock.resume(position)
+            opened.clock.resume(position)
 
     def _validate(
         self, data: Any, batch_size: int, split: str, collate: Collate | None, num_workers: int
     ) -> Iterator[OwnBatch]:
-        own, loop, started = self._own, self._loop, time.perf_counter()
+        opened, loop, started = self._opened, self._loop, time.perf_counter()
         before = loop.place
-        opened = self._open(split, data, collate, num_workers)
-        for module in own.modules().values():
-            share_buffers(module, own.world)  # else each rank evaluates a model of its own
-        means = self.log_into = Means(own.world)
+        reading = self._open(split, data, collate, num_workers)
+        for module in opened.modules().values():
+            share_buffers(module, opened.world)  # else each rank evaluates a model of its own
+        means = self.log_into = Means(opened.world)
         loop.place = f"in the {split}"
         watched.turn_to(watched.EVALUATION)
-        step, epoch = own.position.step, own.position.epoch
+        step, epoch = opened.position.step, opened.position.epoch
         if before == IN_BATCHES and loop.backwards:
             step += 1  # the weights have made it
         try:
-            for batch in opened.once(batch_size, epoch):
+            for batch in reading.once(batch_size, epoch):
                 batch.step, loop.batch = step, batch
                 watched.alive()
                 torch.clear_autocast_cache()
@@ -170,19 +170,19 @@ class OwnBatches:
         finally:
             loop.place = before
             loop.batch = None
-            self.log_into = own.means
+            self.log_into = opened.means
             if before != IN_BATCHES:
                 # Ranks have drawn unequally often where their shares are unequal.
                 self._epochs.seed(_VALIDATED, crc32(f"{split} {before}".encode()))
         loop.means = means.read()
-        own.session.emit(
+        opened.session.emit(
             {
                 "event": "evaluation",
                 "split": split,
                 "epoch": epoch + (before != AFTER_EPOCHS),
                 "step": step,
                 **loop.means,
-                "samples": opened.source.num_samples,
+                "samples": reading.source.num_samples,
                 "seconds": time.perf_counter() - started,
             }
         )
@@ -201,10 +201,10 @@ class OwnBatches:
                 return before
             before.source.close()
             del before, self._data[split]  # its memory may be needed for the new one
-        own = self._own
-        opened = OpenedData(data, own.world, own.options.seed, collate, workers, drawn)
-        self._data[split] = opened
-        return opened
+        opened = self._opened
+        reading = OpenedData(data, opened.world, opened.options.seed, collate, workers, drawn)
+        self._data[split] = reading
+        return reading
 
 
 def _checked(num_workers: int, call: str) -> int:

@@ -108,7 +108,7 @@ class Options:
         check_same(given, world, "The arguments of open_run")
 
 
-class OwnSession:
+class LoopSession:
     """What is open within the `with` of `open_run`, on this rank."""
 
     def __init__(self, options: Options, log: RankLog) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from samestep.base.errors import AlreadyTold, UserError, raised_at
 from samestep.base.settings import OrderName
 from samestep.core.data.keyed_random import seed_update
-from samestep.core.loops.batches import OwnBatches
+from samestep.core.loops.batches import LoopBatches
 from samestep.core.loops.carry import RankState, SlotState
-from samestep.core.loops.epochs import OwnEpochs
+from samestep.core.loops.epochs import LoopEpochs
 from samestep.core.loops.gather import close_gather, open_gather
 from samestep.core.loops.gradients import (
     Kept,
@@ -25,7 +25,7 @@ from samestep.core.loops.gradients import (
 )
 from samestep.core.loops.kept_state import Stateful, check_held, check_names
 from samestep.core.loops.loop_data import OwnBatch
-from samestep.core.loops.loop_session import Options, OwnSession
+from samestep.core.loops.loop_session import LoopSession, Options
 from samestep.core.loops.place import (
     AFTER_BATCHES,
     AFTER_EPOCHS,
@@ -66,7 +66,7 @@ class OwnRun:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._own: OwnSession | None = None
+        self._loop_session: LoopSession | None = None
         self._loop = LoopState()
         self._sums: Kept = {}
         self._held: set[int] = set()
@@ -80,14 +80,14 @@ class OwnRun:
         """
         self._log = RankLog(rank_of())
         try:
-            own = self._own = OwnSession(self._options, self._log)
+            opened = self._loop_session = LoopSession(self._options, self._log)
         except Exception as error:
             process_group.end_failed(
                 error, self._log, connected=process_group.current_world().connected
             )
             raise
-        self._epochs = OwnEpochs(own, self._loop)
-        self._batches = OwnBatches(own, self._loop, self._epochs)
+        self._epochs = LoopEpochs(opened, self._loop)
+        self._batches = LoopBatches(opened, self._loop, self._epochs)
         self._loop.is_open = True
         open_gather(self._world_of_step)
         return self
@@ -104,7 +104,7 @@ class OwnRun:
             SystemExit: 2, after a message, for a mistake of the user; 128 + its number after a stop
                 signal; among several ranks, 1 after any other error.
         """
-        own, given, means = self._opened, error, self._loop.means
+        opened, given, means = self._opened, error, self._loop.means
         if isinstance(error, SystemExit) and not isinstance(error, AlreadyTold):
             error = UserError(
                 f"exit({error.code or ''}) was called{raised_at(error)}, within the run: other "
@@ -116,18 +116,18 @@ class OwnRun:
             watched.turn_to(watched.END)
             if error is None:
                 self._epochs.leave()
-                own.world.barrier()  # another rank may have failed after its last step
+                opened.world.barrier()  # another rank may have failed after its last step
         except Exception as late:
             error = late
         self._loop.is_open = False
         self._loop.means = means  # after a break there are none
         close_gather()
         try:
-            own.end(error)
+            opened.end(error)
         except UserError as late:  # a full disk, say
             error = error or late
         self._batches.close()
-        own.close(error)
+        opened.close(error)
         if error is None or isinstance(error, Stopped):
             try:
                 process_group.cleanup()
@@ -136,15 +136,15 @@ class OwnRun:
             else:
                 watched.end()
                 return
-        process_group.end_failed(error, self._log, connected=own.world.connected)
+        process_group.end_failed(error, self._log, connected=opened.world.connected)
         if error is not given:
             raise error
 
     @property
-    def _opened(self) -> OwnSession:
-        if self._own is None:
+    def _opened(self) -> LoopSession:
+        if self._loop_session is None:
             self._loop.refuse_closed()
-        return self._own
+        return self._loop_session
 
     @property
     def path(self) -> Path:
@@ -417,21 +417,21 @@ class OwnRun:
             self._loop.use_batch("run.backward", trains=True),
             parameters_of(trained),
         )
-        own = self._opened
+        opened = self._opened
         if not self._held.issuperset(map(id, (*trained, *parameters))):
-            self._held |= check_held(own.state, trained)
-            named = own.trained
+            self._held |= check_held(opened.state, trained)
+            named = opened.trained
             others = [p for p in parameters if all(p is not known for known in named.values())]
             named |= {f"{len(named) + n} {tuple(p.shape)}": p for n, p in enumerate(others)}
         check_loss(loss)
-        world, step = own.world, own.position.step
+        world, step = opened.world, opened.position.step
         self._batches.passes.add(step)
         weight = weight_of(batch.weight, terms, loss, world)
         options: Any = {"step": step, "retain_graph": retain_graph, "kept": self._sums}
         total = backward(loss, parameters, world, weight, **options)
         self._loop.backwards += 1
-        own.passed.append(parameters)
-        seed_update(own.options.seed, step, world.device, self._loop.backwards)
+        opened.passed.append(parameters)
+        seed_update(opened.options.seed, step, world.device, self._loop.backwards)
         return total
 
     def log(self, *, terms: float | Tensor | None = None, **values: float | Tensor) -> None:
