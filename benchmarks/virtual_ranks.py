@@ -23,11 +23,11 @@ from report import machine
 from torch.profiler import ProfilerActivity, profile
 
 from samestep.core.data.order import held_parts
+from samestep.core.learner.device import switched
+from samestep.core.learner.tree import roots_over
 from samestep.core.session.build import build
 from samestep.core.session.request import Request
-from samestep.core.training.device import switched
 from samestep.core.training.loop import rehearse
-from samestep.core.training.tree import roots_over
 from samestep.launch.ranks.world import World, find_world, join, leave
 from samestep.shell.commands.train import parse
 

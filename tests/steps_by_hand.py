@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from samestep import Settings
 from samestep.base.phases import make_phases
 from samestep.core.data.order import Block
+from samestep.core.learner.optimizer import make_optimizer
+from samestep.core.plan import make_plan
 from samestep.core.training.compiled import WholeStep
-from samestep.core.training.optimizer import make_optimizer
-from samestep.core.training.plan import make_plan
 from samestep.core.training.step import EagerStep
 from samestep.core.training.work import Learner
 from samestep.launch.ranks.world import World

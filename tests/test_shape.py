@@ -45,7 +45,7 @@ DISTRIBUTED = {
     "scripts.probes": {"torch.distributed", "torch.nn.parallel"},  # what scripts call is watched
     "scripts.checking.watch.evaluation": {"torch.distributed"},  # notes what is reduced
     "base.run.shards": {"torch.distributed"},  # DCP's files
-    "core.training.prepare": {"torch.nn.parallel"},
+    "core.learner.prepare": {"torch.nn.parallel"},
     "scripts.checking.watch.data": {"torch.distributed"},  # whether ranks have batches left over
     # A script may start its ranks itself.
     "scripts.checking.processes": {"torch.distributed", "torch.multiprocessing"},

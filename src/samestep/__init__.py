@@ -128,7 +128,7 @@ _PART_OF = {
     for part, rooms in {
         "base": "errors machine run settings",
         "launch": "ranks stall",
-        "core": "data recipe recipes session training",
+        "core": "data learner recipe recipes session training",
         "show": "reporting tracking",
         "bridges": "huggingface lightning",
     }.items()

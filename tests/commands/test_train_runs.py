@@ -16,9 +16,9 @@ import pytest
 from samestep import read_records
 from samestep.base.settings import Settings
 from samestep.core.data.order import TokenCut
+from samestep.core.plan import make_plan
 from samestep.core.recipes.spiral import SpiralOptions
 from samestep.core.session.request import to_toml
-from samestep.core.training.plan import make_plan
 from samestep.shell.commands.train import parse
 from tests.command_line import RECIPE, files_written, read_json, train_here
 from tests.idx_files import write_mnist

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from samestep import Settings, UserError
 from samestep.base.run.index import Index, Retention
 from samestep.core.data.recipe_data import open_source
-from samestep.core.training.plan import make_plan
+from samestep.core.plan import make_plan
 from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position
 from samestep.launch.ranks.world import ImaginedWorld

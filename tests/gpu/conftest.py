@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from samestep import Settings
-from samestep.core.training.device import switched
+from samestep.core.learner.device import switched
 from tests.cifar_files import write_binary, write_folders
 from tests.idx_files import write_mnist
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from samestep.core.data.source import Batch
+from samestep.core.learner.optimizer_state import load_state
 from samestep.core.training import step_graph
 from samestep.core.training.compiled import FullBatches
 from samestep.core.training.evaluation import evaluate
-from samestep.core.training.optimizer_state import load_state
 from samestep.core.training.step_graph import Replayed
 from samestep.launch.ranks.world import World
 from tests import steps_by_hand as by_hand

@@ -10,11 +10,11 @@ from samestep import Settings
 from samestep.base.run.checkpoints import on_host
 from samestep.core.data.keyed_random import seed_torch
 from samestep.core.data.source import Batch
-from samestep.core.training.device import kernels_of, switched
+from samestep.core.learner.device import kernels_of, switched
+from samestep.core.learner.optimizer import make_optimizer
+from samestep.core.learner.optimizer_state import load_state
+from samestep.core.learner.prepare import wrap
 from samestep.core.training.evaluation import Totals
-from samestep.core.training.optimizer import make_optimizer
-from samestep.core.training.optimizer_state import load_state
-from samestep.core.training.prepare import wrap
 from samestep.launch.ranks.world import GROUP_OF_ONE, find_world, gpu_uuid, join, leave
 from tests import tiny
 from tests.command_line import read_json, refusal, run

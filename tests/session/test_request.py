@@ -12,11 +12,11 @@ from torch import nn
 import samestep
 from samestep import Recipe, UserError
 from samestep.base.settings import Settings
+from samestep.core.plan import make_plan
 from samestep.core.recipe import find_recipe
 from samestep.core.recipe_checks import unread_options, with_options
 from samestep.core.recipes import RECIPES
 from samestep.core.session.request import Request, draft, to_toml, typed
-from samestep.core.training.plan import make_plan
 from tests.api.recipes import made
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.core.training.agreement import check_weights, is_checked, may_draw
+from samestep.core.learner.agreement import check_weights, is_checked, may_draw
 from tests import tiny
 from tests.command_line import refusal
 from tests.loops import scripts

@@ -8,7 +8,7 @@ import torch
 
 from samestep import Settings
 from samestep.base.errors import UserError
-from samestep.core.training.device import kernels_of, switched
+from samestep.core.learner.device import kernels_of, switched
 from tests.command_line import read_json, typed
 from tests.tiny import assert_same_training, events, trained, write_recipe
 
@@ -123,7 +123,7 @@ def test_a_training_with_them_is_the_same_on_a_cpu_and_says_what_has_no_effect(t
 
 PROGRAM = """
 import resource, statistics, torch
-from samestep.core.training.device import choose_allocation
+from samestep.core.learner.device import choose_allocation
 def step():
     tensors = [torch.ones(4 << 20) for _ in range(4)]  # 16 MiB each
 def pages():

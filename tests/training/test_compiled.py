@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from samestep import Settings
+from samestep.core.plan import make_plan
 from samestep.core.training.compiled import _steps_per_graph
-from samestep.core.training.plan import make_plan
 from tests import tiny
 from tests.processes import run_ranks
 from tests.steps_by_hand import IN_A_GRAPH, blocks, learner, model, run, settings_of, whole

@@ -6,9 +6,9 @@ from torch import nn
 
 from samestep import Settings
 from samestep.core.data.source import Batch
+from samestep.core.plan import make_plan
 from samestep.core.training.compiled import FullBatches, compiled_forward
 from samestep.core.training.evaluation import evaluate
-from samestep.core.training.plan import make_plan
 from samestep.core.training.step_graph import Replayed, replayed_on
 from samestep.launch.ranks.world import World
 from tests.captures import Captures

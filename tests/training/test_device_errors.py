@@ -9,9 +9,9 @@ from torch import nn
 
 import samestep
 from samestep.base.errors import UserError, blame, device_error
+from samestep.core.learner.prepare import place_loss
 from samestep.core.session import build
 from samestep.core.training.dry_run import Tried
-from samestep.core.training.prepare import place_loss
 from tests import tiny
 from tests.command_line import RECIPE, read_json, refusal
 from tests.tiny import all_records, write_recipe

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from samestep import read_records
+from samestep.core.learner.optimizer import Average
 from samestep.core.recipe import find_recipe
 from samestep.core.session.prediction import ask, open_predictor
 from samestep.core.session.trained_model import evaluate_run, open_checkpoint
-from samestep.core.training.optimizer import Average
 from tests import tiny
 from tests.command_line import read_json
 from tests.faults import Fault

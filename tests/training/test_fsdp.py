@@ -10,7 +10,7 @@ from torch import nn
 from samestep import Recipe
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings
-from samestep.core.training.sharding import find_blocks, hold_order, shard
+from samestep.core.learner.sharding import find_blocks, hold_order, shard
 from samestep.launch.ranks.world import World
 from tests import tiny
 from tests.command_line import start

@@ -13,7 +13,7 @@ from torch import nn
 import samestep
 from samestep import Recipe, Settings, UserError
 from samestep.core.data.order import epoch_order
-from samestep.core.training.apply import parts_of, summed
+from samestep.core.learner.apply import parts_of, summed
 from tests import tiny
 from tests.command_line import train_here
 from tests.faults import Fault

@@ -15,8 +15,8 @@ import samestep
 from samestep.base.errors import UserError
 from samestep.base.phases import DevicePhases, Phases
 from samestep.base.run.records import PHASES
+from samestep.core.learner.device import ModelCost, count_flops
 from samestep.core.training import loop, meter
-from samestep.core.training.device import ModelCost, count_flops
 from samestep.core.training.meter import Clock, Meter, Window
 from samestep.core.training.work import Position, Sums
 from samestep.launch.ranks.world import World, find_world, join, leave

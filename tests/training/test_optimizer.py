@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from samestep import Settings
-from samestep.core.training.optimizer import Update, make_optimizer, set_lr
-from samestep.core.training.optimizer_state import load_state
+from samestep.core.learner.optimizer import Update, make_optimizer, set_lr
+from samestep.core.learner.optimizer_state import load_state
 
 OPTIMIZERS = {
     "adam": {"optimizer": "adam"},

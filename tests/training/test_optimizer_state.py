@@ -10,9 +10,9 @@ from torch import nn
 
 from samestep import Recipe, Settings
 from samestep.base.errors import UserError
+from samestep.core.learner.optimizer import Update, optimizer_of
+from samestep.core.learner.optimizer_state import Trial, groups_of, load_state, what_groups_keep
 from samestep.core.session.trained_model import evaluate_run, open_checkpoint
-from samestep.core.training.optimizer import Update, optimizer_of
-from samestep.core.training.optimizer_state import Trial, groups_of, load_state, what_groups_keep
 from tests import tiny
 from tests.command_line import read_json
 from tests.faults import Fault

@@ -10,10 +10,10 @@ from torch import nn
 from samestep import Recipe, Settings, Splits
 from samestep.base.errors import UserError
 from samestep.base.phases import make_phases
+from samestep.core.learner.optimizer import Update, optimizer_of, set_lr
+from samestep.core.learner.optimizer_state import load_state
+from samestep.core.plan import learning_rate, make_plan
 from samestep.core.training.compiled import ModelStep
-from samestep.core.training.optimizer import Update, optimizer_of, set_lr
-from samestep.core.training.optimizer_state import load_state
-from samestep.core.training.plan import learning_rate, make_plan
 from samestep.core.training.steps import make_step, what_compiles
 from samestep.core.training.work import Learner
 from samestep.launch.ranks.world import World

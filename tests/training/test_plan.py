@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from samestep import Settings, UserError
 from samestep.base.settings import flag_name, merge_layers
 from samestep.core.data.order import TokenCut, group_steps, micro_steps, share
+from samestep.core.plan import is_recorded, learning_rate, make_plan
 from samestep.core.session.notes import plan_notes
-from samestep.core.training.plan import is_recorded, learning_rate, make_plan
 from samestep.launch.ranks.world import World
 
 SIZES = st.integers(1, 12)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from samestep import UserError, read_records
-from samestep.core.training.device import check_precision, data_dtype
+from samestep.core.learner.device import check_precision, data_dtype
 from tests import tiny
 from tests.command_line import call
 

@@ -9,8 +9,8 @@ import samestep
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings
 from samestep.bridges.lightning.engine import _Strategy
+from samestep.core.learner.prepare import match_layouts, prepare, wrap
 from samestep.core.recipes.resnet import resnet18
-from samestep.core.training.prepare import match_layouts, prepare, wrap
 from samestep.launch.ranks import world as worlds
 from samestep.launch.ranks.world import GROUP_OF_ONE, World, find_world, join, leave
 from tests.command_line import RECIPE, run
@@ -163,7 +163,7 @@ def test_what_a_model_or_device_has_not_is_refused(build, ranks, told, named):
 
 def test_sync_batchnorm_keeps_the_names_of_weights_and_on_one_rank_is_batchnorm():
     """There is no GPU here: this is what is converted, not what it computes."""
-    from samestep.core.training import prepare as module
+    from samestep.core.learner import prepare as module
 
     model = module._synchronise(blocks(), World(world_size=2, device=torch.device("cuda", 0)))
     assert sum(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) == 4

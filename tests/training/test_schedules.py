@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from samestep import Recipe, Settings, Splits, evaluate
 from samestep.core.data.order import epoch_order
+from samestep.core.learner.optimizer import optimizer_of
+from samestep.core.learner.scheduler import Scheduler
+from samestep.core.plan import Plan, learning_rate, make_plan
 from samestep.core.recipe import find_recipe
-from samestep.core.training.optimizer import optimizer_of
-from samestep.core.training.plan import Plan, learning_rate, make_plan
-from samestep.core.training.scheduler import Scheduler
 from samestep.core.training.steps import what_compiles
 from samestep.launch.ranks.world import World
 from tests import tiny

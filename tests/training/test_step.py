@@ -7,7 +7,7 @@ from torch import nn
 from samestep import Settings, UserError
 from samestep.core.data.keyed_random import seed_torch
 from samestep.core.data.order import Block, share
-from samestep.core.training.optimizer import make_optimizer
+from samestep.core.learner.optimizer import make_optimizer
 from samestep.core.training.step import EagerStep
 from samestep.core.training.work import Learner
 from samestep.launch.ranks.world import World

@@ -8,8 +8,8 @@ import pytest
 from samestep import read_records
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings
+from samestep.core.plan import make_plan
 from samestep.core.session.trained_model import evaluate_run
-from samestep.core.training.plan import make_plan
 from tests import streams, tiny
 from tests.command_line import start
 from tests.faults import Fault

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.core.training import unkept
+from samestep.core.learner import unkept
 from samestep.launch.ranks.world import World
 from tests import tiny
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from samestep.base.errors import UserError
 from samestep.core.data.order import held_parts, part_of
-from samestep.core.training import tree
-from samestep.core.training.buffers import StepBuffers
-from samestep.core.training.tree import TreeReduce, TreeSum, add_up, roots_over
+from samestep.core.learner import tree
+from samestep.core.learner.buffers import StepBuffers
+from samestep.core.learner.tree import TreeReduce, TreeSum, add_up, roots_over
 from samestep.launch.ranks.world import World
 from tests import tiny
 from tests.faults import Fault
@@ -219,7 +219,7 @@ def in_arrival_order(arguments):
     """Run the command line with gradients added rank after rank, as they come in."""
     import sys
 
-    from samestep.core.training import tree
+    from samestep.core.learner import tree
     from samestep.shell.cli import main
 
     class Arriving(tree.TreeSum):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from samestep.base.errors import UserError
-from samestep.core.training.side_effects import KINDS, RandomDraws, differs_by_ranks, watched
+from samestep.core.learner.side_effects import KINDS, RandomDraws, differs_by_ranks, watched
 from samestep.prove.verification import causes
 from samestep.prove.verification.recipe_under_test import exact_precision, hold_model
 from samestep.prove.verification.rows import (

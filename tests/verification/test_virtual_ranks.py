@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from samestep.base.errors import UserError
-from samestep.core.training.tree import TreeSum
+from samestep.core.learner.tree import TreeSum
 from samestep.prove.verification import causes
 from samestep.prove.verification.evidence import EQUAL
 from samestep.prove.verification.result_table import as_table
@@ -38,7 +38,7 @@ recipe = replace(recipe, model=Free)
 """
 # Virtual ranks of a rank are added up as they come, in place of along the tree.
 AS_THEY_COME = """
-from samestep.core.training.tree import Root, TreeSum
+from samestep.core.learner.tree import Root, TreeSum
 def push(self, value, number, level=0):
     if self.roots:
         value = self._add(self.roots.pop().value, value)

@@ -21,7 +21,6 @@ from samestep.base.errors import UserError
 from samestep.base.run.files import open_regular, read_object, write_text
 from samestep.base.run.index import read_index
 from samestep.base.run.records import RUN_FORMAT, Record, RecordFile, parse_lines, samples_per_step
-from samestep.base.run.step_rows import CompactRecords
 
 SUMMARY = "summary.json"
 State = Literal["running", "completed", "stopped", "failed", "killed", "damaged"]
@@ -205,6 +204,8 @@ def read_growing(run: Path) -> tuple[GrowingSummary, RecordFile]:
     Without a file there are no records; another OSError is raised, and UserError if the run is of
     a newer version.
     """
+    from samestep.base.run.step_rows import CompactRecords  # noqa: PLC0415 - of a resumed run
+
     growing, file = GrowingSummary(run), RecordFile(run / "events.jsonl", checked=True)
     for record in CompactRecords(file, run):
         growing.add(record)
@@ -248,9 +249,10 @@ class SummaryFile:
         event, now = record["event"], time.perf_counter()
         if event == "start" and record["resumed"]:
             return  # `resume` follows, and says what of the attempt before is superseded
-        if self._growing is None:
+        if self._growing is None and event != "start":  # a resumed run
             self._growing, _ = read_growing(self._run)
         else:
+            self._growing = self._growing or GrowingSummary(self._run)
             self._growing.add(record)
         self._is_due |= event in _SOON or now - self._written_at >= _EVERY_S
         if event in _AT_ONCE:

@@ -15,13 +15,13 @@ from samestep.core.data.keyed_random import seed_alike
 from samestep.core.data.order import Block, Lap, cut_rows, untimed
 from samestep.core.data.recipe_data import SPLITS, load_splits, open_split
 from samestep.core.data.source import Batch, Source
+from samestep.core.learner.apply import Terms, as_scalar, terms_of
+from samestep.core.learner.batch_transform import BatchTransform
+from samestep.core.learner.device import data_dtype
+from samestep.core.plan import Plan, make_plan
 from samestep.core.recipe import Recipe, find_recipe
 from samestep.core.recipes import cifar10
-from samestep.core.training.apply import Terms, as_scalar, terms_of
-from samestep.core.training.batch_transform import BatchTransform
-from samestep.core.training.device import data_dtype
 from samestep.core.training.evaluation import evaluation_batch
-from samestep.core.training.plan import Plan, make_plan
 from samestep.core.training.work import Work
 from samestep.launch.ranks.world import World
 

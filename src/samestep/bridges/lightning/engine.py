@@ -38,10 +38,14 @@ from samestep.base.run.records import Record
 from samestep.base.settings import Settings, flag_name
 from samestep.bridges.lightning.datamodule import LitData, MicroBatch
 from samestep.bridges.lightning.module import LitRecipe, check_recipe
+from samestep.core.learner.agreement import is_checked
+from samestep.core.learner.optimizer import optimizer_of
+from samestep.core.learner.prepare import OneLayout, match_layouts
+from samestep.core.learner.unkept import OptimizerTrial
+from samestep.core.plan import Plan, is_recorded, learning_rate
 from samestep.core.recipe import Recipe
 from samestep.core.session.build import average_of
 from samestep.core.session.training_run import Engine, Task
-from samestep.core.training.agreement import is_checked
 from samestep.core.training.loop import (
     check_weights,
     checkpoint_name,
@@ -52,12 +56,8 @@ from samestep.core.training.loop import (
     with_after_epoch,
 )
 from samestep.core.training.meter import Meter, epoch_record
-from samestep.core.training.optimizer import optimizer_of
-from samestep.core.training.plan import Plan, is_recorded, learning_rate
-from samestep.core.training.prepare import OneLayout, match_layouts
 from samestep.core.training.snapshot import capture, check_resumable
 from samestep.core.training.step import check_used
-from samestep.core.training.unkept import OptimizerTrial
 from samestep.core.training.work import StepResult, StepsTaken, close_epoch, epoch_is_full
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.world import World

@@ -25,10 +25,8 @@ from samestep.core.data.keyed_random import (
     seed_update,
 )
 from samestep.core.data.source import Batch
-from samestep.core.recipe import Recipe
-from samestep.core.session.trained_model import open_checkpoint
-from samestep.core.training.agreement import random_numbers
-from samestep.core.training.apply import (
+from samestep.core.learner.agreement import random_numbers
+from samestep.core.learner.apply import (
     Moment,
     call,
     evaluating,
@@ -40,11 +38,13 @@ from samestep.core.training.apply import (
     timed,
     with_parts,
 )
+from samestep.core.learner.optimizer import OwnAverage, has_modes, optimizer_of
+from samestep.core.learner.prepare import place_loss, prepare, share_buffers
+from samestep.core.plan import GroupRates, Plan, learning_rate
+from samestep.core.recipe import Recipe
+from samestep.core.session.trained_model import open_checkpoint
 from samestep.core.training.evaluation import Totals
 from samestep.core.training.metrics import StepOutputs
-from samestep.core.training.optimizer import OwnAverage, has_modes, optimizer_of
-from samestep.core.training.plan import GroupRates, Plan, learning_rate
-from samestep.core.training.prepare import place_loss, prepare, share_buffers
 from samestep.core.training.step import check_trainable
 from samestep.launch.ranks.world import World
 

@@ -10,6 +10,9 @@ import torch
 
 from samestep.base.errors import UserError
 from samestep.core.data.keyed_random import mix, mix_next, seed_rank, seed_torch
+from samestep.core.learner.agreement import check_same, random_numbers
+from samestep.core.learner.carried import Carry
+from samestep.core.learner.prepare import share_buffers
 from samestep.core.loops.epochs import LoopEpochs
 from samestep.core.loops.gradients import Passes
 from samestep.core.loops.kept_state import Means
@@ -18,9 +21,6 @@ from samestep.core.loops.loop_session import LoopSession
 from samestep.core.loops.place import AFTER_BATCHES, AFTER_EPOCHS, IN_BATCHES, LoopState
 from samestep.core.recipe import Collate
 from samestep.core.session.declared import checked_settings
-from samestep.core.training.agreement import check_same, random_numbers
-from samestep.core.training.carried import Carry
-from samestep.core.training.prepare import share_buffers
 from samestep.launch.ranks import watched
 
 _VALIDATED = 3

@@ -8,10 +8,10 @@ from torch import Tensor
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.trees import describe, map_tensors, tree_leaves
 from samestep.core.data.keyed_random import mix
+from samestep.core.learner.agreement import random_numbers
+from samestep.core.learner.carried import Carried, Carry
 from samestep.core.loops.loop_data import OwnBatch
 from samestep.core.session.saver import say
-from samestep.core.training.agreement import random_numbers
-from samestep.core.training.carried import Carried, Carry
 from samestep.launch.ranks.world import World
 
 

@@ -7,6 +7,7 @@ from samestep.base.errors import UserError, did_you_mean
 from samestep.base.run.files import read_object
 from samestep.core.data.keyed_random import mix, seed_alike
 from samestep.core.data.order import steps_per_epoch
+from samestep.core.learner.agreement import is_checked
 from samestep.core.loops.kept_state import Stateful
 from samestep.core.loops.loop_session import LoopSession
 from samestep.core.loops.place import (
@@ -16,10 +17,9 @@ from samestep.core.loops.place import (
     BEFORE_EPOCHS,
     LoopState,
 )
+from samestep.core.plan import is_recorded, steps_between_records
 from samestep.core.session.saver import say
-from samestep.core.training.agreement import is_checked
 from samestep.core.training.meter import Clock
-from samestep.core.training.plan import is_recorded, steps_between_records
 from samestep.core.training.stopping import Watch
 from samestep.launch.ranks import watched
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from samestep.base.errors import UserError
 from samestep.base.trees import describe
-from samestep.core.training.gathered import gather_rows
+from samestep.core.learner.gathered import gather_rows
 from samestep.launch.ranks import process_group
 from samestep.launch.ranks.world import World
 

@@ -18,10 +18,10 @@ from samestep.base.errors import UserError, blame, listed
 from samestep.base.run import checkpoints
 from samestep.base.run.directory import names_secret
 from samestep.base.run.records import TAKEN_NAMES
+from samestep.core.learner.model_state import load_model
+from samestep.core.learner.optimizer_state import with_inner
+from samestep.core.learner.prepare import check_dense
 from samestep.core.session.declared import plain_value
-from samestep.core.training.model_state import load_model
-from samestep.core.training.optimizer_state import with_inner
-from samestep.core.training.prepare import check_dense
 from samestep.launch.ranks.world import World
 
 _STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)

@@ -27,6 +27,11 @@ from samestep.base.run.user_modules import modules_note
 from samestep.base.settings import Backend, Device, Settings, free_names
 from samestep.base.startup import JOB_RUN
 from samestep.core.data.keyed_random import seed_alike
+from samestep.core.learner.agreement import OF_A_RANK, check_same, check_same_model, check_weights
+from samestep.core.learner.carried import Carry
+from samestep.core.learner.model_state import ModelTrial
+from samestep.core.learner.prepare import share_buffers
+from samestep.core.learner.unkept import Unkept, at_first_forward, count_of_calls
 from samestep.core.loops import kept_state
 from samestep.core.loops.carry import RankState, SlotState, carried_state
 from samestep.core.loops.gradients import parameters_in
@@ -46,13 +51,8 @@ from samestep.core.session.session import (
     start_record,
     state_bytes,
 )
-from samestep.core.training.agreement import OF_A_RANK, check_same, check_same_model, check_weights
-from samestep.core.training.carried import Carry
 from samestep.core.training.meter import Clock
-from samestep.core.training.model_state import ModelTrial
-from samestep.core.training.prepare import share_buffers
 from samestep.core.training.stopping import Agreement, Watch, catch_signals
-from samestep.core.training.unkept import Unkept, at_first_forward, count_of_calls
 from samestep.core.training.work import Position
 from samestep.launch.ranks import process_group, watched
 from samestep.launch.ranks.launch import detect_launch

@@ -11,6 +11,7 @@ from torch import Tensor
 from samestep.base.errors import AlreadyTold, UserError, raised_at
 from samestep.base.settings import OrderName
 from samestep.core.data.keyed_random import seed_update
+from samestep.core.learner.carried import Carry
 from samestep.core.loops.batches import LoopBatches
 from samestep.core.loops.carry import RankState, SlotState
 from samestep.core.loops.epochs import LoopEpochs
@@ -36,7 +37,6 @@ from samestep.core.loops.place import (
 )
 from samestep.core.recipe import Collate, PerSample
 from samestep.core.session.session import Stopped
-from samestep.core.training.carried import Carry
 from samestep.launch.ranks import process_group, watched
 from samestep.launch.ranks.process import RankLog, rank_of
 from samestep.launch.ranks.world import World

@@ -19,15 +19,13 @@ from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.order import held_parts
 from samestep.core.data.recipe_data import load_splits, open_split
 from samestep.core.data.source import Source
-from samestep.core.recipe import Recipe, Splits
-from samestep.core.session.request import Request
-from samestep.core.training.agreement import (
+from samestep.core.learner.agreement import (
     check_same_arithmetic,
     check_same_model,
     check_same_samples,
     random_numbers,
 )
-from samestep.core.training.apply import (
+from samestep.core.learner.apply import (
     Moment,
     applied,
     evaluating,
@@ -36,7 +34,7 @@ from samestep.core.training.apply import (
     terms_of,
     timed,
 )
-from samestep.core.training.device import (
+from samestep.core.learner.device import (
     check_precision,
     choose_allocation,
     choose_threads,
@@ -45,31 +43,33 @@ from samestep.core.training.device import (
     model_cost,
     return_freed_memory,
 )
-from samestep.core.training.dry_run import Tried, dry_run, of_one_sample
-from samestep.core.training.metrics import EpochMetrics, in_training
-from samestep.core.training.model_state import ModelTrial
-from samestep.core.training.optimizer import (
+from samestep.core.learner.model_state import ModelTrial
+from samestep.core.learner.optimizer import (
     Average,
     OwnAverage,
     check_groups,
     has_modes,
     optimizer_of,
 )
-from samestep.core.training.optimizer_state import groups_of
-from samestep.core.training.plan import Plan, learning_rate, make_plan
-from samestep.core.training.prepare import Wrap, is_fsdp, make_counter, place_loss, prepare, wrap
+from samestep.core.learner.optimizer_state import groups_of
+from samestep.core.learner.prepare import Wrap, is_fsdp, make_counter, place_loss, prepare, wrap
+from samestep.core.learner.unkept import Unkept, of_data
+from samestep.core.plan import Plan, learning_rate, make_plan
+from samestep.core.recipe import Recipe, Splits
+from samestep.core.session.request import Request
+from samestep.core.training.dry_run import Tried, dry_run, of_one_sample
+from samestep.core.training.metrics import EpochMetrics, in_training
 from samestep.core.training.steps import Compiles, RenewableStep, make_step, what_compiles
 from samestep.core.training.stopping import Watch
-from samestep.core.training.unkept import Unkept, of_data
 from samestep.core.training.work import Learner, State, Step, Work
 from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World
 
 if TYPE_CHECKING:
+    from samestep.core.learner.after_epoch import AfterEpoch
+    from samestep.core.learner.batch_transform import BatchTransform
+    from samestep.core.learner.scheduler import Scheduler
     from samestep.core.session.initial_weights import InitialWeights
-    from samestep.core.training.after_epoch import AfterEpoch
-    from samestep.core.training.batch_transform import BatchTransform
-    from samestep.core.training.scheduler import Scheduler
 
 # What few trainings need is imported where they do.
 
@@ -198,7 +198,7 @@ def _build_model(
     new, placed = partial(recipe.build_model, request.options), made_by(recipe.model)(prepare)
     make, shares_out = new, is_fsdp(settings, world)
     if shares_out:
-        from samestep.core.training import sharding  # noqa: PLC0415
+        from samestep.core.learner import sharding  # noqa: PLC0415
 
         make = partial(sharding.build_once, new, world)
     model = world.on_every(lambda: placed(make(), settings, world, dtype))
@@ -217,7 +217,7 @@ def _build_model(
 
 
 def _batch_transform(recipe: Recipe, settings: Settings, world: World) -> "BatchTransform":
-    from samestep.core.training.batch_transform import BatchTransform  # noqa: PLC0415
+    from samestep.core.learner.batch_transform import BatchTransform  # noqa: PLC0415
 
     return BatchTransform(recipe, settings, world)
 
@@ -267,7 +267,7 @@ def _make_learner(
 ) -> tuple[Learner, Callable[[nn.Parameter | None], nn.Module]]:
     """Put a built model on all ranks, and give it what changes it; return how it was put there."""
     if compiles == "model" and any_sharded(model):
-        from samestep.core.training.sharding import compile_blocks  # noqa: PLC0415
+        from samestep.core.learner.sharding import compile_blocks  # noqa: PLC0415
 
         compile_blocks(takes)
     wrapped = partial(_wrapped, takes, model, settings, world, compiles, wrap_model)
@@ -283,7 +283,7 @@ def _make_learner(
     initial = () if recipe.optimizer is None else groups_of(optimizer)  # what no scheduler has set
     carried = None
     if recipe.carry is not None:
-        from samestep.core.training.carried import carried_of  # noqa: PLC0415
+        from samestep.core.learner.carried import carried_of  # noqa: PLC0415
 
         carried = carried_of(recipe.carry, settings, plan, world)
     learner = Learner(
@@ -328,7 +328,7 @@ def _make_steps(
     step = make(learner)
     if recipe.after_epoch is None:
         return learner, step, None
-    from samestep.core.training.after_epoch import AfterEpoch  # noqa: PLC0415
+    from samestep.core.learner.after_epoch import AfterEpoch  # noqa: PLC0415
 
     bare = replace(learner, wrapped=learner.applied)
     again = RenewableStep(step, lambda: make(replace(bare, wrapped=wrapped(bare.counter))))
@@ -372,7 +372,7 @@ def _scheduler_of(
 ) -> "Scheduler | None":
     """Return the recipe's scheduler of PyTorch, if it has one."""
     if plan.makes_scheduler:
-        from samestep.core.training.scheduler import Scheduler  # noqa: PLC0415
+        from samestep.core.learner.scheduler import Scheduler  # noqa: PLC0415
 
         return Scheduler(plan, optimizer)
     if plan.schedule is not None:

@@ -16,8 +16,8 @@ from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.files import sha256_of
 from samestep.base.run.index import Entry, find_checkpoint, verify
 from samestep.base.run.summary import first_start
+from samestep.core.learner.model_state import load_model, misfits
 from samestep.core.session.weights_file import SAFETENSORS, weights_in
-from samestep.core.training.model_state import load_model, misfits
 from samestep.launch.ranks.world import World
 
 _BY_TORCH = (".pt", ".pth", ".bin", ".ckpt")

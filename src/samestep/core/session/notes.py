@@ -13,13 +13,13 @@ from samestep.base.run.records import read_records
 from samestep.base.settings import Settings
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.recipe_data import Unpacked
+from samestep.core.learner.agreement import arithmetic
+from samestep.core.learner.optimizer_state import kind_of
+from samestep.core.learner.side_effects import batch_norms
+from samestep.core.plan import Plan, warmup_steps
 from samestep.core.session.build import Built
 from samestep.core.session.request import Request
 from samestep.core.session.session import room_notes, state_bytes
-from samestep.core.training.agreement import arithmetic
-from samestep.core.training.optimizer_state import kind_of
-from samestep.core.training.plan import Plan, warmup_steps
-from samestep.core.training.side_effects import batch_norms
 from samestep.core.training.work import Work, is_done
 
 _FEW = 8

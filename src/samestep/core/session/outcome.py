@@ -11,11 +11,11 @@ import torch
 from samestep.base.errors import UserError, defined_at
 from samestep.base.run.index import read_index
 from samestep.core.data.recipe_data import open_split
+from samestep.core.learner.device import data_dtype
 from samestep.core.recipe import Recipe
 from samestep.core.session.build import Built
 from samestep.core.session.request import Request
 from samestep.core.session.session import Outcome, Session, training_result
-from samestep.core.training.device import data_dtype
 from samestep.core.training.evaluation import Interruptible
 from samestep.core.training.loop import evaluate_work, stop_by
 from samestep.core.training.snapshot import load_evaluated, weights_sha256

@@ -23,6 +23,8 @@ from samestep.base.run.pictures import FOLDER, Album, replace_pictures
 from samestep.base.run.records import Record
 from samestep.core.data.keyed_random import mix, seed_reading
 from samestep.core.data.recipe_data import is_stream, open_split
+from samestep.core.learner.apply import applied
+from samestep.core.learner.device import data_dtype
 from samestep.core.recipe import Recipe, Splits, is_cross_entropy
 from samestep.core.session.drawing import (
     SampleSubset,
@@ -34,8 +36,6 @@ from samestep.core.session.drawing import (
     title_of,
 )
 from samestep.core.session.prediction import shown_by
-from samestep.core.training.apply import applied
-from samestep.core.training.device import data_dtype
 from samestep.core.training.evaluation import as_evaluated, evaluation_batch, outputs_of
 from samestep.core.training.stopping import Agreement
 from samestep.core.training.work import Work

@@ -17,10 +17,10 @@ from samestep.base.machine import usable_cores
 from samestep.base.settings import Device, flag_name
 from samestep.base.trees import describe, map_leaves, tree_leaves
 from samestep.core.data.recipe_data import open_split
+from samestep.core.learner.apply import applied
+from samestep.core.learner.device import choose_threads, switched
 from samestep.core.recipe import Recipe, is_cross_entropy
 from samestep.core.session.trained_model import Split, TrainedModel, open_checkpoint, open_data
-from samestep.core.training.apply import applied
-from samestep.core.training.device import choose_threads, switched
 from samestep.core.training.evaluation import CarriedOn, as_evaluated, evaluation_batch, outputs_of
 from samestep.launch.ranks.world import World
 

@@ -17,9 +17,9 @@ import torch
 from samestep.base.run.code_pieces import Pieces, named_pieces
 from samestep.base.run.code_source import NOT_OF_THE_TRAINING, Parts
 from samestep.base.run.user_modules import finder
+from samestep.core.learner.side_effects import closure_of
 from samestep.core.recipe import Recipe
 from samestep.core.recipe_checks import without_options
-from samestep.core.training.side_effects import closure_of
 
 _DEPTH = 8
 _PLAIN = (bool, int, float, str, type(None), torch.Tensor)

@@ -18,6 +18,7 @@ from samestep.base.flags import HERE
 from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.summary import first_start
 from samestep.base.settings import Settings, as_table, flag_name, free_names, merge_layers
+from samestep.core.plan import Plan
 from samestep.core.recipe import Recipe, find_recipe
 from samestep.core.recipe_checks import FROM_PYTHON, unread_options, with_script_words
 from samestep.core.recipes import RECIPES
@@ -29,7 +30,6 @@ from samestep.core.session.declared import (
     typed,
     words_of,
 )
-from samestep.core.training.plan import Plan
 
 if TYPE_CHECKING:
     from samestep.base.run.code_pieces import Pieces

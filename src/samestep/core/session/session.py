@@ -21,12 +21,12 @@ from samestep.base.run.records import RUN_FORMAT, Record, RecordFile
 from samestep.base.startup import JOB_RUN, PARENT
 from samestep.base.trees import tree_leaves
 from samestep.base.words import count, size
+from samestep.core.learner.device import peak_memory_bytes
+from samestep.core.learner.optimizer_state import members_of
+from samestep.core.learner.side_effects import differs_by_ranks
 from samestep.core.recipe import Splits
 from samestep.core.session.request import Request
 from samestep.core.session.saver import Saver
-from samestep.core.training.device import peak_memory_bytes
-from samestep.core.training.optimizer_state import members_of
-from samestep.core.training.side_effects import differs_by_ranks
 from samestep.core.training.snapshot import weights_sha256
 from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position, State, Work

@@ -18,15 +18,15 @@ from samestep.base.settings import Device, Settings
 from samestep.core.data.keyed_random import seed_alike
 from samestep.core.data.recipe_data import load_splits, open_split
 from samestep.core.data.source import Source
+from samestep.core.learner.apply import Moment, applied, evaluating, measure_of, terms_of
+from samestep.core.learner.device import check_precision, choose_threads, data_dtype, switched
+from samestep.core.learner.prepare import hold_parameters, place, place_loss, to_channels_last
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.session.declared import read_config
 from samestep.core.session.recipe_changes import check_recipe_unchanged
 from samestep.core.session.request import draft
-from samestep.core.training.apply import Moment, applied, evaluating, measure_of, terms_of
-from samestep.core.training.device import check_precision, choose_threads, data_dtype, switched
 from samestep.core.training.dry_run import fitting_metrics
 from samestep.core.training.evaluation import evaluate, evaluation_batch
-from samestep.core.training.prepare import hold_parameters, place, place_loss, to_channels_last
 from samestep.core.training.snapshot import check_classes, check_recipe, load_evaluated
 from samestep.launch.ranks.world import World, choose_device
 

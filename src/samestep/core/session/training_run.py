@@ -17,6 +17,9 @@ from samestep.base.run.files import write_text
 from samestep.base.run.index import Retention
 from samestep.base.run.records import Record
 from samestep.base.settings import Settings, free_names, order_name
+from samestep.core.learner.agreement import OF_A_RANK, arithmetic, check_same
+from samestep.core.learner.device import kernels_of, switched
+from samestep.core.learner.prepare import Wrap, wrap
 from samestep.core.recipe import Splits
 from samestep.core.recipe_checks import FROM_PYTHON
 from samestep.core.session.build import Built, build
@@ -34,10 +37,7 @@ from samestep.core.session.session import (
     resume_record,
     start_record,
 )
-from samestep.core.training.agreement import OF_A_RANK, arithmetic, check_same
-from samestep.core.training.device import kernels_of, switched
 from samestep.core.training.loop import RunControl, SaveTimer, train
-from samestep.core.training.prepare import Wrap, wrap
 from samestep.core.training.snapshot import capture
 from samestep.core.training.stopping import Agreement, ReceivedSignal
 from samestep.core.training.work import State, Work

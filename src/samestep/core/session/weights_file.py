@@ -12,7 +12,7 @@ from samestep.base.run.checkpoints import load
 from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.files import write_atomically
 from samestep.base.run.index import find_checkpoint
-from samestep.core.training.model_state import EXTRA_STATE, load_model, misfits
+from samestep.core.learner.model_state import EXTRA_STATE, load_model, misfits
 from samestep.core.training.snapshot import evaluated_weights
 
 SAFETENSORS = ".safetensors"

@@ -1,1 +1,1 @@
-"""The training loop and the small modules that it calls by name."""
+"""The training loop, the steps that it calls, and evaluation."""

@@ -19,10 +19,10 @@ from samestep.base.run.records import Record
 from samestep.base.settings import Settings
 from samestep.base.trees import map_leaves, narrow, tree_leaves
 from samestep.core.data.order import Block
-from samestep.core.training.apply import call
-from samestep.core.training.device import is_small
+from samestep.core.learner.apply import call
+from samestep.core.learner.device import is_small
+from samestep.core.plan import Plan
 from samestep.core.training.evaluation import evaluation_batch
-from samestep.core.training.plan import Plan
 from samestep.core.training.step import CallModel, EagerStep, Objective, plain_call
 from samestep.core.training.step_graph import StepGraph, why_only_eager
 from samestep.core.training.work import Learner, Step, StepResult, Work

@@ -19,10 +19,8 @@ from samestep.base.settings import Precision, Settings
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.order import step_range
 from samestep.core.data.source import Batch, Source
-from samestep.core.recipe import Recipe, Splits, accuracy
-from samestep.core.recipe_checks import check_lower, check_names
-from samestep.core.training.agreement import random_numbers
-from samestep.core.training.apply import (
+from samestep.core.learner.agreement import random_numbers
+from samestep.core.learner.apply import (
     Moment,
     applied,
     evaluating,
@@ -33,11 +31,13 @@ from samestep.core.training.apply import (
     timed,
     total_of,
 )
-from samestep.core.training.device import autocast, count_flops
+from samestep.core.learner.device import autocast, count_flops
+from samestep.core.learner.side_effects import batch_norms, keep_buffers
+from samestep.core.learner.unkept import Unkept, of_buffers, of_forward, of_loss
+from samestep.core.plan import Plan
+from samestep.core.recipe import Recipe, Splits, accuracy
+from samestep.core.recipe_checks import check_lower, check_names
 from samestep.core.training.evaluation import Totals, as_evaluated, outputs_of
-from samestep.core.training.plan import Plan
-from samestep.core.training.side_effects import batch_norms, keep_buffers
-from samestep.core.training.unkept import Unkept, of_buffers, of_forward, of_loss
 from samestep.launch.ranks.mesh import any_sharded, free_gathered
 from samestep.launch.ranks.world import World
 
@@ -225,7 +225,7 @@ def _trained_on(
 def _as_trained(recipe: Recipe, settings: Settings, batch: Batch, world: World) -> Batch:
     """Return samples as the recipe's `batch_transform` leaves them, if it can take so few."""
     if recipe.batch_transform is not None:
-        from samestep.core.training.batch_transform import BatchTransform  # noqa: PLC0415
+        from samestep.core.learner.batch_transform import BatchTransform  # noqa: PLC0415
 
         with contextlib.suppress(UserError):  # the first step tells it
             change = BatchTransform(recipe, settings, world).change

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from samestep.core.data.order import Block
-from samestep.core.training.side_effects import keep_buffers
+from samestep.core.learner.side_effects import keep_buffers
 from samestep.core.training.step import EagerStep
 
 

@@ -14,9 +14,8 @@ from samestep.base.trees import describe, narrow
 from samestep.core.data.keyed_random import mix, seed_reading, seed_torch
 from samestep.core.data.order import held_parts
 from samestep.core.data.source import Batch
-from samestep.core.recipe import Reduction
-from samestep.core.training.agreement import random_numbers, sum_over_parts
-from samestep.core.training.apply import (
+from samestep.core.learner.agreement import random_numbers, sum_over_parts
+from samestep.core.learner.apply import (
     Applied,
     Measure,
     Terms,
@@ -25,9 +24,10 @@ from samestep.core.training.apply import (
     over_nothing,
     parts_of,
 )
-from samestep.core.training.device import autocast
+from samestep.core.learner.device import autocast
+from samestep.core.learner.side_effects import keep_buffers
+from samestep.core.recipe import Reduction
 from samestep.core.training.metrics import Confusion, Objects, explained, functions_of, values_of
-from samestep.core.training.side_effects import keep_buffers
 from samestep.core.training.step import check_loss
 from samestep.core.training.stopping import Agreement
 from samestep.launch.ranks import watched
@@ -276,7 +276,7 @@ class Totals:
         if self._waiting or not closes:
             self._waiting.append((outputs, targets, count))
         if self._waiting and closes:
-            from samestep.core.training.gathered import put_together  # noqa: PLC0415
+            from samestep.core.learner.gathered import put_together  # noqa: PLC0415
 
             whole, wanted, counts = zip(*self._waiting, strict=True)
             whole_outputs, whole_targets = (put_together(t, counts) for t in (whole, wanted))

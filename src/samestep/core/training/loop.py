@@ -19,7 +19,9 @@ from samestep.base.errors import UserError, made_by
 from samestep.base.run.records import Record
 from samestep.core.data.order import Block
 from samestep.core.data.source import Source
-from samestep.core.training.agreement import is_checked
+from samestep.core.learner.agreement import is_checked
+from samestep.core.learner.prepare import share_buffers
+from samestep.core.plan import due_after_epoch, due_within_epoch, is_recorded, learning_rate
 from samestep.core.training.evaluation import (
     Evaluable,
     EvaluationError,
@@ -28,13 +30,6 @@ from samestep.core.training.evaluation import (
     evaluation_batch,
 )
 from samestep.core.training.meter import KEPT, REMEDIES, Meter, epoch_record
-from samestep.core.training.plan import (
-    due_after_epoch,
-    due_within_epoch,
-    is_recorded,
-    learning_rate,
-)
-from samestep.core.training.prepare import share_buffers
 from samestep.core.training.snapshot import check_resumable
 from samestep.core.training.stopping import Agreement
 from samestep.core.training.work import (

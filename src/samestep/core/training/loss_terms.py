@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from samestep.core.data.order import Block
-from samestep.core.training.apply import as_scalar, of_counted
+from samestep.core.learner.apply import as_scalar, of_counted
 from samestep.core.training.step import Objective
 from samestep.launch.ranks.mesh import parts_of_rank
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from samestep.base.errors import UserError
 from samestep.base.phases import compute_of
 from samestep.base.run.records import Record
-from samestep.core.training.apply import over_nothing
-from samestep.core.training.device import peak_memory_bytes
-from samestep.core.training.optimizer import rates_of
+from samestep.core.learner.apply import over_nothing
+from samestep.core.learner.device import peak_memory_bytes
+from samestep.core.learner.optimizer import rates_of
 from samestep.core.training.work import Position, State, StepsTaken, Sums, Work, newest_lr
 from samestep.launch.ranks.world import World
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.trees import describe, tree_leaves
+from samestep.core.learner.agreement import sum_over_parts
 from samestep.core.recipe import is_cross_entropy
-from samestep.core.training.agreement import sum_over_parts
 from samestep.launch.ranks.world import World
 
 States = dict[str, dict[str, Any]]

@@ -12,12 +12,12 @@ from samestep.base.errors import UserError, defined_at
 from samestep.base.run.checkpoints import FORMAT
 from samestep.core.data.keyed_random import mix, seed_rank
 from samestep.core.data.order import held_parts
-from samestep.core.training.agreement import check_weights, may_draw, rng_state, set_rng_state
-from samestep.core.training.model_state import load_model
-from samestep.core.training.optimizer import set_lr
-from samestep.core.training.optimizer_state import load_state, what_groups_keep
-from samestep.core.training.plan import learning_rate, warmup_steps
-from samestep.core.training.prepare import match_layouts
+from samestep.core.learner.agreement import check_weights, may_draw, rng_state, set_rng_state
+from samestep.core.learner.model_state import load_model
+from samestep.core.learner.optimizer import set_lr
+from samestep.core.learner.optimizer_state import load_state, what_groups_keep
+from samestep.core.learner.prepare import match_layouts
+from samestep.core.plan import learning_rate, warmup_steps
 from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Learner, Position, State, Sums, Work
 from samestep.launch.ranks.mesh import is_sharded, whole

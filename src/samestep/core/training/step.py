@@ -13,12 +13,12 @@ from samestep.base.settings import Settings
 from samestep.base.trees import describe, map_tensors
 from samestep.core.data.keyed_random import RankSeeds
 from samestep.core.data.order import Block, cut_block, cut_rows
-from samestep.core.training.agreement import may_draw
-from samestep.core.training.apply import call, with_parts
-from samestep.core.training.device import autocast, autocast_dtype
+from samestep.core.learner.agreement import may_draw
+from samestep.core.learner.apply import call, with_parts
+from samestep.core.learner.device import autocast, autocast_dtype
+from samestep.core.learner.optimizer import Update, clip_gradients
+from samestep.core.learner.prepare import without_sync
 from samestep.core.training.metrics import StepOutputs, remedy_of
-from samestep.core.training.optimizer import Update, clip_gradients
-from samestep.core.training.prepare import without_sync
 from samestep.core.training.work import Learner, StepResult
 from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World

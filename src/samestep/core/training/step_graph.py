@@ -13,10 +13,10 @@ from torch.func import functional_call, grad_and_value
 
 from samestep.base.settings import Precision, Settings
 from samestep.base.trees import map_leaves, map_tensors, tree_leaves
-from samestep.core.training.apply import call, takes_keywords
-from samestep.core.training.device import autocast, is_small
+from samestep.core.learner.apply import call, takes_keywords
+from samestep.core.learner.device import autocast, is_small
+from samestep.core.learner.side_effects import closure_prints, differing, model_prints
 from samestep.core.training.metrics import StepOutputs
-from samestep.core.training.side_effects import closure_prints, differing, model_prints
 from samestep.core.training.step import check_loss
 from samestep.core.training.work import Learner, StepResult
 

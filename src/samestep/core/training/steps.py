@@ -17,8 +17,8 @@ from samestep.base.phases import Phases
 from samestep.base.settings import Settings
 from samestep.core.data.keyed_random import RankSeeds
 from samestep.core.data.order import Block
-from samestep.core.training.plan import Plan
-from samestep.core.training.prepare import share_buffers
+from samestep.core.learner.prepare import share_buffers
+from samestep.core.plan import Plan
 from samestep.core.training.step import CallModel, EagerStep, Objective, plain_call
 from samestep.core.training.work import Learner, Step, StepResult
 from samestep.launch.ranks.mesh import any_sharded

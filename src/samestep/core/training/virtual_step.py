@@ -21,17 +21,17 @@ from samestep.base.errors import UserError, defined_at, is_not_deterministic, li
 from samestep.base.settings import Settings
 from samestep.core.data.keyed_random import RankSeeds, mix, seed_reading, seed_torch
 from samestep.core.data.order import Block
-from samestep.core.training.agreement import bits_of
-from samestep.core.training.buffers import StepBuffers, WriteCheck
-from samestep.core.training.side_effects import (
+from samestep.core.learner.agreement import bits_of
+from samestep.core.learner.buffers import StepBuffers, WriteCheck
+from samestep.core.learner.side_effects import (
     Prints,
     closure_prints,
     differing,
     model_prints,
     refused_operation,
 )
+from samestep.core.learner.tree import Tensors, TreeReduce, TreeSum, add_tensors
 from samestep.core.training.step import EagerStep, check_used
-from samestep.core.training.tree import Tensors, TreeReduce, TreeSum, add_tensors
 from samestep.core.training.work import Learner
 from samestep.launch.ranks.world import as_if_alone
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from samestep.base.errors import UserError, listed
 from samestep.base.trees import tree_leaves
 from samestep.core.data.order import Block
-from samestep.core.training.agreement import rng_state, set_rng_state
-from samestep.core.training.apply import parts_of, with_parts
-from samestep.core.training.device import autocast
-from samestep.core.training.gathered import gather_rows, joined, rebuilt, rows_of
-from samestep.core.training.prepare import share_buffers
-from samestep.core.training.side_effects import keep_buffers
+from samestep.core.learner.agreement import rng_state, set_rng_state
+from samestep.core.learner.apply import parts_of, with_parts
+from samestep.core.learner.device import autocast
+from samestep.core.learner.gathered import gather_rows, joined, rebuilt, rows_of
+from samestep.core.learner.prepare import share_buffers
+from samestep.core.learner.side_effects import keep_buffers
 from samestep.core.training.step import Objective, check_trainable
 
 

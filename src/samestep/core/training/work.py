@@ -13,21 +13,21 @@ from samestep.base.run.records import Record
 from samestep.base.settings import Settings
 from samestep.core.data.order import Block
 from samestep.core.data.source import Source
+from samestep.core.learner.apply import Measure, Moment, Terms
+from samestep.core.learner.device import ModelCost
+from samestep.core.learner.model_state import ModelTrial
+from samestep.core.learner.optimizer import Average, OwnAverage
+from samestep.core.plan import ENDLESS, Plan, learning_rate
 from samestep.core.recipe import Reduction
-from samestep.core.training.apply import Measure, Moment, Terms
-from samestep.core.training.device import ModelCost
 from samestep.core.training.metrics import EpochMetrics, StepOutputs
-from samestep.core.training.model_state import ModelTrial
-from samestep.core.training.optimizer import Average, OwnAverage
-from samestep.core.training.plan import ENDLESS, Plan, learning_rate
 from samestep.core.training.stopping import Watch
 from samestep.launch.ranks.world import World
 
 if TYPE_CHECKING:
-    from samestep.core.training.after_epoch import AfterEpoch
-    from samestep.core.training.batch_transform import BatchTransform
-    from samestep.core.training.carried import Carried
-    from samestep.core.training.scheduler import Scheduler
+    from samestep.core.learner.after_epoch import AfterEpoch
+    from samestep.core.learner.batch_transform import BatchTransform
+    from samestep.core.learner.carried import Carried
+    from samestep.core.learner.scheduler import Scheduler
 
 
 @dataclass(kw_only=True)

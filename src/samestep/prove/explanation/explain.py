@@ -15,17 +15,17 @@ from samestep.base.run.records import read_records
 from samestep.base.settings import Settings, as_table
 from samestep.core.data.keyed_random import seed_alike
 from samestep.core.data.recipe_data import load_splits
+from samestep.core.learner.device import data_dtype, switched
+from samestep.core.learner.optimizer_state import kind_of
+from samestep.core.learner.prepare import prepare
+from samestep.core.learner.side_effects import batch_norms
+from samestep.core.plan import ENDLESS, Plan
 from samestep.core.session.build import Built, build, planned
 from samestep.core.session.notes import notes_of
 from samestep.core.session.request import Request
 from samestep.core.session.restoring import Loaded, as_built, go_on
 from samestep.core.session.training_run import choose_path, completed, retention_of
-from samestep.core.training.device import data_dtype, switched
 from samestep.core.training.evaluation import evaluation_batch
-from samestep.core.training.optimizer_state import kind_of
-from samestep.core.training.plan import ENDLESS, Plan
-from samestep.core.training.prepare import prepare
-from samestep.core.training.side_effects import batch_norms
 from samestep.launch.ranks.world import ImaginedWorld, World
 from samestep.prove.explanation import rank_memory, schedule
 from samestep.prove.explanation.rank_memory import Drawn, RankMemory, StrategyMemory, WholeMatrices

@@ -6,8 +6,8 @@ from samestep.base.errors import listed
 from samestep.base.run.index import Retention
 from samestep.base.settings import order_name
 from samestep.base.words import count, short, size, wrapped
+from samestep.core.plan import ENDLESS, warmup_steps
 from samestep.core.session.training_run import retention_of
-from samestep.core.training.plan import ENDLESS, warmup_steps
 from samestep.launch.ranks.nproc import RANK_BYTES
 from samestep.prove.explanation.explain import Explanation
 from samestep.prove.explanation.rank_memory import MemoryPart, RankMemory

@@ -18,20 +18,20 @@ from samestep.base.settings import Settings
 from samestep.base.trees import map_tensors, tree_leaves
 from samestep.core.data.order import Block, held_parts
 from samestep.core.data.recipe_data import open_split
+from samestep.core.learner.batch_transform import BatchTransform
+from samestep.core.learner.device import data_dtype
+from samestep.core.learner.optimizer import Average
+from samestep.core.learner.optimizer_state import members_of
+from samestep.core.learner.sharding import find_blocks
+from samestep.core.learner.side_effects import RandomDraws, batch_norms, watched
+from samestep.core.learner.tree import TreeSum
+from samestep.core.plan import Plan, learning_rate
 from samestep.core.session.build import Built
 from samestep.core.session.request import Request, to_toml
 from samestep.core.session.session import state_bytes
-from samestep.core.training.batch_transform import BatchTransform
-from samestep.core.training.device import data_dtype
-from samestep.core.training.optimizer import Average
-from samestep.core.training.optimizer_state import members_of
-from samestep.core.training.plan import Plan, learning_rate
-from samestep.core.training.sharding import find_blocks
-from samestep.core.training.side_effects import RandomDraws, batch_norms, watched
 from samestep.core.training.snapshot import capture
 from samestep.core.training.step import check_used
 from samestep.core.training.steps import eager_step
-from samestep.core.training.tree import TreeSum
 from samestep.launch.ranks.nproc import RANK_BYTES
 from samestep.launch.ranks.world import World
 

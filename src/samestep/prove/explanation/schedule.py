@@ -10,10 +10,7 @@ from samestep.base.errors import UserError
 from samestep.base.run.index import Entry, Index, Retention
 from samestep.base.settings import Settings
 from samestep.core.data.order import LazyOrder, group_steps, micro_steps, part_of
-from samestep.core.session.build import Built, planned
-from samestep.core.session.request import Request
-from samestep.core.training.loop import checkpoint_name
-from samestep.core.training.plan import (
+from samestep.core.plan import (
     ENDLESS,
     Plan,
     due_after_epoch,
@@ -21,6 +18,9 @@ from samestep.core.training.plan import (
     learning_rate,
     warmup_steps,
 )
+from samestep.core.session.build import Built, planned
+from samestep.core.session.request import Request
+from samestep.core.training.loop import checkpoint_name
 from samestep.core.training.stopping import Watch
 from samestep.core.training.work import Position
 from samestep.launch.ranks.world import World

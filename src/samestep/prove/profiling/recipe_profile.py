@@ -20,13 +20,13 @@ from samestep.base.words import count
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.recipe_data import open_split
 from samestep.core.data.source import Batch, Source
+from samestep.core.learner.device import data_dtype, switched
+from samestep.core.plan import ENDLESS
 from samestep.core.session.build import Built, build
 from samestep.core.session.request import Request
 from samestep.core.session.training_run import choose_path, completed, describe
-from samestep.core.training.device import data_dtype, switched
 from samestep.core.training.evaluation import evaluation_batch
 from samestep.core.training.loop import evaluate_work, rehearse
-from samestep.core.training.plan import ENDLESS
 from samestep.core.training.snapshot import capture
 from samestep.core.training.stopping import ReceivedSignal, Watch, catch_signals
 from samestep.core.training.work import State, Work, epoch_is_full

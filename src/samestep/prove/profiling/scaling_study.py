@@ -15,13 +15,13 @@ from samestep.base.machine import usable_cores
 from samestep.base.run.files import write_text
 from samestep.base.settings import Settings
 from samestep.base.words import count
+from samestep.core.plan import ENDLESS, make_plan
 from samestep.core.recipe import Splits
 from samestep.core.recipe_checks import with_options
 from samestep.core.session.request import Request
 from samestep.core.session.training_run import NATIVE, Engine, Shown, Task, run_session
 from samestep.core.training.loop import rehearse
 from samestep.core.training.meter import Meter, epoch_record
-from samestep.core.training.plan import ENDLESS, make_plan
 from samestep.core.training.stopping import Agreement, ReceivedSignal
 from samestep.core.training.work import State, Work, epoch_is_full
 from samestep.launch.ranks.world import World

@@ -13,8 +13,8 @@ from samestep.base.errors import UserError
 from samestep.base.phases import make_phases
 from samestep.base.settings import Settings, own_names
 from samestep.core.data.source import Source
+from samestep.core.plan import make_plan
 from samestep.core.training.loop import rehearse
-from samestep.core.training.plan import make_plan
 from samestep.core.training.steps import make_step, what_compiles
 from samestep.core.training.work import State, StepsTaken, Work
 from samestep.launch.ranks.world import World

@@ -6,8 +6,8 @@ from typing import Any, Literal, TypeVar, cast
 
 from samestep.base.settings import Precision
 from samestep.base.words import ranks
+from samestep.core.learner.side_effects import Kind
 from samestep.core.recipe import Accepted
-from samestep.core.training.side_effects import Kind
 from samestep.launch.ranks.world import World
 from samestep.prove.verification.causes import NO_CAUSE, Cause
 from samestep.prove.verification.recipe_under_test import RecipeUnderTest

@@ -34,13 +34,13 @@ from samestep.base.startup import JOB_RUN
 from samestep.base.trees import map_tensors, tree_leaves
 from samestep.core.data.keyed_random import seed_rank
 from samestep.core.data.recipe_data import per_sample
+from samestep.core.learner.side_effects import ALL_KINDS, Draws, RandomDraws, batch_norms
 from samestep.core.loops.gradients import Trained, parameters_of
 from samestep.core.loops.kept_state import precision_of
 from samestep.core.loops.loop_data import OwnBatch
 from samestep.core.loops.loop_session import Options
 from samestep.core.loops.run import OwnRun
 from samestep.core.session.session import Stopped
-from samestep.core.training.side_effects import ALL_KINDS, Draws, RandomDraws, batch_norms
 from samestep.launch.ranks import process_group
 from samestep.launch.ranks.process import hand_back, leave_for_parent
 from samestep.launch.ranks.world import abandon

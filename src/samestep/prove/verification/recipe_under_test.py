@@ -24,13 +24,12 @@ from samestep.core.data.keyed_random import seed_alike
 from samestep.core.data.order import Block
 from samestep.core.data.recipe_data import open_split
 from samestep.core.data.source import Source
-from samestep.core.recipe import Recipe, Splits
-from samestep.core.training.apply import Moment, applied, call, evaluating, summed, timed
-from samestep.core.training.batch_transform import BatchTransform
-from samestep.core.training.device import autocast, data_dtype
-from samestep.core.training.optimizer import optimizer_of
-from samestep.core.training.prepare import place_loss, prepare
-from samestep.core.training.side_effects import (
+from samestep.core.learner.apply import Moment, applied, call, evaluating, summed, timed
+from samestep.core.learner.batch_transform import BatchTransform
+from samestep.core.learner.device import autocast, data_dtype
+from samestep.core.learner.optimizer import optimizer_of
+from samestep.core.learner.prepare import place_loss, prepare
+from samestep.core.learner.side_effects import (
     ALL_KINDS,
     Draws,
     Kind,
@@ -40,6 +39,7 @@ from samestep.core.training.side_effects import (
     outside,
     watched,
 )
+from samestep.core.recipe import Recipe, Splits
 from samestep.launch.ranks.mesh import free_gathered
 from samestep.launch.ranks.world import World
 from samestep.prove.verification.few_samples import TrainingSize

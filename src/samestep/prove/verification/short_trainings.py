@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.base.settings import Precision, Settings, in_precision
-from samestep.core.training.side_effects import Kind
+from samestep.core.learner.side_effects import Kind
 from samestep.prove.verification.few_samples import TrainingSize
 
 MAIN = "main"

@@ -7,7 +7,7 @@ from pathlib import Path
 from samestep.base.errors import UserError
 from samestep.base.settings import Precision, Settings
 from samestep.base.words import count
-from samestep.core.training.side_effects import ALL_KINDS, KINDS, Kind
+from samestep.core.learner.side_effects import ALL_KINDS, KINDS, Kind
 from samestep.prove.verification import harness
 from samestep.prove.verification.evidence import Evidence
 from samestep.prove.verification.loop_on_rank import STATISTICS, LoopTask

@@ -18,13 +18,13 @@ from samestep.base.errors import UserError
 from samestep.base.settings import Precision, in_precision
 from samestep.core.data.keyed_random import seed_alike
 from samestep.core.data.recipe_data import is_stream, load_splits
+from samestep.core.learner.device import switched
+from samestep.core.learner.side_effects import ALL_KINDS, RandomDraws, watched
+from samestep.core.plan import check_virtual
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.recipe_checks import with_options
 from samestep.core.session.request import Request
 from samestep.core.session.training_run import Shown, run_elastic, run_session
-from samestep.core.training.device import switched
-from samestep.core.training.plan import check_virtual
-from samestep.core.training.side_effects import ALL_KINDS, RandomDraws, watched
 from samestep.core.training.stopping import ReceivedSignal
 from samestep.core.training.work import Learner
 from samestep.launch.ranks.process import hand_back

@@ -25,11 +25,11 @@ from samestep.base.errors import UserError, defined_at
 from samestep.base.run.directory import is_run
 from samestep.base.run.records import Record
 from samestep.base.startup import PARENT
+from samestep.core.learner.agreement import random_numbers
+from samestep.core.learner.device import outside_autocast
 from samestep.core.recipe import Recipe, being_read, find_recipe
 from samestep.core.session.declared import plain_value, typed
 from samestep.core.session.request import Request, draft, finish, own_recipe
-from samestep.core.training.agreement import random_numbers
-from samestep.core.training.device import outside_autocast
 from samestep.launch.ranks.process import TASK
 from samestep.launch.ranks.world import in_process_group
 from samestep.shell.api.arguments import AnyPath, AnyRecipe

@@ -207,7 +207,7 @@ def check_trainings(
 
 def _check_alone(request: "Request", num_ranks: int) -> None:
     """Check what a training's settings say of its engine and its batch."""
-    from samestep.core.training.plan import batch_sizes  # noqa: PLC0415 - it imports torch
+    from samestep.core.plan import batch_sizes  # noqa: PLC0415 - it imports torch
 
     settings = request.settings
     if settings.engine == "lightning":

@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 from samestep.base.errors import listed
 from samestep.base.words import count
 from samestep.core.data.keyed_random import seed_reading
+from samestep.core.learner.side_effects import RandomDraws, watched
 from samestep.core.recipe import Recipe
-from samestep.core.training.side_effects import RandomDraws, watched
 from samestep.prove.verification import causes
 from samestep.prove.verification.causes import Cause
 from samestep.prove.verification.evidence import Check, Evidence, TableRow, cause_check

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from samestep.base.trees import map_leaves, tree_leaves
 from samestep.base.words import count
-from samestep.core.training.apply import terms_of
+from samestep.core.learner.apply import terms_of
 from samestep.prove.verification import causes
 from samestep.prove.verification.causes import Cause
 from samestep.prove.verification.evidence import Check, Evidence, TableRow, cause_check

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from samestep.base.trees import map_leaves, narrow
 from samestep.core.data.order import share
+from samestep.core.learner.apply import Moment, measure_of, terms_of, timed
+from samestep.core.learner.side_effects import ALL_KINDS, RandomDraws
 from samestep.core.session.restoring import load_newest
-from samestep.core.training.apply import Moment, measure_of, terms_of, timed
 from samestep.core.training.evaluation import evaluate
 from samestep.core.training.metrics import Objects, is_object
-from samestep.core.training.side_effects import ALL_KINDS, RandomDraws
 from samestep.core.training.snapshot import load_evaluated
 from samestep.launch.ranks.world import World
 from samestep.prove.verification import causes

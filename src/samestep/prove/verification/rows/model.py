@@ -10,7 +10,7 @@ from torch import Tensor
 from samestep.base.errors import listed
 from samestep.base.trees import tree_leaves
 from samestep.base.words import count
-from samestep.core.training.side_effects import batch_norms
+from samestep.core.learner.side_effects import batch_norms
 from samestep.launch.ranks.world import World
 from samestep.prove.verification import causes
 from samestep.prove.verification.causes import Cause

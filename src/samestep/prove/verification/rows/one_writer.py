@@ -12,7 +12,7 @@ from typing import Any, TextIO, cast
 
 from samestep.base.errors import is_users
 from samestep.base.words import count
-from samestep.core.training.side_effects import place_of, users_line
+from samestep.core.learner.side_effects import place_of, users_line
 from samestep.prove.verification import causes
 from samestep.prove.verification.evidence import Check, Evidence, TableRow
 

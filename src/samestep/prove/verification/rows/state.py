@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from samestep.base.errors import is_users, listed
 from samestep.base.trees import leaves_of, map_leaves, tree_leaves
 from samestep.core.data.order import Block
-from samestep.core.training import side_effects
+from samestep.core.learner import side_effects
 from samestep.prove.verification import causes
 from samestep.prove.verification.causes import Cause
 from samestep.prove.verification.evidence import (

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from samestep.base.errors import listed
 from samestep.base.trees import tree_leaves
 from samestep.base.words import count
-from samestep.core.training.side_effects import batch_norms
+from samestep.core.learner.side_effects import batch_norms
 from samestep.prove.verification import causes
 from samestep.prove.verification.evidence import (
     OPTIMIZER_TIMES,

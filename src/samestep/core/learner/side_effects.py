@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.base.errors import is_not_deterministic, is_users, users_frame
 from samestep.base.trees import tree_leaves
-from samestep.core.training.optimizer_state import with_inner
+from samestep.core.learner.optimizer_state import with_inner
 
 GENERATORS = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings
 from samestep.base.trees import map_tensors
-from samestep.core.training.optimizer_state import members_of
+from samestep.core.learner.optimizer_state import members_of
 from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World
 

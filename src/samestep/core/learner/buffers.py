@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError
-from samestep.core.training.side_effects import BufferPlace, buffer_places
+from samestep.core.learner.side_effects import BufferPlace, buffer_places
 
 
 class StepBuffers:

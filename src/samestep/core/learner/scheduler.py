@@ -15,8 +15,8 @@ from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.trees import tree_leaves
 from samestep.base.words import count
-from samestep.core.training.optimizer_state import RATIO, Joint, members_of
-from samestep.core.training.plan import GroupRates, Plan
+from samestep.core.learner.optimizer_state import RATIO, Joint, members_of
+from samestep.core.plan import GroupRates, Plan
 
 Interval = Literal["step", "epoch", "validation"]
 

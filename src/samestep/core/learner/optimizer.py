@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from samestep.base.errors import UserError, blame, defined_at, listed
 from samestep.base.settings import Settings
+from samestep.core.learner.optimizer_state import RATIO, Joint, joined, kind_of, members_of
+from samestep.core.learner.unkept import OptimizerTrial
+from samestep.core.plan import GroupRates
 from samestep.core.recipe import Recipe
-from samestep.core.training.optimizer_state import RATIO, Joint, joined, kind_of, members_of
-from samestep.core.training.plan import GroupRates
-from samestep.core.training.unkept import OptimizerTrial
 from samestep.launch.ranks.mesh import is_sharded, parts_of_rank, sharded_as, total_norm
 from samestep.launch.ranks.world import World
 
@@ -327,7 +327,7 @@ class Update:
         what = f"The recipe's optimizer, {kind_of(self._optimizer)}"
         update: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._sharded:
-            from samestep.core.training.sharded_update import sharded_update  # noqa: PLC0415
+            from samestep.core.learner.sharded_update import sharded_update  # noqa: PLC0415
 
             looks = self._trial is not None and self._trial.is_new
             update = sharded_update(what, looks=looks)

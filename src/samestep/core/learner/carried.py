@@ -17,10 +17,10 @@ from samestep.base.settings import Settings
 from samestep.base.trees import describe, map_leaves, map_tensors, narrow, tree_leaves
 from samestep.core.data.keyed_random import mix
 from samestep.core.data.order import Block, held_parts, part_of
-from samestep.core.training.agreement import check_same_tensors, random_numbers
-from samestep.core.training.device import data_dtype
-from samestep.core.training.gathered import gather_rows
-from samestep.core.training.plan import Plan
+from samestep.core.learner.agreement import check_same_tensors, random_numbers
+from samestep.core.learner.device import data_dtype
+from samestep.core.learner.gathered import gather_rows
+from samestep.core.plan import Plan
 from samestep.launch.ranks.world import World
 
 Carry = Callable[..., Any]

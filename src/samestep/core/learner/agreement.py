@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, listed
 from samestep.core.data.keyed_random import seed_alike
 from samestep.core.data.order import held_parts
-from samestep.core.training.optimizer_state import Joint
+from samestep.core.learner.optimizer_state import Joint
 from samestep.launch.ranks.world import World
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -284,7 +284,7 @@ def sum_over_parts(rows: Tensor, world: World) -> Tensor:
     """Return the sums (values,) of all ranks' rows (parts, values); every rank calls it."""
     if not world.virtual_ranks:
         return world.reduce(rows.sum(dim=0))
-    from samestep.core.training.tree import add_up  # noqa: PLC0415 - of virtual ranks
+    from samestep.core.learner.tree import add_up  # noqa: PLC0415 - of virtual ranks
 
     held = held_parts(world)
     table = rows.new_zeros(world.num_parts, rows.shape[1])

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from samestep.base.errors import UserError, did_you_mean, listed
 from samestep.base.settings import Settings
+from samestep.core.learner.agreement import rng_state, set_rng_state
 from samestep.core.recipe import Recipe
-from samestep.core.training.agreement import rng_state, set_rng_state
 from samestep.launch.ranks.mesh import is_shard_root, is_sharded, make_mesh, shard_module
 from samestep.launch.ranks.world import World
 

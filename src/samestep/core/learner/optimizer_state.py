@@ -19,7 +19,7 @@ from samestep.base.errors import UserError, blame, listed, said
 from samestep.base.run.checkpoints import own_memory
 from samestep.base.trees import map_tensors
 from samestep.base.words import count
-from samestep.core.training.model_state import Hollowing, difference, hollow
+from samestep.core.learner.model_state import Hollowing, difference, hollow
 from samestep.launch.ranks.mesh import sharded_as
 
 RATIO = "lr_ratio"

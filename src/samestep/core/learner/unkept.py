@@ -18,10 +18,9 @@ from samestep.base.settings import Settings
 from samestep.base.trees import map_tensors, num_rows, tree_leaves
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.source import Batch, OrderedSource, Source
-from samestep.core.recipe import Recipe
-from samestep.core.training.agreement import check_same_samples, random_numbers
-from samestep.core.training.optimizer_state import Trial, kind_of, with_inner
-from samestep.core.training.side_effects import (
+from samestep.core.learner.agreement import check_same_samples, random_numbers
+from samestep.core.learner.optimizer_state import Trial, kind_of, with_inner
+from samestep.core.learner.side_effects import (
     GENERATORS,
     batch_norms,
     closure_prints,
@@ -32,6 +31,7 @@ from samestep.core.training.side_effects import (
     kept_by_optimizer,
     optimizer_prints,
 )
+from samestep.core.recipe import Recipe
 from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World
 
@@ -152,7 +152,7 @@ def _kind(data: Any) -> str:
 
 def _repeats(batch: Batch, recipe: Recipe, settings: Settings, world: World) -> bool:
     """Whether `batch_transform` makes the same of a batch a second time."""
-    from samestep.core.training.batch_transform import BatchTransform  # noqa: PLC0415 - few have it
+    from samestep.core.learner.batch_transform import BatchTransform  # noqa: PLC0415 - few have it
 
     change = BatchTransform(recipe, settings, world).change
 

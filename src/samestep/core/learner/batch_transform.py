@@ -19,9 +19,9 @@ from samestep.base.settings import Settings
 from samestep.base.trees import describe, map_tensors, narrow, tree_leaves
 from samestep.core.data.keyed_random import mix, seed_reading, seed_torch
 from samestep.core.data.order import Block
+from samestep.core.learner.device import data_dtype
+from samestep.core.learner.gathered import gather_rows, joined, rebuilt, rows_of
 from samestep.core.recipe import Recipe
-from samestep.core.training.device import data_dtype
-from samestep.core.training.gathered import gather_rows, joined, rebuilt, rows_of
 from samestep.launch.ranks.world import World
 
 _FIELD = "Recipe(batch_transform=…)"

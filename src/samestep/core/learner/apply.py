@@ -50,7 +50,7 @@ class Applied(nn.Module):
 
     def new_state(self, batch: Any, rows: int | None = None) -> Any:
         """Return the carried state of samples that have no predecessors."""
-        from samestep.core.training.carried import new_state  # noqa: PLC0415
+        from samestep.core.learner.carried import new_state  # noqa: PLC0415
 
         assert self._carry is not None
         rows = rows or num_rows(batch)

@@ -15,9 +15,9 @@ from samestep.base.errors import UserError, blame, defined_at, listed
 from samestep.base.run.records import TAKEN_NAMES
 from samestep.base.trees import describe
 from samestep.core.data.keyed_random import mix
+from samestep.core.learner.agreement import check_same, random_numbers
+from samestep.core.learner.optimizer_state import equal_values, groups_of
 from samestep.core.recipe_checks import check_names
-from samestep.core.training.agreement import check_same, random_numbers
-from samestep.core.training.optimizer_state import equal_values, groups_of
 from samestep.launch.ranks.mesh import any_sharded, whole
 from samestep.launch.ranks.world import World
 

@@ -1,0 +1,1 @@
+"""What learns, on one rank and on many: the model and its optimizer, their state, its equality."""
