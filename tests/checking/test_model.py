@@ -20,8 +20,8 @@ RARELY = """\
                 loss.backward()
             optimizer.step()
             steps += 1
-            for p in model.parameters() if steps % 4 == 0 else ():
-                dist.all_reduce(p.data, op=dist.ReduceOp.AVG)
+            with torch.no_grad():
+                [dist.all_reduce(p) or p.div_(2) for p in model.parameters() if steps % 4 == 0]
 """
 OPTIMIZER = "    optimizer = torch.optim.SGD"
 LATE = "    if rank == 0:\n        nn.init.zeros_(model.module[0].bias)\n"

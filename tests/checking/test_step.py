@@ -102,6 +102,9 @@ COSINE_OF_EPOCHS = planted(
 EPOCHS, AUTOCAST = "    for epoch in range(3):\n", "torch.autocast('cpu', dtype=torch.bfloat16)"
 ONE_AUTOCAST = planted((EPOCHS, f"    {AUTOCAST}.__enter__()\n{EPOCHS}"))
 STEPS_SCALED = STEP.replace("loss.backward", "scaler.scale(loss).backward")
+LBFGS = "LBFGS(model.parameters(), lr=0.1, max_iter=3"
+GRADIENTS = "[optimizer.zero_grad(), loss := loss_of(model(inputs), labels), loss.backward()]"
+IN_A_CLOSURE = f"optimizer.step(lambda: {GRADIENTS}[1])"
 BACKWARD, CLIP, STEPPED = "loss.backward()", "clip_grad_norm_", "optimizer.step()"
 TWICE = planted((BACKWARD, f"{BACKWARD}\n{SUMMED.rstrip()}"))
 NOT_DIVIDED = planted(
@@ -149,17 +152,14 @@ def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
         (SCALER, (STEP, SCALED)),
         ((", 1, gamma=0.9)", ", 3 * len(train_loader), 0.9)"), (SCHEDULED, ""), IN_EVERY_BATCH),
         ((COSINE[0], COSINE[1].replace("TOTAL", "12")), (SCHEDULED, ""), IN_EVERY_BATCH),
-        (
-            (
-                STEP,
-                STEP.replace(
-                    "            optimizer.step", f"{LOGS_A_PAIR}            optimizer.step"
-                ),
-            ),
-        ),
+        ((STEPPED, f"pass\n{LOGS_A_PAIR}            {STEPPED}"),),
         ((STEP, f"            with {AUTOCAST}:\n{STEP.replace('   ', '    ')}"),),
         (SCALER, (STEP, SCALED.replace(UNSCALE, "").replace("1.0)", "float('inf'))"))),
         ((BACKWARD, f"{BACKWARD}\n{SUMMED}                p.grad /= 2"),),
+        (
+            ("SGD(model.parameters(), lr=0.1, momentum=0.9", LBFGS),
+            (STEP, f"            {IN_A_CLOSURE}\n"),
+        ),
     ],
     ids=[
         *("accumulation", "a scaler", "a scheduler of steps", "a cosine of steps"),
@@ -168,6 +168,7 @@ def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
             "an autocast for each step",
             "a norm that is only read",
             "averages that are averaged again",
+            "a closure that is called several times",
         ),
     ],
 )

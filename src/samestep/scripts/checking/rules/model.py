@@ -76,7 +76,10 @@ def _trained(seen: Seen) -> Iterator[Trained]:
         ]
         passes = _of(seen, models, ev.ForwardPass)
         rows = [[event.rows for event in events] for events in passes]
-        largest = max((prod(shape) for shape in models[0].shapes.values()), default=0)
+        whole = [prod(shape) for shape in models[0].shapes.values()]
+        largest = max(whole, default=0)
+        # Without gradients a script averages weights, or gathers what it evaluates.
+        own = {largest, sum(whole)}
         yield Trained(
             name=models[0].model,
             models=models,
@@ -86,9 +89,9 @@ def _trained(seen: Seen) -> Iterator[Trained]:
             steps=list(zip(*steps, strict=False)),
             weights=weights,
             is_exchanged=any(
-                sum(prod(shape) for shape in event.shapes) >= largest
+                sum(sizes) >= largest and (not event.evaluating or sizes[0] in own)
                 for event in seen.ranks[0].of(ev.CollectiveCalled)
-                if event.time > models[0].time and not event.evaluating
+                if event.time > models[0].time and (sizes := [prod(s) for s in event.shapes])
             ),
         )
 

@@ -28,7 +28,9 @@ def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
         return
     steps_of: dict[str, Counter[int]] = defaultdict(Counter)
     for passes, _ in _by_step(rank, ev.BackwardPass, ev.OptimizerStep):
-        for where, times in Counter(event.where for event in passes if event.sync).items():
+        # Each call of a closure makes gradients of its own, at other weights.
+        made = Counter((event.where, event.closure) for event in passes if event.sync)
+        for (where, _), times in made.items():
             steps_of[where][times] += times > 1
     for where, counts in steps_of.items():
         times, steps = counts.most_common(1)[0]
