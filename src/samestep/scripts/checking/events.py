@@ -316,6 +316,7 @@ class SchedulerMade(Event):  # a scheduler was made, perhaps of others
     scheduler_id: int
     total: int | None  # for how many steps
     inner: list[int]
+    lr: float = 0.0
 
 
 class SchedulerStep(Event):  # a scheduler was stepped

@@ -12,6 +12,7 @@ from samestep.scripts.checking.seen import M, Seen
 _FEW_SAMPLES = 16
 _CLIPPED = 1.001  # factors are the same
 _NORMS = ("running_mean", "running_var", "num_batches_tracked")
+_INTEGERS = ("int", "uint", "bool")  # of random states, objects and counts
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 
 
@@ -91,7 +92,8 @@ def _trained(seen: Seen) -> Iterator[Trained]:
             is_exchanged=any(
                 sum(sizes) >= largest and (not event.evaluating or sizes[0] in own)
                 for event in seen.ranks[0].of(ev.CollectiveCalled)
-                if event.time > models[0].time and (sizes := [prod(s) for s in event.shapes])
+                if event.time > models[0].time and not (event.dtype or "").startswith(_INTEGERS)
+                if (sizes := [prod(shape) for shape in event.shapes])
             ),
         )
 
