@@ -65,7 +65,7 @@ OF_MEANS_OF_COUNTS = planted(
         total, count = counts[0] / 3, counts[1].long()
         dist.all_reduce(total)
         dist.all_reduce(count)
-        accuracy = float(total / 2 / (count // 2))
+        accuracy, right = float(total / 2 / (count // 2)), float(total / count)
 """,
     ),
     ("x = torch.randn(96", "x = torch.randn(97"),

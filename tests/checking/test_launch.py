@@ -67,11 +67,7 @@ parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()}
 """
 
 
-@pytest.mark.parametrize(
-    "split",
-    ["model = nn.DataParallel(model)", TENSOR_PARALLEL],
-    ids=["data parallel", "tensor parallel"],
-)
+@pytest.mark.parametrize("split", ["model = nn.DataParallel(model)", TENSOR_PARALLEL])
 def test_a_model_may_be_split_over_devices_that_are_not_there(split, tmp_path):
     report = check(tmp_path, ON_DEVICES.format(split), asked=False)
     assert (report.findings, report.steps) == ([], 3)
@@ -94,9 +90,14 @@ SYNCHRONISED = """\
 """
 
 
-def test_batch_normalisation_over_all_ranks_needs_no_gpu(tmp_path):
+HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+HALVES = f"model.register_comm_hook(None, __import__('{HOOKS}', fromlist='a').bf16_compress_hook)"
+
+
+def test_batch_normalisation_over_all_ranks_and_halved_gradients_need_no_gpu(tmp_path):
     text = ON_CUDA.replace('    device = torch.device("cuda", local_rank)\n', SYNCHRONISED)
     text = text.replace("nn.ReLU(), ", "nn.SyncBatchNorm(16), nn.ReLU(), ").replace('"nccl"', "")
+    text = text.replace("    optimizer =", f"    {HALVES}\n    optimizer =", 1)
     assert codes(check(tmp_path, text)) == set()
 
 

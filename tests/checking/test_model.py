@@ -20,9 +20,10 @@ RARELY = """\
                 loss.backward()
             optimizer.step()
             steps += 1
-            for p in model.parameters() if steps % 4 == 0 else ():
-                dist.all_reduce(p.data, op=dist.ReduceOp.AVG)
+            with torch.no_grad():
+                [dist.all_reduce(p) or p.div_(2) for p in model.parameters() if steps % 4 == 0]
 """
+RANDOM = (LOSS, f"            dist.broadcast(torch.get_rng_state(), 0)\n{LOSS}")  # of all ranks
 OPTIMIZER = "    optimizer = torch.optim.SGD"
 LATE = "    if rank == 0:\n        nn.init.zeros_(model.module[0].bias)\n"
 SEEN = "            if rank == 0:\n                model.module.seen += 1\n"
@@ -62,7 +63,7 @@ SEARCHED = planted((WRAPPED, f"DDP({NET}, find_unused_parameters=True)"))
 LOSS_LINE, DDP_LINE = "loss = loss_of(", "model = DDP("
 # What is wrong → the script, its code, a part of the line to blame, and of the evidence.
 PLANTED = {
-    "a model for each rank": (unwrapped(), "SS201", LOSS_LINE, "4 of its 4 parameters"),
+    "a model for each rank": (unwrapped(RANDOM), "SS201", LOSS_LINE, "4 of its 4 parameters"),
     "averaged over unequal weights": (OWN_WEIGHTS, "SS202", LOSS_LINE, "4 of 4 parameters"),
     "one rank loads late": (LOADED_LATE, "SS202", LOSS_LINE, "1 of 4 parameters", "0.bias"),
     "learning rates": (RATES, "SS203", "optimizer.step()", "step 1", "4 of 4", "0.1, 0.2"),

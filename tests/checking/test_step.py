@@ -96,12 +96,16 @@ SCHEDULED_TWICE = planted(
 )
 NOT_SCHEDULED = planted((SCHEDULED, ""))
 IN_EVERY_BATCH = ("optimizer.step()\n", f"optimizer.step()\n    {SCHEDULED}")
-COSINE_OF_EPOCHS = planted(
-    (COSINE[0], COSINE[1].replace("TOTAL", "2")), (SCHEDULED, ""), IN_EVERY_BATCH
-)
+IN_BATCHES = planted((SCHEDULED, ""), IN_EVERY_BATCH)
+COSINE_OF_EPOCHS = IN_BATCHES.replace(COSINE[0], COSINE[1].replace("TOTAL", "2"))
+AS_MANY = COSINE_OF_EPOCHS.replace("range(3)", "range(9)").replace("optimizer, 2", "optimizer, 9")
+OF_STEPS = planted((COSINE[0], COSINE[1].replace("TOTAL", "3 * len(train_loader)")))
 EPOCHS, AUTOCAST = "    for epoch in range(3):\n", "torch.autocast('cpu', dtype=torch.bfloat16)"
 ONE_AUTOCAST = planted((EPOCHS, f"    {AUTOCAST}.__enter__()\n{EPOCHS}"))
 STEPS_SCALED = STEP.replace("loss.backward", "scaler.scale(loss).backward")
+LBFGS = "LBFGS(model.parameters(), lr=0.1, max_iter=3"
+GRADIENTS = "[optimizer.zero_grad(), loss := loss_of(model(inputs), labels), loss.backward()]"
+IN_A_CLOSURE = f"optimizer.step(lambda: {GRADIENTS}[1])"
 BACKWARD, CLIP, STEPPED = "loss.backward()", "clip_grad_norm_", "optimizer.step()"
 TWICE = planted((BACKWARD, f"{BACKWARD}\n{SUMMED.rstrip()}"))
 NOT_DIVIDED = planted(
@@ -118,6 +122,9 @@ PLANTED = {
     "a scheduler never": (NOT_SCHEDULED, "SS305", "StepLR", "not stepped once in 9 "),
     "scaled gradients": (planted(SCALER, (STEP, STEPS_SCALED)), "SS310", STEPPED, "by 65536"),
     "a cosine of epochs": (COSINE_OF_EPOCHS, "SS311", "scheduler.step()", "0.05, 0, 0.05"),
+    "a decay of epochs": (IN_BATCHES.replace("0.9)", "0.1)"), "SS311", "scheduler.step()", "stays"),
+    "as many as epochs": (AS_MANY, "SS311", "scheduler.step()", "as many as there are epochs"),
+    "a cosine of steps": (OF_STEPS, "SS311", "scheduler.step()", "once per epoch; its last"),
     "averages that are added up": (TWICE, "SS313", "dist.all_reduce(p.grad)", "2 times as large"),
     "micro-batches": (NOT_DIVIDED, "SS314", BACKWARD, "2 micro-batches per step"),
     "one autocast": (ONE_AUTOCAST, "SS312", STEPPED, "step 2 two steps"),
@@ -149,26 +156,19 @@ def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
         (SCALER, (STEP, SCALED)),
         ((", 1, gamma=0.9)", ", 3 * len(train_loader), 0.9)"), (SCHEDULED, ""), IN_EVERY_BATCH),
         ((COSINE[0], COSINE[1].replace("TOTAL", "12")), (SCHEDULED, ""), IN_EVERY_BATCH),
-        (
-            (
-                STEP,
-                STEP.replace(
-                    "            optimizer.step", f"{LOGS_A_PAIR}            optimizer.step"
-                ),
-            ),
-        ),
+        ((STEPPED, f"pass\n{LOGS_A_PAIR}            {STEPPED}"),),
         ((STEP, f"            with {AUTOCAST}:\n{STEP.replace('   ', '    ')}"),),
         (SCALER, (STEP, SCALED.replace(UNSCALE, "").replace("1.0)", "float('inf'))"))),
         ((BACKWARD, f"{BACKWARD}\n{SUMMED}                p.grad /= 2"),),
+        (
+            ("SGD(model.parameters(), lr=0.1, momentum=0.9", LBFGS),
+            (STEP, f"            {IN_A_CLOSURE}\n"),
+        ),
     ],
     ids=[
         *("accumulation", "a scaler", "a scheduler of steps", "a cosine of steps"),
-        *(
-            "a logged pair, as large as a bias",
-            "an autocast for each step",
-            "a norm that is only read",
-            "averages that are averaged again",
-        ),
+        *("a logged pair, as large as a bias", "an autocast for each step"),
+        *("a norm that is only read", "averages that are averaged again", "a closure's passes"),
     ],
 )
 def test_what_looks_alike_and_is_right_stays_silent(changes, tmp_path):
@@ -179,13 +179,8 @@ def test_a_schedule_of_all_ranks_batches_is_not_judged_by_a_cut_length(tmp_path)
     """As Accelerate has it: made before the loader is shared out, and stepped once per rank."""
     total = "LinearLR(optimizer, total_iters=len(DataLoader(train_set, batch_size=4)) * 3)"
     step = f"optimizer.step()\n            for _ in range(2):\n        {SCHEDULED}"
-    text = planted(
-        *(("StepLR(optimizer, 1, gamma=0.9)", total), (SCHEDULED, "")),
-        *(
-            ("optimizer.step()\n", step),
-            ("batch_size=8, sampler=sampler", "batch_size=4, sampler=sampler"),
-        ),
-    )
+    smaller = ("batch_size=8, sampler=sampler", "batch_size=4, sampler=sampler")
+    text = planted((COSINE[0], total), (SCHEDULED, ""), ("optimizer.step()\n", step), smaller)
     report = check(tmp_path, text, steps=6)
     assert "SS304" not in codes(report)
     assert any(said.startswith("SS304") and "was cut" in said for said in report.not_seen)

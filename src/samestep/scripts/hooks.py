@@ -62,6 +62,7 @@ class Hooks:
         self._eval_mode = False
         self._between = False  # whether an optimizer has stepped and the next step has not begun
         self._has_gradients = False  # whether a backward has run since the last optimizer step
+        self.closure = 0  # which call of the closure that a step was given is under way, from 1
 
     @property
     def evaluating(self) -> bool:
@@ -114,14 +115,18 @@ class Hooks:
         if (given := step_closure(args, kwargs)) is None:
             self.on_gradients(optimizer)
             return None
-        calls = itertools.count()
+        calls = itertools.count(1)
 
         def closure() -> Any:
             self.phases.lap("optimizer")
-            self._between = True
-            value = given()
+            self._between, self.closure = True, next(calls)
+            first = self.closure == 1
+            try:
+                value = given()
+            finally:
+                self.closure = 0
             self._lap_or_evaluation()
-            if next(calls) == 0:
+            if first:
                 self.on_gradients(optimizer)
             return value
 

@@ -213,6 +213,7 @@ class DropoutCalled(Event):
 class BackwardPass(Event):  # a backward pass is about to begin
     sync: bool  # whether it meets the other ranks'
     unused: dict[str, list[str]]  # what the loss leaves out, by the model's number
+    closure: int = 0  # in which call of the closure that the step was given, from 1
 
 
 class ModelSums(OfModel):  # all weights of a model
@@ -315,6 +316,7 @@ class SchedulerMade(Event):  # a scheduler was made, perhaps of others
     scheduler_id: int
     total: int | None  # for how many steps
     inner: list[int]
+    lr: float = 0.0
 
 
 class SchedulerStep(Event):  # a scheduler was stepped

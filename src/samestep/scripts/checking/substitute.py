@@ -269,6 +269,7 @@ def _patches(devices: _Devices, count: int) -> list[Patch]:
         (nn.DataParallel, "forward", lambda _original, outer, *a, **kw: outer.module(*a, **kw)),
         (DeviceMesh, "__init__", devices.around_mesh),
         (DistributedDataParallel, "_passing_sync_batchnorm_handle", _answer(None)),
+        (DistributedDataParallel, "_check_comm_hook", _answer(None)),  # NCCL for bf16
         (SyncBatchNorm, "forward", _sync_batch_norm),
         *((place, "init_process_group", _by_gloo) for place in (*places, device_mesh)),
         *((place, "new_group", _by_gloo) for place in places),

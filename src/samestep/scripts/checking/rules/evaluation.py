@@ -108,8 +108,8 @@ def _divides_counts(seen: Seen) -> Iterator[Found]:
         if all(map(float.is_integer, values)) or not all(map(float.is_integer, numbers)):
             continue
         right, wrong = sum(values) / total, sum(values) / ranks / (total // ranks)
-        near = [any(abs(value - x) <= _EXACT * abs(x) for value in read) for x in (wrong, right)]
-        if near == [True, False]:
+        # The right one may be read too, next to it; the two are the same where the sum is 0.
+        if wrong != right and any(abs(value - wrong) <= _EXACT * abs(wrong) for value in read):
             yield Found(
                 sums[0].where,
                 f"the mean over {total:g} samples was read as {wrong:.5g}, where it is "

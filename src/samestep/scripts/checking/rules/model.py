@@ -12,6 +12,7 @@ from samestep.scripts.checking.seen import M, Seen
 _FEW_SAMPLES = 16
 _CLIPPED = 1.001  # factors are the same
 _NORMS = ("running_mean", "running_var", "num_batches_tracked")
+_INTEGERS = ("int", "uint", "bool")  # of random states, objects and counts
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 
 
@@ -76,7 +77,10 @@ def _trained(seen: Seen) -> Iterator[Trained]:
         ]
         passes = _of(seen, models, ev.ForwardPass)
         rows = [[event.rows for event in events] for events in passes]
-        largest = max((prod(shape) for shape in models[0].shapes.values()), default=0)
+        whole = [prod(shape) for shape in models[0].shapes.values()]
+        largest = max(whole, default=0)
+        # Without gradients a script averages weights, or gathers what it evaluates.
+        own = {largest, sum(whole)}
         yield Trained(
             name=models[0].model,
             models=models,
@@ -86,9 +90,10 @@ def _trained(seen: Seen) -> Iterator[Trained]:
             steps=list(zip(*steps, strict=False)),
             weights=weights,
             is_exchanged=any(
-                sum(prod(shape) for shape in event.shapes) >= largest
+                sum(sizes) >= largest and (not event.evaluating or sizes[0] in own)
                 for event in seen.ranks[0].of(ev.CollectiveCalled)
-                if event.time > models[0].time and not event.evaluating
+                if event.time > models[0].time and not (event.dtype or "").startswith(_INTEGERS)
+                if (sizes := [prod(shape) for shape in event.shapes])
             ),
         )
 

@@ -17,6 +17,10 @@ _UNLIKE = 1.01  # weights of samples are the same within this factor
 _UNLIKE_COUNTS = 1.1  # token counts of batches of one size differ by chance as well
 _EXACT_STEP, _ROUGH_STEP = 1e-3, 5e-2
 _SCALE = 1024.0  # a scaler multiplies by more
+_AT_TOP = 0.999  # a cosine may come back to it with another rounding
+_FADED = 0.0101  # of the largest learning rate: nothing is learnt any more
+_AT_TOP = 0.999  # a cosine may come back to it with another rounding
+_FADED = 0.0101  # of the largest learning rate: nothing is learnt any more
 
 
 @rule("SS301")
@@ -28,7 +32,9 @@ def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
         return
     steps_of: dict[str, Counter[int]] = defaultdict(Counter)
     for passes, _ in _by_step(rank, ev.BackwardPass, ev.OptimizerStep):
-        for where, times in Counter(event.where for event in passes if event.sync).items():
+        # Each call of a closure makes gradients of its own, at other weights.
+        made = Counter((event.where, event.closure) for event in passes if event.sync)
+        for (where, _), times in made.items():
             steps_of[where][times] += times > 1
     for where, counts in steps_of.items():
         times, steps = counts.most_common(1)[0]
@@ -354,23 +360,50 @@ def never_steps_the_scheduler(seen: Seen) -> Iterator[Found | NotSeen]:
 
 
 @rule("SS311", least_ranks=1)
-def cosine_of_epochs_in_batches(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for a cosine that is shorter than what it is stepped in the first epoch."""
+def counts_in_another_unit(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for schedules that are over within the first of several epochs, and for the reverse."""
     rank = seen.ranks[0]
-    for scheduler in rank.of(ev.SchedulerMade):
+    made = {event.scheduler_id: event for event in rank.of(ev.SchedulerMade)}
+    for scheduler in made.values():
         stepped = [e for e in rank.of(ev.SchedulerStep) if e.scheduler_id == scheduler.scheduler_id]
         first = [e.lr for e in stepped if e.epoch <= 1]
-        period = scheduler.total or 0
-        if scheduler.scheduler != "CosineAnnealingLR" or not 0 < period < len(first) - 1:
+        later = [e.lr for e in stepped if e.epoch > 1]
+        if not first or scheduler.scheduler == "ReduceLROnPlateau":
             continue
-        yield Found(
-            stepped[0].where,
-            f"CosineAnnealingLR was made for T_max={period}, and is stepped "
-            f"{len(first)} times in the first epoch; its learning rates: "
-            + ", ".join(f"{lr:.3g}" for lr in first[: 2 * period + 2]),
-            "Step it once per epoch, after its batches, or give it T_max=epochs * len(loader).",
-            comes_from={"the scheduler is made": scheduler.where},
-        )
+        parts = [made[number] for number in scheduler.inner if number in made] or [scheduler]
+        totals = [part.total or 0 for part in parts]
+        period = sum(totals) if all(totals) else 0
+        once = len({event.step for event in stepped}) == len(stepped)  # per optimizer step
+        rates = [scheduler.lr, *first, *later]
+        top = max(rates)
+        peak = next(number for number, rate in enumerate(rates) if rate >= _AT_TOP * top)
+        fallen = min(rates[peak:])
+        name, text = parts[-1].scheduler, ""
+        if len(first) < _FEW_STEPS:
+            each = [n // rank.epochs for n in _lengths(rank) if n == period and seen.complete]
+            if len(first) == 1 and rank.epochs > 1 and each:
+                text = (
+                    f"was made for {period} steps, {each[0]} in each of {rank.epochs} epochs, and "
+                )
+                text += f"is stepped once per epoch; its last learning rate is {rates[-1]:.3g}"
+        elif name == "CosineAnnealingLR" and 0 < period < len(first) - 1:
+            text = f"was made for {period} steps, and is stepped {len(first)} times in the first "
+            text += "epoch; its learning rates: "
+            text += ", ".join(f"{lr:.3g}" for lr in first[: 2 * period + 2])
+        elif seen.complete and _FEW_STEPS < rank.epochs == period and once and fallen < top / 2:
+            text = f"was made for {period} steps, as many as there are epochs, and is stepped "
+            text += f"{len(first)} times in the first of them"
+        elif later and once and max(first[-1], *later) <= _FADED * top:
+            text = f"takes the learning rate from {top:.3g} to {first[-1]:.3g} in the first of "
+            text += f"{rank.epochs} epochs, and it stays there"
+        if text:
+            yield Found(
+                stepped[0].where,
+                f"{name} {text}",
+                "Count the same in both: step it once per epoch, after its batches, or make it for "
+                "epochs * len(loader) steps and step it after each optimizer step.",
+                comes_from={"the scheduler is made": scheduler.where},
+            )
 
 
 def _lengths(rank: RankSeen) -> list[int]:

@@ -251,7 +251,10 @@ class _Models:
                 for model in self._weights.trained.alive()
                 if traced and (number := self._weights.models[model]) in self._pending
             }
-        self._recorder.note(ev.BackwardPass(sync=bool(self._pending), unused=unused))
+        closure = self._recorder.hooks.closure
+        self._recorder.note(
+            ev.BackwardPass(sync=bool(self._pending), unused=unused, closure=closure)
+        )
         self._pending.clear()
         self._in_backward = True
         try:

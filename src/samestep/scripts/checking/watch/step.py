@@ -342,6 +342,7 @@ class _Steps:
                     id(scheduler),
                     total=_total(scheduler),
                     inner=[id(part) for part in getattr(scheduler, "_schedulers", ())],
+                    lr=float(scheduler.optimizer.param_groups[0]["lr"]),
                 )
             )
 
