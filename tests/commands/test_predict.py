@@ -13,6 +13,7 @@ import samestep
 from samestep.core.recipe import find_recipe
 from samestep.core.recipes.images import ImagesOptions, complete
 from samestep.core.session.request import draft
+from samestep.shell.commands.predict import _write_table
 from tests.command_line import RECIPE, call, read_json, run, start, train_here
 from tests.image_files import BROKEN, write_images
 from tests.tiny import all_records, num_records, until
@@ -79,6 +80,8 @@ def test_a_split_is_predicted_as_evaluated_and_goes_into_tables(place, capsys, t
     for table in (pd.read_csv(files[1]), pd.read_parquet(files[2])):
         assert [*table["class"]] == best
         assert {"split", "row", "target", "probability", "class_2"} <= {*table.columns}
+    _write_table(files[2], [{"output": [[0.5], 1]}, {"output": {}}])  # of no type in common
+    assert [*pd.read_parquet(files[2])["output"]] == ["[[0.5], 1]", "{}"]
 
 
 def test_a_broken_file_is_named_and_others_of_any_size_and_mode_predicted(place, capsys, tmp_path):

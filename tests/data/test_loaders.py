@@ -47,8 +47,17 @@ class Endless(Own):
             yield 0
 def doubled(samples):
     return torch.stack([x for x, _ in samples]) * 2, torch.stack([y for _, y in samples])
+class Pages(BatchSampler):
+    def __iter__(self):
+        return super().__iter__()
+    __iter__.__module__ = "torchdata.stateful_dataloader.sampler"
+class Stateful(DataLoader):
+    def __iter__(self):
+        return super().__iter__()
+    __iter__.__module__ = "torchdata.stateful_dataloader.stateful_dataloader"
 def loader(**how):
-    return DataLoader(TensorDataset(x, y), **{"collate_fn": doubled, **how})
+    kind = Stateful if isinstance(how.get("batch_sampler"), Pages) else DataLoader
+    return kind(TensorDataset(x, y), **{"collate_fn": doubled, **how})
 TRAIN
 def data():
     held_out = loader(batch_size=9, sampler=SubsetRandomSampler(range(0, 67, 3)))
@@ -76,7 +85,7 @@ def by_a_plain_loop(recipe):
     optimizer, loader = torch.optim.SGD(net.parameters(), lr=0.05), made["train"]()
     for epoch in range(2):
         sampler = loader.sampler if loader.batch_size else loader.batch_sampler
-        sampler.set_epoch(epoch)
+        getattr(sampler, "sampler", sampler).set_epoch(epoch)
         for inputs, targets in loader:
             optimizer.zero_grad()
             nn.functional.cross_entropy(net(inputs), targets).backward()
@@ -84,12 +93,11 @@ def by_a_plain_loop(recipe):
     return net.state_dict()
 
 
-@pytest.mark.parametrize("sampler", ["Own()", "Pairs()"])
+@pytest.mark.parametrize("sampler", ["Own()", "Pairs()", "Pages(Own(), 8, False)"])
 def test_a_loader_with_a_sampler_takes_the_steps_of_a_plain_loop_over_it(tmp_path, sampler):
-    """To the last bit on one rank; its collate makes the batches, and batches stay together."""
-    batches = sampler == "Pairs()"
-    recipe, run = recipe_of(tmp_path, sampler, batches=batches), tmp_path / "run"
-    size = ["--batch-size", "4"] if batches else []
+    """To the last bit on one rank, torchdata's, too; batches stay together."""
+    recipe, run = recipe_of(tmp_path, sampler, batches=sampler != "Own()"), tmp_path / "run"
+    size = ["--batch-size", "4"] if sampler == "Pairs()" else []
     trained(recipe, run, *size)
     found, wanted = last_state(run)["model"], by_a_plain_loop(recipe)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())

@@ -194,3 +194,7 @@ def test_a_loader_in_place_of_a_datamodule_has_the_training_data():
     brought = recipe(dict, torch.utils.data.DataLoader(rows, 2), batch_size=2)
     splits = brought.load_data(brought.make_options())
     assert (len(splits.train), splits.validation) == (6, None)
+    own = type("Own", (torch.utils.data.DataLoader,), {"__iter__": lambda own: iter(own.dataset)})
+    brought = recipe(dict, own(rows, 2), batch_size=2)
+    with pytest.raises(samestep.errors.UserError, match="way of its own"):
+        brought.load_data(brought.make_options())

@@ -40,7 +40,7 @@ from samestep.bridges.lightning.logged import (
     plain_name,
 )
 from samestep.bridges.lightning.stand_in import AFTER_STEP, BEFORE_STEP, StandIn
-from samestep.core.data.recipe_data import Unpacked, reads_each_once
+from samestep.core.data.recipe_data import Unpacked, as_pytorch, reads_each_once
 from samestep.core.data.samplers import SamplerOrder
 from samestep.core.recipe import Recipe, Splits
 
@@ -279,6 +279,7 @@ class _Brought:
     def _data_in(self, loader: Any, stage: str, where: str) -> _Data | Unpacked:
         if not isinstance(loader, DataLoader):
             raise UserError(f"{where} is {type(loader).__name__}; it must be one DataLoader.")
+        loader = as_pytorch(loader, f"{where}{defined_at(type(loader))}")
         if isinstance(loader.dataset, IterableDataset):
             raise UserError(
                 f"{where} reads a stream. Write a Recipe whose data returns it: page “Your data”."

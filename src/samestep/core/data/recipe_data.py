@@ -135,6 +135,20 @@ class Unpacked(Dataset[Any]):
         return Ordering(sampler=SamplerOrder(self.sampler, len(self.dataset), settings.seed))
 
 
+def as_pytorch(loader: DataLoader[Any], where: str) -> DataLoader[Any]:
+    """Return the loader if its batches are PyTorch's, or PyTorch's in place of torchdata's."""
+    if loader.batch_sampler is not None:
+        if _of_torchdata(loader):
+            return _without_state(loader)
+        if type(loader).__iter__ is DataLoader.__iter__:
+            return loader
+    raise UserError(
+        f"{where} makes its batches in a way of its own ({type(loader).__name__}, batch_size="
+        f"{loader.batch_size}), and samestep makes those of each rank: give "
+        "DataLoader(dataset, batch_size=…), with what puts its samples together as collate_fn."
+    )
+
+
 def reads_each_once(loader: DataLoader[Any]) -> bool:
     """Whether a loader reads each sample once, in an order of PyTorch's."""
     sampler, known = loader.sampler, (RandomSampler, SequentialSampler, DistributedSampler)
@@ -164,14 +178,33 @@ def without_loaders(splits: Splits, collate: Collate | None) -> Splits:
     return replace(splits, train=train, validation=validation, test=evaluated(splits.test))
 
 
+def _of_torchdata(part: Any) -> bool:
+    """Whether torchdata wrote how a loader or a sampler iterates: as PyTorch's, and with a state."""
+    return str(type(part).__iter__.__module__).partition(".")[0] == "torchdata"
+
+
+def _without_state(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return PyTorch's loader for a `StatefulDataLoader`, whose state is what a run has itself."""
+    batches: Any = loader.batch_sampler
+    if not _of_torchdata(batches):
+        return DataLoader(loader.dataset, batch_sampler=batches, collate_fn=loader.collate_fn)
+    how: dict[str, Any] = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+    sampler = batches.sampler
+    if isinstance(loader.dataset, IterableDataset):
+        sampler = None
+    elif _of_torchdata(sampler) and isinstance(sampler, DistributedSampler):
+        sampler = DistributedSampler(loader.dataset, 1, 0, shuffle=sampler.shuffle)
+    elif _of_torchdata(sampler):
+        drawn = sampler.num_samples if sampler.num_samples != len(loader.dataset) else None
+        sampler = RandomSampler(
+            loader.dataset, sampler.replacement, drawn, generator=sampler.generator
+        )
+    return DataLoader(loader.dataset, sampler=sampler, collate_fn=loader.collate_fn, **how)
+
+
 def _taken_apart(loader: DataLoader[Any], split: str, collate: Collate | None) -> Any:
     where = f"The {split} loader{defined_at(type(loader))}"
-    if type(loader).__iter__ is not DataLoader.__iter__ or loader.batch_sampler is None:
-        raise UserError(
-            f"{where} makes its batches in a way of its own ({type(loader).__name__}, batch_size="
-            f"{loader.batch_size}), and samestep makes those of each rank: give the Dataset, and "
-            "what puts its samples together as the recipe's collate."
-        )
+    loader = as_pytorch(loader, where)
     own = loader.collate_fn is not default_collate
     if own and collate is not None:
         raise UserError(

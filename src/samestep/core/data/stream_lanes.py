@@ -261,7 +261,12 @@ def leads_back(stream: Any, route: Route) -> bool:
     route = replace(route, states=True)
     for number in range(route.lanes):
         lane = Lane(stream, route, number)
-        first, mark, second = lane.take(1), lane.mark(), lane.take(1)
+        first = lane.take(1)
+        try:
+            mark = lane.mark()
+        except UserError:  # a state_dict that wants to be told where it is, as litdata's
+            return False
+        second = lane.take(1)
         if not first or not second:
             continue  # too short to try it
         if mark[1] is None:

@@ -176,7 +176,7 @@ def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write predictions, as `--json` has them, into a file.
 
     In CSV and Parquet the classes are columns: `class`, `probability`, `class_2`, …. In CSV a list
-    or dict is JSON.
+    or dict is JSON; in Parquet a column is whose values have no type in common.
     """
     flat = [] if path.suffix == ".jsonl" else [*map(_flat, rows)]
 
@@ -186,12 +186,7 @@ def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
         elif path.suffix == ".csv":
             _write_csv(file, flat)
         else:
-            import pyarrow as pa  # noqa: PLC0415 - an extra
-            from pyarrow import parquet  # noqa: PLC0415
-
-            names = _columns(flat)  # of rows that differ, each has all
-            table = pa.Table.from_pylist([dict.fromkeys(names) | row for row in flat])
-            parquet.write_table(table, file)
+            _write_parquet(file, flat)
 
     write_atomically(path, write)
 
@@ -207,6 +202,22 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return [*dict.fromkeys(name for row in rows for name in row)]
+
+
+def _write_parquet(file: BinaryIO, rows: list[dict[str, Any]]) -> None:
+    import pyarrow as pa  # noqa: PLC0415 - an extra
+    from pyarrow import parquet  # noqa: PLC0415
+
+    def column(name: str) -> Any:
+        values = [row.get(name) for row in rows]  # of rows that differ, each has all
+        try:
+            typed = pa.array(values)
+            parquet.write_table(pa.table({name: typed[:0]}), pa.BufferOutputStream())
+        except (pa.ArrowException, OverflowError):  # such as a tuple of a number and a list
+            return pa.array([None if value is None else json.dumps(value) for value in values])
+        return typed
+
+    parquet.write_table(pa.table({name: column(name) for name in _columns(rows)}), file)
 
 
 def _write_csv(file: BinaryIO, rows: list[dict[str, Any]]) -> None:
