@@ -81,7 +81,9 @@ KINDS = ["on the device", "on the host", "loader", "trees"]
 @pytest.fixture(params=KINDS)
 def kind(request, monkeypatch):
     if request.param == "on the host":
-        monkeypatch.setattr(memory_source, "_fits_device", lambda _stored, world: world.device == CPU)
+        monkeypatch.setattr(
+            memory_source, "_fits_device", lambda _stored, world: world.device == CPU
+        )
         monkeypatch.setattr(memory_source, "_BYTES_PER_GATHER_ON_CUDA", 1 << 20)
     return request.param
 

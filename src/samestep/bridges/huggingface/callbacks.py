@@ -1,12 +1,16 @@
 """Callbacks of a Trainer: early stopping is a setting, and those that only log are called."""
 
+import dis
 import inspect
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
+from torch import nn
 from transformers import (
     EarlyStoppingCallback,
+    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -14,11 +18,22 @@ from transformers import (
 )
 
 from samestep.base.errors import UserError, defined_at, listed
+from samestep.base.run.records import read_records
 
-_CALLED = ("on_log", "on_evaluate")
+_CALLED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("on_train_begin", "on_epoch_end", "on_train_end"), ()),
+    "on_log": ("logs",),
+    "on_evaluate": ("metrics",),
+}
+"""What is called, and what each is given besides args, state and control."""
 _BEFORE = ("on_init_end",)
 """The Trainer has called it as it was made."""
+_OF_TRAINER = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+"""What a Trainer also gives, and is not at hand where records are."""
 _OF_RECORDS = ("event", "split", "epoch", "step", "samples", "seconds")
+_LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
+_BY_SETTINGS = "--patience stops early, --eval-every-steps evaluates, --log-every logs."
+_WITH_MODEL = "For what needs the model, write a Recipe with after_epoch."
 
 
 def settings_of_callbacks(callbacks: Sequence[Any]) -> tuple[dict[str, Any], list[TrainerCallback]]:
@@ -36,31 +51,86 @@ def settings_of_callbacks(callbacks: Sequence[Any]) -> tuple[dict[str, Any], lis
         if isinstance(callback, EarlyStoppingCallback):
             settings["patience"] = callback.early_stopping_patience
             settings["min_delta"] = callback.early_stopping_threshold or 0.0
-        elif not type(callback).__module__.startswith("transformers."):
-            _check(callback)
+        if own := _own_methods(callback):
+            _check(callback, own)
             called.append(callback)
     return settings, called
 
 
-def _check(callback: Any) -> None:
-    """Refuse a callback that would miss a call, or what it asks for in one."""
+def _own_methods(callback: Any) -> dict[str, Callable[..., Any]]:
+    """Return the events that a callback answers by methods which are not of transformers."""
+    events = {n: getattr(callback, n) for n in dir(TrainerCallback) if n.startswith("on_")}
+    of = {name: getattr(inspect.unwrap(f), "__module__", "") for name, f in events.items()}
+    return {n: f for n, f in events.items() if not (of[n] or "").startswith("transformers.")}
+
+
+def _check(callback: Any, own: Mapping[str, Callable[..., Any]]) -> None:
+    """Refuse a callback that would miss a call, what it asks for in one, or the trained model."""
     kind = type(callback)
     named = f"The callback {kind.__name__}{defined_at(kind)}"
-    others = [n for n in dir(TrainerCallback) if n.startswith("on_") and n not in _CALLED + _BEFORE]
-    if own := [n for n in others if getattr(kind, n, None) is not getattr(TrainerCallback, n)]:
+    if others := [name for name in own if name not in (*_CALLED, *_BEFORE)]:
         raise UserError(
-            f"{named} has its own {listed(own)}, which would not be called.",
-            remedy=f"{' and '.join(_CALLED)} are. --patience stops early; for what needs the "
-            "model, write a Recipe with after_epoch.",
+            f"{named} has its own {listed(others)}, which would not be called.",
+            remedy=f"{listed([*_CALLED], 5)} are. {_BY_SETTINGS} {_WITH_MODEL}",
         )
-    for name, given in zip(_CALLED, ("logs", "metrics"), strict=True):
+    check_held(named, own.values(), {f"self.{n}": value for n, value in vars(callback).items()})
+    for name in _CALLED.keys() & own.keys():
         try:
-            inspect.signature(getattr(callback, name)).bind(None, None, None, **{given: None})
+            inspect.signature(own[name]).bind(None, None, None, **dict.fromkeys(_CALLED[name]))
         except TypeError as error:
+            given = listed(["args", "state", "control", *_CALLED[name]], 4)
             raise UserError(
-                f"{named}: {name} is called with args, state, control and {given} ({error}).",
+                f"{named}: {name} is called with {given} ({error}).",
                 remedy="Take nothing else but **kwargs.",
             ) from error
+
+
+def check_held(named: str, functions: Iterable[Any], held: Mapping[str, Any]) -> None:
+    """Refuse functions that use a model or a Trainer of the script: a copy is what is trained.
+
+    `held` is what else they may use, by name. A model's `config` may be read.
+    """
+    found = dict(held)
+    for function in map(inspect.unwrap, functions):
+        does = [(one.argval, then.argval) for one, then in itertools.pairwise(_names(function))]
+        used = {name for name, then in does if then != "config"}
+        outside = getattr(function, "__globals__", {})
+        cells = inspect.getclosurevars(function).nonlocals if outside else {}
+        found |= {n: value for n, value in {**outside, **cells}.items() if n in used}
+    for name, value in found.items():
+        has_weights = isinstance(value, nn.Module) and any(True for _ in value.parameters())
+        if has_weights or isinstance(value, Trainer):
+            raise UserError(
+                f"{named} uses {name}, a {type(value).__name__}; samestep trains a copy of the "
+                "model, so it would see weights that are not trained.",
+                remedy=_WITH_MODEL,
+            )
+
+
+def _names(function: Any) -> list[dis.Instruction]:
+    """Return what a function of Python does that has to do with names."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    kinds = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "RETURN_VALUE")  # the last ends a function
+    return [] if code is None else [i for i in dis.get_instructions(code) if i.opname in kinds]
+
+
+class _NotHere:
+    """What a Trainer gives its callbacks and is not here: who only passes it on may have it."""
+
+    def __init__(self, name: str, where: str) -> None:
+        self.__dict__.update(name=name, where=where)
+
+    def __getattr__(self, _name: str) -> NoReturn:
+        self()
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise UserError(
+            f"{self.where} uses {self.__dict__['name']!r}, which samestep does not have where "
+            "callbacks are called.",
+            remedy=_WITH_MODEL,
+        )
+
+    __len__ = __iter__ = __getitem__ = __setattr__ = __call__
 
 
 @dataclass
@@ -69,38 +139,66 @@ class LoggingCallbacks:
 
     callbacks: Sequence[TrainerCallback]
     args: TrainingArguments
+    processing_class: Any = None
     state: TrainerState = field(default_factory=TrainerState)
     steps_per_epoch: int = 1
+    run_dir: str = ""
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Take a record."""
         state, event = self.state, record["event"]
         if event == "start":
-            self.steps_per_epoch = record["steps_per_epoch"]
-            state.max_steps, state.num_train_epochs = record["total_steps"], record["epochs"]
-        elif event == "step":
-            names = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
-            self._log(record, {new: record[old] for old, new in names.items() if old in record})
-        elif event == "evaluation" and record["split"] == "validation":
+            self.run_dir, total = record["run_dir"], record["total_steps"]
+            self.steps_per_epoch = record["steps_per_epoch"] or total  # of a stream, all steps
+            state.max_steps, state.num_train_epochs = total, record["epochs"]
+            state.train_batch_size = self.args.train_batch_size
+            state.compute_steps(self.args, total)
+        elif event == "resume":
+            for before in read_records(self.run_dir):
+                for _ in self._logs(before):
+                    pass
+        if (event == "start" and not record["resumed"]) or event == "resume":
+            self._call("on_train_begin")
+        for values in self._logs(record):
+            self._call("on_log", logs=values)
+            if event == "evaluation":
+                self._call("on_evaluate", metrics=values)
+        step = record.get("step") or 0
+        over = step >= state.max_steps or record.get("reason") == "early stopping"
+        if event == "epoch" and (over or step % self.steps_per_epoch == 0):
+            self._call("on_epoch_end")
+        elif event == "stop" and over:
+            self._call("on_train_end")
+
+    def _logs(self, record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield what the Trainer logs of a record, once the state says so."""
+        if record["event"] == "step":
+            values = {new: record[old] for old, new in _LOGGED.items() if old in record}
+        elif record["event"] == "evaluation" and record["split"] == "validation":
             flat = {**record, **record.get("metrics", {})}
             names = {n: f"eval_{n.replace('/', '_')}" for n in flat if n not in _OF_RECORDS}
             values = {new: flat[n] for n, new in names.items() if isinstance(flat[n], float | int)}
-            self._log(record, values)
-            self._call("on_evaluate", metrics=values)
-
-    def _log(self, record: Mapping[str, Any], values: dict[str, Any]) -> None:
+        else:
+            return
         state = self.state
         state.global_step = record["step"]
         state.epoch = values["epoch"] = record["step"] / self.steps_per_epoch
         state.log_history.append({**values, "step": state.global_step})
-        self._call("on_log", logs=values)
+        yield values
 
     def _call(self, name: str, **given: Any) -> None:
         for callback in self.callbacks:
-            control = TrainerControl()
-            changed = getattr(callback, name)(self.args, self.state, control, **given)
+            if (function := _own_methods(callback).get(name)) is None:
+                continue
+            where = f"{type(callback).__name__}.{name}"
+            control, taken = TrainerControl(), inspect.signature(function).parameters
+            every = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+            more: dict[str, Any] = {n: _NotHere(n, where) for n in _OF_TRAINER}
+            more["processing_class"] = self.processing_class
+            more = {n: value for n, value in more.items() if every or n in taken}
+            changed = function(self.args, self.state, control, **given, **more)
             if (changed or control) != TrainerControl():
                 raise UserError(
-                    f"{type(callback).__name__}.{name} changes the Trainer's control, and samestep "
-                    "goes by its settings: --patience stops early, --eval-every-steps evaluates."
+                    f"{where} changes the Trainer's control, and samestep goes by its settings.",
+                    remedy=_BY_SETTINGS,
                 )

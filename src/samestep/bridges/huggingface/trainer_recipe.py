@@ -15,12 +15,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 from transformers import (
     DataCollatorWithPadding,
     EvalPrediction,
     PreTrainedTokenizerBase,
-    Seq2SeqTrainer,
     Trainer,
     TrainingArguments,
     default_data_collator,
@@ -34,7 +33,20 @@ from transformers.utils import find_labels
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.base.trees import num_rows
-from samestep.bridges.huggingface.callbacks import LoggingCallbacks, settings_of_callbacks
+from samestep.bridges.huggingface.callbacks import (
+    LoggingCallbacks,
+    check_held,
+    settings_of_callbacks,
+)
+from samestep.bridges.huggingface.own_methods import (
+    OF_OPTIMIZER,
+    OVERRIDES,
+    has_own,
+    optimizer_of,
+    ordered_by,
+    schedule_of,
+    told,
+)
 from samestep.bridges.huggingface.predictions import Predictions, generated, predicted
 from samestep.bridges.huggingface.training_arguments import (
     check_arguments,
@@ -44,7 +56,8 @@ from samestep.bridges.huggingface.training_arguments import (
     settings_of,
     settings_of_weights,
 )
-from samestep.core.data.recipe_data import Unpacked, is_stream
+from samestep.core.data.recipe_data import is_stream
+from samestep.core.learner.after_epoch import keeps_trained
 from samestep.core.recipe import Recipe, Splits
 from samestep.launch.ranks.world import in_process_group
 
@@ -52,14 +65,6 @@ leave_ranks_alone()
 
 _IGNORED = -100  # the label of what no loss counts
 _SMOOTHED_BY = inspect.signature(LabelSmoother.__call__).parameters
-_OVERRIDES = (
-    *("training_step", "create_optimizer_and_scheduler", "get_batch_samples", "prediction_step"),
-    *("get_train_dataloader", "get_eval_dataloader", "_get_eval_sampler", "evaluation_loop"),
-    *("evaluate", "_inner_training_loop", "compute_loss_context_manager", "_prepare_inputs"),
-    *("_clip_grad_norm", "_maybe_log_save_evaluate", "_get_num_items_in_batch"),
-)
-"""Methods of a Trainer that would not be called."""
-_OF_OPTIMIZER = ("create_optimizer", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs")
 
 
 def recipe(
@@ -127,6 +132,8 @@ def recipe(
     if isinstance(model, nn.Module):
         given.look_at(model)
     stops, called = settings_of_callbacks(callbacks or ())
+    functions = compute_metrics, compute_loss_func, preprocess_logits_for_metrics
+    check_held("What a recipe is given", [*filter(None, functions)], {})
     derived = settings_of(args) | stops
     if is_stream(train_dataset):
         derived.pop("order", None)  # it comes as it comes, for the Trainer, too
@@ -154,7 +161,7 @@ def recipe(
         optimizer=given.optimizer,
         schedule=given.schedule,
         metrics={"compute_metrics": Predictions(compute_metrics)} if given.predicts else {},
-        on_record=LoggingCallbacks(called, args) if called else None,
+        on_record=LoggingCallbacks(called, args, processing_class) if called else None,
         settings=derived | settings,
     )
 
@@ -168,7 +175,7 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
         UserError: as of `recipe`; or the Trainer's class has methods that would not be called.
     """
     kind = type(trainer)
-    if own := [name for name in _OVERRIDES if _has_own(kind, name)]:
+    if own := [name for name in OVERRIDES if has_own(kind, name)]:
         raise UserError(
             f"{kind.__name__}{defined_at(kind)} has its own {listed(own)}, which samestep would "
             "not call.",
@@ -192,39 +199,20 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
     )
     given: _ForTrainer = cast("Any", base.model).__self__
     parts: dict[str, Any] = {}
-    if _has_own(kind, "compute_loss"):
+    if has_own(kind, "compute_loss"):
         parts["forward"] = given.computed_by(trainer)
-    if _has_own(kind, "_get_train_sampler"):
-        parts["data"] = functools.partial(_ordered_by, trainer, base.data)
+    if has_own(kind, "_get_train_sampler"):
+        parts["data"] = functools.partial(ordered_by, trainer, base.data)
     chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
-    if chosen or any(_has_own(kind, name) for name in _OF_OPTIMIZER):
-        parts["optimizer"] = functools.partial(_optimizer_of, trainer)
-    if _has_own(kind, "create_scheduler"):
-        parts["schedule"] = functools.partial(_schedule_of, trainer)
+    if chosen or any(has_own(kind, name) for name in OF_OPTIMIZER):
+        parts["optimizer"] = functools.partial(optimizer_of, trainer)
+    if has_own(kind, "create_scheduler"):
+        parts["schedule"] = functools.partial(schedule_of, trainer)
+    if "forward" in parts:  # which may ask the Trainer's state how long the training is
+        trainer.state.max_steps = max(1, trainer.args.max_steps)
+        schedule = parts.get("schedule", base.schedule)
+        parts["schedule"] = functools.partial(told, trainer, given.about, schedule)
     return replace(base, **parts)
-
-
-def _has_own(kind: type, name: str) -> bool:
-    known = (getattr(one, name, None) for one in (Trainer, Seq2SeqTrainer))
-    return getattr(kind, name, None) not in known
-
-
-def _ordered_by(trainer: Trainer, data: Callable[[], Splits]) -> Splits:
-    """Return the data in the order of a Trainer's own sampler."""
-    splits, sampler = data(), trainer._get_train_sampler()  # noqa: SLF001 - the user's method
-    return replace(splits, train=Unpacked(cast("Any", splits.train), default_collate, sampler))
-
-
-def _optimizer_of(trainer: Trainer, model: nn.Module, _: Settings) -> torch.optim.Optimizer:
-    """Return what a Trainer's own methods make for a model."""
-    trainer.model, trainer.optimizer = model, None
-    optimizer: torch.optim.Optimizer = trainer.create_optimizer() or trainer.optimizer
-    return optimizer
-
-
-def _schedule_of(trainer: Trainer, optimizer: torch.optim.Optimizer, plan: Any) -> Any:
-    trainer.lr_scheduler = None
-    return trainer.create_scheduler(plan.total_steps, optimizer) or trainer.lr_scheduler
 
 
 def _map_style(data: Any) -> Any:
@@ -268,6 +256,7 @@ class _About:
     """Whether its forward takes `num_items_in_batch`."""
     smoother: LabelSmoother | None = None
     not_predicted: frozenset[str] = frozenset({"loss", "past_key_values"})
+    steps_per_epoch: int = 1
 
 
 @dataclass(frozen=True)
@@ -373,15 +362,17 @@ class _ForTrainer:
         """Return the forward in which a Trainer's own `compute_loss` is called."""
         takes = inspect.signature(trainer.compute_loss).parameters
 
-        def forward(model: nn.Module, batch: Any, *, step: int, epoch: int) -> dict[str, Any]:
-            taken = step + (not model.training)  # in an evaluation the step is over
-            trainer.state.global_step, trainer.state.epoch = taken, float(epoch)
+        def forward(model: nn.Module, batch: Any, *, step: int) -> dict[str, Any]:
+            taken, state = step + (not model.training), trainer.state  # an evaluation follows it
+            state.global_step, state.epoch = taken, taken / self.about.steps_per_epoch
+            trainer.model = trainer.model_wrapped = model
             if (tokens := self.generated(model, batch)) is not None:
                 return tokens
             items = {"num_items_in_batch": torch.as_tensor(self.terms(batch)).clamp(min=1)}
             items = items if "num_items_in_batch" in takes else {}
-            loss, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True, **items)
-            return self.found(model, batch, loss, outputs)
+            with keeps_trained(model, f"compute_loss{defined_at(trainer.compute_loss)}"):
+                found = trainer.compute_loss(model, dict(batch), return_outputs=True, **items)
+            return self.found(model, batch, *found)
 
         return forward
 

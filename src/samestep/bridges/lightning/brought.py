@@ -11,12 +11,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -30,7 +29,15 @@ from torch.utils.data import (
 
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
+from samestep.bridges.lightning.configured import (
+    Unchanged,
+    check_around_step,
+    check_monitor,
+    configured,
+    settings_of_weights,
+)
 from samestep.bridges.lightning.logged import (
+    NTH,
     Evaluated,
     called,
     log,
@@ -39,9 +46,11 @@ from samestep.bridges.lightning.logged import (
     noted,
     plain_name,
 )
-from samestep.bridges.lightning.stand_in import AFTER_STEP, BEFORE_STEP, StandIn
+from samestep.bridges.lightning.modes import in_first_modes, in_kept_modes, keep_modes
+from samestep.bridges.lightning.stand_in import AFTER_STEP, BEFORE_STEP, StandIn, call
 from samestep.core.data.recipe_data import Unpacked, as_pytorch, reads_each_once
 from samestep.core.data.samplers import SamplerOrder
+from samestep.core.learner.after_epoch import keeps_trained
 from samestep.core.recipe import Recipe, Splits
 
 _LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
@@ -71,8 +80,6 @@ _OF_TRAINER = """
     ckpt_path=--resume num_nodes=--nodes
 """
 """Arguments of Lightning's Trainer, and the settings or flags that say the same here."""
-_NTH = "dataloader_idx_"
-"""As Lightning calls what several validation loaders measure."""
 
 
 def recipe(module: Any, datamodule: Any = None, **settings: Any) -> Recipe:
@@ -105,6 +112,8 @@ def recipe(module: Any, datamodule: Any = None, **settings: Any) -> Recipe:
             "samestep.lightning.recipe(…) needs batch_size=…: the samples of an optimizer step on "
             "all ranks together. A DataLoader's counts those of one rank."
         )
+    if isinstance(module, nn.Module):
+        settings = settings_of_weights(module) | settings
     brought = _Brought(module, datamodule, settings)
     return Recipe(
         model=brought.model,
@@ -222,16 +231,24 @@ class _Brought:
                 "page “Port your loop”."
             )
         _check_hooks(module, base)
+        if (kept := settings_of_weights(module)) and "precision" not in self.settings:
+            raise UserError(
+                f"The weights of {type(module).__name__}{defined_at(type(module))} are not in "
+                "float32, in which samestep would train them.",
+                remedy="Say so: samestep.lightning.recipe(…, "
+                f"{', '.join(f'{n}={value!r}' for n, value in kept.items())}).",
+            )
         for metric in metrics_of(module):
             metric.sync_on_compute = False  # values are added up over ranks here
             if not torch.backends.mps.is_available():  # which has no float64
                 metric.set_dtype(torch.float64)
-        vars(module).update(_trainer=self.trainer, log=log)
+        vars(module).update(_trainer=self.trainer, log=log, all_gather=_all_gather)
         self.trainer.max_epochs = self.settings.get("epochs")
         module.setup("fit")
         module.configure_model()
         for hook in _AT_START if self.trainer.samples else ():  # before a training, not to load one
             getattr(module, hook)()
+        keep_modes(module)
         return module  # type: ignore[no-any-return]
 
     def data(self, options: _Options) -> Splits:
@@ -272,7 +289,7 @@ class _Brought:
             return None
         if stage == "validation" and isinstance(loader, list | tuple | dict):
             several = loader.values() if isinstance(loader, dict) else loader
-            named = {f"{_NTH}{place}": data for place, data in enumerate(several)}
+            named = {f"{NTH}{place}": data for place, data in enumerate(several)}
             return {name: self._data_in(data, name, where) for name, data in named.items()}
         return self._data_in(loader, stage, where)
 
@@ -313,8 +330,13 @@ class _Brought:
             self.evaluated.pop(module, None)
             if self.epochs.get(module) != epoch:
                 self.epochs[module] = epoch
-                module.on_train_epoch_start()
-            outputs, _ = called(module, "training_step", value, trainer.nth(step), 0)
+                in_first_modes(module)
+                call(module, "on_train_epoch_start")
+                keep_modes(module)
+            in_kept_modes(module)
+            where = f"training_step{defined_at(type(module).training_step)}"
+            with keeps_trained(module, where):
+                outputs, _ = called(module, "training_step", value, trainer.nth(step), 0)
             detached = {n: v.detach() if isinstance(v, Tensor) else v for n, v in outputs.items()}
             trainer.newest = detached, value, trainer.nth(step)
             return {"loss": outputs["loss"]}
@@ -324,7 +346,7 @@ class _Brought:
         base = _base(module, "LightningModule")
         wanted = ("test_step",) * trainer.testing + ("validation_step", "training_step")
         name = next(n for n in wanted if _has_own(module, base, n))
-        nth = int(batch.stage.removeprefix(_NTH)) if batch.stage.startswith(_NTH) else None
+        nth = int(batch.stage.removeprefix(NTH)) if batch.stage.startswith(NTH) else None
         outputs, logged = called(module, name, value, seen.batches, nth or 0, kept=True)
         of, its = ("", "") if nth is None else (f"{batch.stage}/", f"/{batch.stage}")
         if trainer.validating:
@@ -361,10 +383,10 @@ class _Brought:
         self.trainer.train_as(settings)
         where = defined_at(type(module).configure_optimizers)
         self.trainer.model = module
-        optimizer, scheduler = _configured(module.configure_optimizers(), where)
+        optimizer, scheduler = configured(module.configure_optimizers(), where)
         del self.trainer.model
         if "monitor" in scheduler:
-            _check_monitor(scheduler.pop("monitor"), scheduler["scheduler"], settings, where)
+            check_monitor(scheduler.pop("monitor"), scheduler["scheduler"], settings, where)
         if settings.lr_scaling != "none" and scheduler:
             raise UserError(
                 f"The module's scheduler{where} has its own rates, which --lr-scaling does not "
@@ -374,7 +396,7 @@ class _Brought:
         self.trainer.steps_by(optimizer, scheduler)
         base = _base(module, "LightningModule")
         hooks = [name for name in _AROUND_STEP if _has_own(module, base, name)]
-        _check_around_step(hooks, settings, defined_at(type(module)))
+        check_around_step(hooks, settings, defined_at(type(module)))
         self.trainer.call_around_steps(module, optimizer, hooks)
         return optimizer
 
@@ -382,7 +404,7 @@ class _Brought:
         """Return the module's scheduler, or one that changes nothing, after each epoch."""
         if scheduler := self.schedulers.get(optimizer):
             return scheduler
-        return {"scheduler": LambdaLR(optimizer, lambda _: 1.0), "interval": "epoch"}
+        return {"scheduler": Unchanged(optimizer), "interval": "epoch"}
 
 
 def _made(given: Any) -> Any:
@@ -407,10 +429,20 @@ def _has_own(module: Any, base: type, name: str) -> bool:
     return getattr(type(module), name, None) is not getattr(base, name, None)
 
 
+def _all_gather(*_: Any, **__: Any) -> NoReturn:
+    """Stand in for `LightningModule.all_gather`."""
+    raise UserError(
+        "A LightningModule's all_gather has no counterpart here: what steps log is the mean over "
+        "all samples of all ranks.",
+        remedy='For a loss over the whole batch, write a Recipe with loss_over="batch".',
+    )
+
+
 def _check_hooks(module: Any, base: type) -> None:
     """Refuse hooks that would not be called; empty ones need not be."""
     hooks = [n for n in dir(base) if n.startswith(("on_", "configure_", "optimizer_"))]
     hooks += ["lr_scheduler_step", "backward", "transfer_batch_to_device"]
+    hooks += ["state_dict", "load_state_dict"] * (base.__name__ == "LightningDataModule")
     own = [n for n in hooks if n not in _CALLED | _LEFT_ALONE and _has_own(module, base, n)]
     own = [n for n in own if not _is_empty(getattr(type(module), n))]
     if own:
@@ -421,78 +453,8 @@ def _check_hooks(module: Any, base: type) -> None:
         )
 
 
-def _check_around_step(hooks: Sequence[str], settings: Settings, where: str) -> None:
-    """Refuse hooks around a step that would not get what the Trainer gives them."""
-    if hooks and settings.strategy == "fsdp":
-        raise UserError(
-            f"{listed(sorted(hooks))}{where} would get a rank's parts of the weights.",
-            remedy="Use --strategy ddp, or leave it out.",
-        )
-    clipped = {"on_after_backward", "on_before_optimizer_step"}.intersection(hooks)
-    if clipped and settings.clip_norm is not None:
-        raise UserError(
-            f"{listed(sorted(clipped))}{where} would get clipped gradients, and has them unclipped "
-            "in the Trainer.",
-            remedy="Leave it out: `grad_norm` in the records is the norm before clipping.",
-        )
-
-
 def _is_empty(function: Any) -> bool:
     """Whether a hook does nothing, as those of templates."""
     code = getattr(function, "__code__", None)
     does = [] if code is None else list(dis.get_instructions(code))
     return 0 < len(does) <= 3 and {one.argval for one in does} <= {None, 0}
-
-
-def _configured(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-    """Return the one optimizer of `configure_optimizers`, and its scheduler for `Recipe`."""
-    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], list):
-        optimizers, schedulers = returned
-        returned = {"optimizer": optimizers, "lr_scheduler": schedulers}
-    if not isinstance(returned, dict):
-        returned = {"optimizer": returned}
-    optimizer, scheduler = (_only(returned.get(n), where) for n in ("optimizer", "lr_scheduler"))
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(f"configure_optimizers{where} returned no optimizer.")
-    options = scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler}
-    scheduler = options.get("scheduler")
-    if options.get("frequency", 1) != 1:
-        raise UserError(
-            f"The scheduler{where} has a frequency of {options['frequency']}; it is stepped each "
-            "time.",
-            remedy="Leave it out, and let the scheduler itself count, as StepLR(step_size=…).",
-        )
-    if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
-        if options.get("interval") == "step":
-            raise UserError(
-                f"ReduceLROnPlateau{where} has the interval “step”; it follows evaluations here.",
-                remedy="Leave the interval out. --eval-every 500steps evaluates within epochs.",
-            )
-        kept = {n: options[n] for n in ("scheduler", "monitor") if options.get(n) is not None}
-        return optimizer, kept
-    return optimizer, {"scheduler": scheduler, "interval": options.get("interval", "epoch")}
-
-
-def _check_monitor(monitor: str, plateau: Any, settings: Settings, where: str) -> None:
-    """Refuse a scheduler that would follow another value than it names."""
-    name, _, loader = monitor.partition(f"/{_NTH}")
-    named = f"{_NTH}{loader}/{plain_name(name)}" if loader else plain_name(name)
-    trained = monitor.lower().startswith("train")
-    if trained or named != (settings.monitor or "loss"):
-        give = f"Give it to the recipe: monitor='{named}:{plateau.mode}'."
-        raise UserError(
-            f"ReduceLROnPlateau{where} has the monitor {monitor!r}; it follows --monitor here, "
-            f"which is {settings.monitor or 'loss'!r}.",
-            remedy="Name a value that validation_step logs." if trained else give,
-        )
-
-
-def _only(given: Any, where: str) -> Any:
-    if not isinstance(given, list | tuple):
-        return given
-    if len(given) > 1:
-        raise UserError(
-            f"configure_optimizers{where} returns several; samestep trains with one optimizer and "
-            "scheduler. A loop with several stays yours: samestep.open_run."
-        )
-    return given[0] if given else None

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, defined_at
 
 _STAGES = ("train_", "training_", "val_", "valid_", "validation_", "test_")
+NTH = "dataloader_idx_"
+"""As Lightning calls what several validation loaders measure."""
 _APART = 1e-4  # relative: rounding in float32 is less
 
 _logged: ContextVar[dict[str, Any] | None] = ContextVar("logged", default=None)
@@ -89,7 +91,8 @@ def noted(
 @cache
 def _num_taken(kind: type, name: str) -> int:
     """Return how many arguments a step takes by position, besides the module."""
-    return len(inspect.getfullargspec(inspect.unwrap(getattr(kind, name))).args) - 1
+    takes = inspect.getfullargspec(inspect.unwrap(getattr(kind, name)))
+    return sys.maxsize if takes.varargs else len(takes.args) - 1
 
 
 def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", **__: Any) -> None:

@@ -10,12 +10,27 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.base.errors import blame
+from samestep.base.errors import blame, defined_at
 from samestep.base.settings import Settings
+from samestep.core.learner.after_epoch import keeps_trained
 
 BEFORE_STEP = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 """Hooks that are called before each step, in this order, once all ranks have the gradients."""
 AFTER_STEP = "on_train_batch_end"
+
+
+def call(module: Any, name: str, *arguments: Any) -> None:
+    """Call a hook of a module during its training.
+
+    Raises:
+        UserError: it fails, or freezes parameters.
+    """
+    hook = getattr(module, name)
+    with keeps_trained(module, f"The LightningModule's {name}{defined_at(hook)}"):
+        try:
+            hook(*arguments)
+        except Exception as error:
+            blame(f"The LightningModule's {name} failed", error, hook)
 
 
 class StandIn:
@@ -57,20 +72,13 @@ class StandIn:
         before = [name for name in BEFORE_STEP if name in hooks]
 
         # Functions, not methods: a copy of the optimizer would have a copy of the module.
-        def call(name: str, *arguments: Any) -> None:
-            hook = getattr(module, name)
-            try:
-                hook(*arguments)
-            except Exception as error:
-                blame(f"The LightningModule's {name} failed", error, hook)
-
         def call_before(*_: Any) -> None:
             for name in before:
-                call(name, *(() if name == "on_after_backward" else (optimizer,)))
+                call(module, name, *(() if name == "on_after_backward" else (optimizer,)))
 
         def call_after(*_: Any) -> None:
             self.global_step += 1
-            call(AFTER_STEP, *self.newest)
+            call(module, AFTER_STEP, *self.newest)
 
         if before:
             optimizer.register_step_pre_hook(call_before)

@@ -3,7 +3,8 @@
 It returns values to record, and may freeze parameters or train frozen ones from now on.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -32,6 +33,23 @@ class EpochEnd:
     """The optimizer steps that are taken."""
     metrics: Mapping[str, float]
     """The loss and the metrics of the newest validation; empty before the first."""
+
+
+@contextmanager
+def keeps_trained(model: nn.Module, what: str) -> Iterator[None]:
+    """Refuse what freezes or unfreezes parameters within this: the step would not follow.
+
+    Raises:
+        UserError: it is another set of parameters that is trained afterwards; `what` is to blame.
+    """
+    before = [p.requires_grad for p in model.parameters()]
+    yield
+    if before != [p.requires_grad for p in model.parameters()]:
+        raise UserError(
+            f"{what} freezes or unfreezes parameters in the midst of a training.",
+            remedy="Freeze them as the model is made, and unfreeze them after an epoch: "
+            "Recipe(after_epoch=…), or on_train_epoch_end of a LightningModule.",
+        )
 
 
 class AfterEpoch:

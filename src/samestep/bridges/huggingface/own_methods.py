@@ -1,0 +1,56 @@
+"""Methods that a Trainer's class has of its own: which are called, and how, and which refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+from transformers import Seq2SeqTrainer, Trainer
+
+from samestep.base.settings import Settings
+from samestep.core.data.recipe_data import Unpacked
+from samestep.core.recipe import Splits
+
+OVERRIDES = (
+    *("training_step", "create_optimizer_and_scheduler", "get_batch_samples", "prediction_step"),
+    *("get_train_dataloader", "get_eval_dataloader", "_get_eval_sampler", "evaluation_loop"),
+    *("evaluate", "_inner_training_loop", "compute_loss_context_manager", "_prepare_inputs"),
+    *("_clip_grad_norm", "_maybe_log_save_evaluate", "_get_num_items_in_batch"),
+)
+"""Methods of a Trainer that would not be called."""
+OF_OPTIMIZER = ("create_optimizer", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs")
+
+
+def told(trainer: Trainer, about: Any, schedule: Any, optimizer: Any, plan: Any) -> Any:
+    """Tell a Trainer with methods of its own how long the training is; return its scheduler."""
+    state, about.steps_per_epoch = trainer.state, plan.steps_per_epoch
+    state.max_steps, state.num_train_epochs = plan.total_steps, plan.epochs
+    trainer.optimizer, trainer.lr_scheduler = optimizer, schedule(optimizer, plan)
+    return trainer.lr_scheduler
+
+
+def has_own(kind: type, name: str) -> bool:
+    """Return whether a Trainer's class has another method of that name than transformers."""
+    known = (getattr(one, name, None) for one in (Trainer, Seq2SeqTrainer))
+    return getattr(kind, name, None) not in known
+
+
+def ordered_by(trainer: Trainer, data: Callable[[], Splits]) -> Splits:
+    """Return the data in the order of a Trainer's own sampler."""
+    splits, sampler = data(), trainer._get_train_sampler()  # noqa: SLF001 - the user's method
+    return replace(splits, train=Unpacked(cast("Any", splits.train), default_collate, sampler))
+
+
+def optimizer_of(trainer: Trainer, model: nn.Module, _: Settings) -> torch.optim.Optimizer:
+    """Return what a Trainer's own methods make for a model."""
+    trainer.model, trainer.optimizer = model, None
+    optimizer: torch.optim.Optimizer = trainer.create_optimizer() or trainer.optimizer
+    return optimizer
+
+
+def schedule_of(trainer: Trainer, optimizer: torch.optim.Optimizer, plan: Any) -> Any:
+    """Return what a Trainer's own `create_scheduler` makes."""
+    trainer.lr_scheduler = None
+    return trainer.create_scheduler(plan.total_steps, optimizer) or trainer.lr_scheduler

@@ -1,0 +1,105 @@
+"""What a LightningModule chooses for its training: optimizer, scheduler, and type of weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from samestep.base.errors import UserError, listed
+from samestep.base.settings import Settings
+from samestep.bridges.lightning.logged import NTH, plain_name
+
+_OF_WEIGHTS: dict[torch.dtype, dict[str, Any]] = {
+    torch.float64: {"precision": "fp64"},
+    torch.bfloat16: {"precision": "bf16", "param_dtype": "bf16"},
+}
+"""Settings that keep the weights of a module in their type; by default they become float32."""
+
+
+def settings_of_weights(module: nn.Module) -> dict[str, Any]:
+    """Return the settings that keep weights in their type, where they have one that is known."""
+    types = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    return next((_OF_WEIGHTS[kind] for kind in _OF_WEIGHTS if kind in types), {})
+
+
+def check_around_step(hooks: Sequence[str], settings: Settings, where: str) -> None:
+    """Refuse hooks around a step that would not get what the Trainer gives them."""
+    if hooks and settings.strategy == "fsdp":
+        raise UserError(
+            f"{listed(sorted(hooks))}{where} would get a rank's parts of the weights.",
+            remedy="Use --strategy ddp, or leave it out.",
+        )
+    clipped = {"on_after_backward", "on_before_optimizer_step"}.intersection(hooks)
+    if clipped and settings.clip_norm is not None:
+        raise UserError(
+            f"{listed(sorted(clipped))}{where} would get clipped gradients, and has them unclipped "
+            "in the Trainer.",
+            remedy="Leave it out: `grad_norm` in the records is the norm before clipping.",
+        )
+
+
+class Unchanged(LRScheduler):
+    """Leaves the rates as they are: a hook of the module may set them."""
+
+    def get_lr(self) -> list[Any]:
+        """Return the rate of each group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def configured(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+    """Return the one optimizer of `configure_optimizers`, and its scheduler for `Recipe`."""
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], list):
+        optimizers, schedulers = returned
+        returned = {"optimizer": optimizers, "lr_scheduler": schedulers}
+    if isinstance(returned, list | tuple) and any(isinstance(one, dict) for one in returned):
+        returned = _only(returned, where)
+    if not isinstance(returned, dict):
+        returned = {"optimizer": returned}
+    optimizer, scheduler = (_only(returned.get(n), where) for n in ("optimizer", "lr_scheduler"))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"configure_optimizers{where} returned no optimizer.")
+    options = scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler}
+    options = {"monitor": returned.get("monitor")} | options  # Lightning takes it at both places
+    scheduler = options.get("scheduler")
+    if options.get("frequency", 1) != 1:
+        raise UserError(
+            f"The scheduler{where} has a frequency of {options['frequency']}; it is stepped each "
+            "time.",
+            remedy="Leave it out, and let the scheduler itself count, as StepLR(step_size=…).",
+        )
+    if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
+        if options.get("interval") == "step":
+            raise UserError(
+                f"ReduceLROnPlateau{where} has the interval “step”; it follows evaluations here.",
+                remedy="Leave the interval out. --eval-every 500steps evaluates within epochs.",
+            )
+        kept = {n: options[n] for n in ("scheduler", "monitor") if options.get(n) is not None}
+        return optimizer, kept
+    return optimizer, {"scheduler": scheduler, "interval": options.get("interval", "epoch")}
+
+
+def check_monitor(monitor: str, plateau: Any, settings: Settings, where: str) -> None:
+    """Refuse a scheduler that would follow another value than it names."""
+    name, _, loader = monitor.partition(f"/{NTH}")
+    named = f"{NTH}{loader}/{plain_name(name)}" if loader else plain_name(name)
+    trained = monitor.lower().startswith("train")
+    if trained or named != (settings.monitor or "loss"):
+        give = f"Give it to the recipe: monitor='{named}:{plateau.mode}'."
+        raise UserError(
+            f"ReduceLROnPlateau{where} has the monitor {monitor!r}; it follows --monitor here, "
+            f"which is {settings.monitor or 'loss'!r}.",
+            remedy="Name a value that validation_step logs." if trained else give,
+        )
+
+
+def _only(given: Any, where: str) -> Any:
+    if not isinstance(given, list | tuple):
+        return given
+    if len(given) > 1:
+        raise UserError(
+            f"configure_optimizers{where} returns several; samestep trains with one optimizer and "
+            "scheduler. A loop with several stays yours: samestep.open_run."
+        )
+    return given[0] if given else None

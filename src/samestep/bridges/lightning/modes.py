@@ -1,0 +1,48 @@
+"""Which parts of a LightningModule stay in eval mode while it trains.
+
+Lightning's Trainer leaves a frozen backbone or a teacher in the mode that the module has put it in,
+also over validations. samestep's training calls `train()` of the whole model after each of them, so
+what is to stay in eval mode is kept with the module, by name: copies of a module have it, too.
+"""
+
+from typing import Any
+
+from samestep.base.errors import UserError, defined_at, listed
+
+_FIRST, _KEPT = "_samestep_first_in_eval", "_samestep_in_eval"
+
+
+def keep_modes(module: Any) -> None:
+    """Keep the modes of a module's parts, as it is made and as an epoch starts.
+
+    Raises:
+        UserError: a part was in eval mode only until this epoch; a resumed run cannot know that.
+    """
+    kept = [name for name, part in module.named_modules() if name and not part.training]
+    own = vars(module)
+    own.setdefault(_FIRST, kept)
+    if gone := sorted({*own.get(_KEPT, ())} - {*kept}):
+        hook = type(module).on_train_epoch_start
+        raise UserError(
+            f"on_train_epoch_start{defined_at(hook)} has put {listed(gone)} into eval mode in one "
+            "epoch and not in the next, where a resumed run would begin without.",
+            remedy="Let it set the mode in each epoch, as by: if self.current_epoch >= 3.",
+        )
+    own[_KEPT] = kept
+
+
+def in_first_modes(module: Any) -> None:
+    """Put a module's parts into the modes that it was made with."""
+    _put(module, vars(module).get(_FIRST, ()))
+
+
+def in_kept_modes(module: Any) -> None:
+    """Put a module's parts into the modes of this epoch, if an evaluation came between."""
+    kept = vars(module).get(_KEPT, ())
+    if kept and module.get_submodule(kept[-1]).training:
+        _put(module, kept)
+
+
+def _put(module: Any, in_eval: Any) -> None:
+    for name in in_eval:
+        module.get_submodule(name).training = False
