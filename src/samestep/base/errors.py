@@ -210,7 +210,7 @@ def blame(what: str, error: Exception, *makers: object, remedy: str = "") -> NoR
     A `UserError` and the loss of another rank are raised as they are. The makers, the user's
     functions that led to it, are named if no line of theirs raised it.
     """
-    lost = isinstance(error, RuntimeError) and LOST_PEER.search(said(error))
+    lost = isinstance(error, RuntimeError) and LOST_PEER.search(error_text(error))
     if lost or isinstance(error, UserError):
         raise error
     place = raised_at(error) or defined_at(*makers)
@@ -220,7 +220,7 @@ def blame(what: str, error: Exception, *makers: object, remedy: str = "") -> NoR
         traceback.clear_frames(error.__traceback__)  # they hold tensors
         raise known from error
     remedy = known_remedy(error) or remedy
-    raise UserError(f"{what}: {said(error)}{place}", remedy=remedy) from error
+    raise UserError(f"{what}: {error_text(error)}{place}", remedy=remedy) from error
 
 
 _KNOWN = {
@@ -242,11 +242,11 @@ _KNOWN = {
 
 def known_remedy(error: BaseException) -> str:
     """Return what to do about an error of PyTorch whose text does not say it, or nothing."""
-    text = said(error)
+    text = error_text(error)
     return next((remedy for part, remedy in _KNOWN.items() if part in text), "")
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error's class and text, even if its own `__str__` fails."""
     try:
         text = str(error).strip().rstrip(".")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from samestep.base.errors import UserError, said
+from samestep.base.errors import UserError, error_text
 
 __version__ = "0.1.0"
 """Of this package; the build reads it here."""
@@ -61,5 +61,5 @@ class Names(Mapping[str, str]):
                 raise
             raise UserError(
                 f"{name} of samestep.{self.group} comes from {module}, which cannot be imported: "
-                f"{said(error)}. Mend or uninstall the package that brings it."
+                f"{error_text(error)}. Mend or uninstall the package that brings it."
             ) from error

@@ -24,10 +24,10 @@ from samestep.base.errors import (
     blame,
     defined_at,
     did_you_mean,
+    error_text,
     made_by,
     no_exit,
     raised_at,
-    said,
     what_to_install,
 )
 from samestep.base.plugins import Names
@@ -459,7 +459,7 @@ def _from_file(path: Path, original: Path) -> Recipe:
         if isinstance(error, UserError):
             raise error if line == "?" else UserError(f"{path}:{line}: {error}") from error
         raise UserError(
-            f"{path}:{line}: {said(error)}. {what_to_install(error)}"
+            f"{path}:{line}: {error_text(error)}. {what_to_install(error)}"
             "The recipe file could not be run."
         ) from error
     finally:

@@ -179,27 +179,26 @@ def without_loaders(splits: Splits, collate: Collate | None) -> Splits:
 
 
 def _of_torchdata(part: Any) -> bool:
-    """Whether torchdata wrote how a loader or a sampler iterates: as PyTorch's, and with a state."""
+    """Whether a loader or sampler iterates by torchdata's code: as PyTorch's, with a state."""
     return str(type(part).__iter__.__module__).partition(".")[0] == "torchdata"
 
 
 def _without_state(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return PyTorch's loader for a `StatefulDataLoader`, whose state is what a run has itself."""
     batches: Any = loader.batch_sampler
+    dataset: Any = loader.dataset
     if not _of_torchdata(batches):
-        return DataLoader(loader.dataset, batch_sampler=batches, collate_fn=loader.collate_fn)
-    how: dict[str, Any] = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+        return DataLoader(dataset, batch_sampler=batches, collate_fn=loader.collate_fn)
+    arguments: dict[str, Any] = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
     sampler = batches.sampler
-    if isinstance(loader.dataset, IterableDataset):
+    if isinstance(dataset, IterableDataset):
         sampler = None
     elif _of_torchdata(sampler) and isinstance(sampler, DistributedSampler):
-        sampler = DistributedSampler(loader.dataset, 1, 0, shuffle=sampler.shuffle)
+        sampler = DistributedSampler(dataset, 1, 0, shuffle=sampler.shuffle)
     elif _of_torchdata(sampler):
-        drawn = sampler.num_samples if sampler.num_samples != len(loader.dataset) else None
-        sampler = RandomSampler(
-            loader.dataset, sampler.replacement, drawn, generator=sampler.generator
-        )
-    return DataLoader(loader.dataset, sampler=sampler, collate_fn=loader.collate_fn, **how)
+        drawn = sampler.num_samples if sampler.num_samples != len(dataset) else None
+        sampler = RandomSampler(dataset, sampler.replacement, drawn, generator=sampler.generator)
+    return DataLoader(dataset, sampler=sampler, collate_fn=loader.collate_fn, **arguments)
 
 
 def _taken_apart(loader: DataLoader[Any], split: str, collate: Collate | None) -> Any:

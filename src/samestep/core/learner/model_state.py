@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from samestep.base.errors import UserError, listed, said
+from samestep.base.errors import UserError, error_text, listed
 from samestep.base.run.checkpoints import own_memory
 from samestep.base.trees import map_tensors
 from samestep.launch.ranks.mesh import is_sharded, sharded_as
@@ -115,7 +115,11 @@ class ModelTrial:
             load_model(twin, {"model": state})
             return difference(state, map_tensors(hollow, dict(twin.state_dict())))
         except Exception as error:
-            text = str(error).split(" Use the")[0] if isinstance(error, UserError) else said(error)
+            text = (
+                str(error).split(" Use the")[0]
+                if isinstance(error, UserError)
+                else error_text(error)
+            )
             # Its code may read numbers in tensors, which these have not.
             return "" if "meta" in text.lower() else text
 

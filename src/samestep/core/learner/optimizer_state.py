@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.base.errors import UserError, blame, listed, said
+from samestep.base.errors import UserError, blame, error_text, listed
 from samestep.base.run.checkpoints import own_memory
 from samestep.base.trees import map_tensors
 from samestep.base.words import count
@@ -410,8 +410,8 @@ class Trial:
         except Exception as error:
             cause = error.__cause__ or error
             # Its code may read numbers in tensors, which these have not.
-            message = str(error) if isinstance(error, UserError) else said(cause)
-            return "" if "meta" in f"{error} {said(cause)}".lower() else message
+            message = str(error) if isinstance(error, UserError) else error_text(cause)
+            return "" if "meta" in f"{error} {error_text(cause)}".lower() else message
         return difference(saved, back)
 
     def lost_counts(self, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samestep.base.errors import UserError, listed, said, what_to_install
+from samestep.base.errors import UserError, error_text, listed, what_to_install
 from samestep.base.nearby import nearby
 from samestep.base.run.checkpoints import load, read_file
 from samestep.base.run.directory import is_run, no_run
@@ -110,7 +110,9 @@ def _read(path: Path, entry: Entry | None, what: str) -> dict[str, Any]:
             return import_module("safetensors.torch").load_file(path)  # type: ignore[no-any-return]
         except Exception as error:  # it is an extra, and its errors are its own
             more = what_to_install(error)
-            raise UserError(f"{what} cannot be read: {said(error)}. {more}".rstrip()) from error
+            raise UserError(
+                f"{what} cannot be read: {error_text(error)}. {more}".rstrip()
+            ) from error
     content = read_file(path)
     if isinstance(content, dict) and isinstance(content.get("format"), int):
         content = weights_in(content)  # a checkpoint that was taken out of its run

@@ -25,11 +25,11 @@ from samestep.base.errors import (
     UserError,
     caused,
     device_error,
+    error_text,
     file_error,
     is_users,
     no_exit,
     printable,
-    said,
 )
 from samestep.base.startup import JOB_RUN, PARENT, unheeded_signal
 from samestep.launch.ranks import watched
@@ -210,14 +210,14 @@ def _describe(error: BaseException, log: Path | None) -> str:
     lines = [f"  at {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in reversed(own)]
     whole = "".join(traceback.format_exception(error))
     lines.append(f"  The whole traceback is in {log}" if log else whole)
-    return "\n".join([said(error), *lines])
+    return "\n".join([error_text(error), *lines])
 
 
 def why_failed(error: BaseException) -> str:
     """Return why a run fails, as the screen says it: of several ranks, what failed first."""
     error = device_error(error) or error
     if not is_lost_peer(error):
-        return str(error) if isinstance(error, UserError) else said(error)
+        return str(error) if isinstance(error, UserError) else error_text(error)
     from samestep.launch.ranks.world import told_failure  # noqa: PLC0415 - imports torch
 
     return told_failure() or _lost_contact(error, rank_of())

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data._utils.worker import _worker_loop
 
-from samestep.base.errors import LOST_PEER, said
+from samestep.base.errors import LOST_PEER, error_text
 from samestep.base.patches import Patch, patched
 from samestep.base.phases import Phases
 from samestep.scripts import probes
@@ -97,9 +97,9 @@ def watch(job: Job, rank: int) -> Recorder:
 def note_end(recorder: Recorder, code: int, text: str, error: BaseException | None = None) -> None:
     """Record a rank's end; an error after an epoch was cut short may come from the cut."""
     ended_well = not code
-    if recorder.is_cut and isinstance(error, Exception) and not LOST_PEER.search(said(error)):
+    if recorder.is_cut and isinstance(error, Exception) and not LOST_PEER.search(error_text(error)):
         ended_well = True
-        where, first_line = recorder.raised_at(error), said(error).partition("\n")[0]
+        where, first_line = recorder.raised_at(error), error_text(error).partition("\n")[0]
         recorder.note(ev.EpochRanOut(), where=where)
         recorder.note(ev.Remark(_RAN_OUT.format(where=where, error=first_line)), where="")
     for at_end in recorder.at_end if ended_well else []:
