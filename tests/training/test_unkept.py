@@ -49,7 +49,7 @@ def test_a_loss_is_given_the_step_and_the_epoch_that_it_names(tmp_path, flags):
 # A loss → what it keeps that decides its value, or may do so later.
 KEPT = {
     "class loss:\n n = 0\n def __call__(s, o, t): s.n += 1; return ce(o, t) * max(1, s.n - 9)": "n",
-    "def made(n=0):\n def loss(o, t): nonlocal n; n += 1; return ce(o, t) * min(1, n / 20)\n"
+    "def made(n=0):\n def loss(o, t): nonlocal n; n += o.requires_grad; return ce(o, t) * n / 20\n"
     " return loss\nloss = made()": "n",
     "seen = 0\ndef loss(o, t): global seen; seen += 1; return ce(o, t) * min(1, seen / 20)": "seen",
     "def loss(o, t): loss.n = getattr(loss, 'n', 0) + 1; return ce(o, t) * min(1, loss.n / 9)": "n",

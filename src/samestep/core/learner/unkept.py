@@ -196,10 +196,16 @@ def of_loss(
         outputs: of the model, without a graph.
         targets: theirs.
     """
+
+    def trained(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor
+
     values, prints, kept = [], [], []
-    with contextlib.suppress(Exception):  # the first step tells how it fails
+    # Some count only the calls that have gradients.
+    with contextlib.suppress(Exception), torch.enable_grad():  # the first step tells how it fails
         for _ in range(2):
-            values.append(float(call(outputs, targets)))
+            value = call(map_tensors(trained, outputs), targets)
+            values.append(float(torch.as_tensor(value).detach()))
             prints.append(closure_prints(loss))
             kept.append(kept_by(loss))
     if len(kept) < 2 or not (changed := differing(*prints)):
