@@ -264,7 +264,7 @@ def leads_back(stream: Any, route: Route) -> bool:
         first = lane.take(1)
         try:
             mark = lane.mark()
-        except UserError:  # a state_dict that wants to be told where it is, as litdata's
+        except UserError:  # a state_dict that needs its position as an argument, as litdata's
             return False
         second = lane.take(1)
         if not first or not second:
