@@ -82,7 +82,7 @@ METHODS = """class Own(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**{**inputs, "labels": None})
         loss = torch.nn.functional.cross_entropy(outputs.logits, inputs.pop("labels"))
-        loss = loss * (1 + self.state.global_step)
+        loss *= 1 + self.state.epoch / self.state.max_steps + self.model.classifier.bias.sum()
         return (loss, outputs) if return_outputs else loss
     def create_optimizer(self, model=None):
         head = self.model.classifier.parameters()
@@ -95,6 +95,7 @@ class Logs(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **_):
         with open(args.output_dir + ".log", "a") as file:
             file.write(json.dumps([state.global_step, state.epoch, logs]) + "\\n")
+    on_epoch_end = lambda self, *known, **_: self.on_log(*known, {})
 trainer = Own(model, args, callbacks=[Logs], **given)
 """
 ALONE = ("--threads", "1", "--device", "cpu")
@@ -216,14 +217,14 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
 
 OwnSteps = type("OwnSteps", (transformers.Trainer,), {"training_step": print})
 OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {"on_step_end": print})
+WITH_MODEL = {"__init__": lambda own: vars(own).update(net=torch.nn.Linear(1, 1)), "on_log": print}
+Held = type("Held", (transformers.TrainerCallback,), WITH_MODEL)
 
 
 @pytest.mark.parametrize(
     ("arguments", "given", "told"),
     [
         ({"fsdp": True}, {}, "fsdp=True.*--strategy fsdp"),
-        ({"torch_compile": True}, {}, "--compile on"),
-        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha"),
         ({"optim": "adamw_anyprecision"}, {}, "optim='adamw_any"),
         ({"data_seed": 3}, {}, "data_seed"),
         ({"num_train_epochs": 1.5}, {}, "max_steps"),
@@ -231,6 +232,7 @@ OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {"on_step_end
         ({"train_sampling_strategy": "batch_rebalance"}, {}, "group_by_length"),
         ({"accelerator_config": {"split_batches": True}}, {}, "batch_size"),
         ({}, {"callbacks": [OwnCallback()]}, "OwnCallback.*its own on_step_end"),
+        ({}, {"callbacks": [Held()]}, "Held.*uses self.net, a Linear"),
         ({}, {"test_dataset": {"one": [], "other": []}}, "a dict of 2 data sets"),
         ({}, {"eval_dataset": iter([])}, "is a stream"),
         ({}, {"trainer": OwnSteps}, "its own training_step.*open_run"),

@@ -14,8 +14,7 @@ pl = pytest.importorskip("lightning.pytorch")
 pytestmark = pytest.mark.xdist_group("lightning as brought")
 
 MODULE = """
-import lightning as L
-import torch
+import torch, lightning as L
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics import MeanMetric
@@ -40,7 +39,7 @@ class Net(L.LightningModule):
         norm = nn.BatchNorm1d(6) if NORM else nn.Identity()
         self.net = nn.Sequential(norm, nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
         self.accuracy, self.mean, self.auroc = BinaryAccuracy(), MeanMetric(), BinaryAUROC()
-        self.loss = nn.BCEWithLogitsLoss()
+        self.loss, self.still = nn.BCEWithLogitsLoss(), nn.BatchNorm1d(6, affine=False).eval()
         self.register_buffer("ema", torch.ones(()))
         self.save_hyperparameters()
     def on_before_zero_grad(self, _): self.ema.mul_(0.9).add_(self.net[1].bias.detach().max())
@@ -48,12 +47,11 @@ class Net(L.LightningModule):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.ema += 0.01 * outputs["twice"] * batch_idx + 0.001 * self.global_step
     def on_train_start(self):
-        self.logger.log_hyperparams(self.hparams)
-        self.net[3].weight.data.mul_(0.5)
+        self.logger.log_hyperparams(self.hparams); self.net[3].weight.data.mul_(0.5)
     def on_validation_epoch_end(self): pass
     def on_before_batch_transfer(self, batch, _):
         return batch[0] + 0.1 * self.trainer.validating, batch[1]
-    def forward(self, x): return self.net(x).squeeze(1)
+    def forward(self, x): return self.net(self.still(x)).squeeze(1)
     def on_train_epoch_start(self): self.factor = 1 + 0.1 * self.current_epoch
     def on_train_epoch_end(self):
         self.net[1].bias.requires_grad_(self.current_epoch > 0)
@@ -64,20 +62,17 @@ class Net(L.LightningModule):
         loss = loss * self.factor * (1 + 0.01 * batch_idx + 0.001 * self.global_step)
         return {"loss": loss, "twice": 2}
     def validation_step(self, batch):
-        x, y = batch
-        out = self(x)
-        self.mean.update(self.loss(out, y).detach(), weight=len(y))
-        self.log("val_loss", self.mean)
+        x, y = batch; out = self(x)
+        self.mean.update(self.loss(out, y).detach(), weight=len(y)); self.log("val_loss", self.mean)
         self.accuracy(out, y)
         self.log_dict({"val/accuracy": self.accuracy, "val_out": out.mean()})
-    def test_step(self, batch, batch_idx): self.log("test_out", self(batch[0]).mean())
+    def test_step(self, *given): self.log("test_out", self(given[0][0]).mean())
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.trainer.model.parameters(), lr=0.01)
         total = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=total)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-torch.manual_seed(1)
-net = Net()
+torch.manual_seed(1); net = Net()
 recipe = samestep.lightning.recipe(net, Data, batch_size=8, epochs=3, order="sequential")
 """
 ALONE = ("--threads", "1", "--device", "cpu")
@@ -157,10 +152,11 @@ def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, str
 
 
 STEP = ("OneCycleLR(optimizer, max_lr=0.05, total_steps=total)", "ReduceLROnPlateau(optimizer)")
-PLATEAU = (
-    '[optimizer], [{"scheduler": scheduler, "interval": "step"}]',
-    '[optimizer], {"scheduler": scheduler,',
-)
+LISTED = '[optimizer], [{"scheduler": scheduler, "interval": "step"}]'
+BY_DICT = '[optimizer], {"scheduler": scheduler,'
+TOP = 'dict(optimizer=optimizer, lr_scheduler=scheduler, monitor="val_acc")'
+FREEZES = "self.net[3].requires_grad_(self.current_epoch < 1)"
+IN_EVAL = "self.still.train(self.current_epoch != 1)"
 
 
 @pytest.mark.parametrize(
@@ -177,9 +173,12 @@ PLATEAU = (
         ([("(self.trainer.esti", "(self.trainer.fit_loop.esti")], "asks its Trainer for 'fit"),
         ([('"val_loss", self.mean', '"val_loss", out.max(), reduce_fx="max"')], "reduce_fx=max"),
         ([("epochs=3,", "max_epochs=3,")], "Here it is epochs"),
-        ([STEP, (PLATEAU[0], f'{PLATEAU[1]} "interval": "step"}}')], "--eval-every"),
-        ([STEP, (PLATEAU[0], f'{PLATEAU[1]} "monitor": "train_loss"}}')], "validation_step logs"),
-        ([STEP, (PLATEAU[0], f'{PLATEAU[1]} "monitor": "val_acc"}}')], "monitor='acc:min'"),
+        ([STEP, (LISTED, f'{BY_DICT} "interval": "step"}}')], "--eval-every"),
+        ([STEP, (LISTED, f'{BY_DICT} "monitor": "train_loss"}}')], "validation_step logs"),
+        ([STEP, (LISTED, TOP)], "monitor='acc:min'"),
+        ([("self.factor", f"{FREEZES}; self.factor")], "freezes or unfreezes"),
+        ([("self.factor", f"{IN_EVAL}; self.factor")], "still into eval mode in one epoch"),
+        ([("net = Net()", "net = lambda: Net().double()")], "precision='fp64'"),
     ],
 )
 def test_what_it_asks_in_vain_is_refused_by_name(tmp_path, refused, changes, told):
@@ -188,10 +187,8 @@ def test_what_it_asks_in_vain_is_refused_by_name(tmp_path, refused, changes, tol
 
 
 def test_a_loader_in_place_of_a_datamodule_has_the_training_data():
-    from samestep.lightning import recipe
-
     rows = torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6.0))
-    brought = recipe(dict, torch.utils.data.DataLoader(rows, 2), batch_size=2)
+    brought = samestep.lightning.recipe(dict, torch.utils.data.DataLoader(rows, 2), batch_size=2)
     splits = brought.load_data(brought.make_options())
     assert (len(splits.train), splits.validation) == (6, None)
     own = type("Own", (torch.utils.data.DataLoader,), {"__iter__": lambda own: iter(own.dataset)})

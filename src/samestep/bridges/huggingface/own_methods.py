@@ -9,11 +9,12 @@ from torch import nn
 from torch.utils.data import default_collate
 from transformers import Seq2SeqTrainer, Trainer
 
+from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.core.data.recipe_data import Unpacked
 from samestep.core.recipe import Splits
 
-OVERRIDES = (
+_OVERRIDES = (
     *("training_step", "create_optimizer_and_scheduler", "get_batch_samples", "prediction_step"),
     *("get_train_dataloader", "get_eval_dataloader", "_get_eval_sampler", "evaluation_loop"),
     *("evaluate", "_inner_training_loop", "compute_loss_context_manager", "_prepare_inputs"),
@@ -35,6 +36,20 @@ def has_own(kind: type, name: str) -> bool:
     """Return whether a Trainer's class has another method of that name than transformers."""
     known = (getattr(one, name, None) for one in (Trainer, Seq2SeqTrainer))
     return getattr(kind, name, None) not in known
+
+
+def check_methods(kind: type) -> None:
+    """Refuse a Trainer's class with methods that would not be called.
+
+    Raises:
+        UserError: names them.
+    """
+    if own := [name for name in _OVERRIDES if has_own(kind, name)]:
+        raise UserError(
+            f"{kind.__name__}{defined_at(kind)} has its own {listed(own)}, which samestep would "
+            "not call.",
+            remedy="Write a Recipe, or keep the loop: samestep.open_run.",
+        )
 
 
 def ordered_by(trainer: Trainer, data: Callable[[], Splits]) -> Splits:

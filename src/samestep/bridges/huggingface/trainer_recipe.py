@@ -40,7 +40,7 @@ from samestep.bridges.huggingface.callbacks import (
 )
 from samestep.bridges.huggingface.own_methods import (
     OF_OPTIMIZER,
-    OVERRIDES,
+    check_methods,
     has_own,
     optimizer_of,
     ordered_by,
@@ -175,12 +175,7 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
         UserError: as of `recipe`; or the Trainer's class has methods that would not be called.
     """
     kind = type(trainer)
-    if own := [name for name in OVERRIDES if has_own(kind, name)]:
-        raise UserError(
-            f"{kind.__name__}{defined_at(kind)} has its own {listed(own)}, which samestep would "
-            "not call.",
-            remedy="Write a Recipe, or keep the loop: samestep.open_run.",
-        )
+    check_methods(kind)
     init = getattr(trainer, "model_init", None)
     base = recipe(
         init if init is not None else trainer.model,

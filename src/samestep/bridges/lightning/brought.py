@@ -46,8 +46,8 @@ from samestep.bridges.lightning.logged import (
     noted,
     plain_name,
 )
-from samestep.bridges.lightning.modes import in_first_modes, in_kept_modes, keep_modes
-from samestep.bridges.lightning.stand_in import AFTER_STEP, BEFORE_STEP, StandIn, call
+from samestep.bridges.lightning.module_hooks import call, in_first_modes, in_kept_modes, keep_modes
+from samestep.bridges.lightning.stand_in import AFTER_STEP, BEFORE_STEP, StandIn
 from samestep.core.data.recipe_data import Unpacked, as_pytorch, reads_each_once
 from samestep.core.data.samplers import SamplerOrder
 from samestep.core.learner.after_epoch import keeps_trained

@@ -10,27 +10,12 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.base.errors import blame, defined_at
 from samestep.base.settings import Settings
-from samestep.core.learner.after_epoch import keeps_trained
+from samestep.bridges.lightning.module_hooks import call
 
 BEFORE_STEP = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 """Hooks that are called before each step, in this order, once all ranks have the gradients."""
 AFTER_STEP = "on_train_batch_end"
-
-
-def call(module: Any, name: str, *arguments: Any) -> None:
-    """Call a hook of a module during its training.
-
-    Raises:
-        UserError: it fails, or freezes parameters.
-    """
-    hook = getattr(module, name)
-    with keeps_trained(module, f"The LightningModule's {name}{defined_at(hook)}"):
-        try:
-            hook(*arguments)
-        except Exception as error:
-            blame(f"The LightningModule's {name} failed", error, hook)
 
 
 class StandIn:

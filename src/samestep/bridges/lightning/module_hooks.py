@@ -1,4 +1,4 @@
-"""Which parts of a LightningModule stay in eval mode while it trains.
+"""Hooks of a LightningModule during its training, and the modes that they leave its parts in.
 
 Lightning's Trainer leaves a frozen backbone or a teacher in the mode that the module has put it in,
 also over validations. samestep's training calls `train()` of the whole model after each of them, so
@@ -7,9 +7,24 @@ what is to stay in eval mode is kept with the module, by name: copies of a modul
 
 from typing import Any
 
-from samestep.base.errors import UserError, defined_at, listed
+from samestep.base.errors import UserError, blame, defined_at, listed
+from samestep.core.learner.after_epoch import keeps_trained
 
 _FIRST, _KEPT = "_samestep_first_in_eval", "_samestep_in_eval"
+
+
+def call(module: Any, name: str, *arguments: Any) -> None:
+    """Call a hook of a module during its training.
+
+    Raises:
+        UserError: it fails, or freezes parameters.
+    """
+    hook = getattr(module, name)
+    with keeps_trained(module, f"The LightningModule's {name}{defined_at(hook)}"):
+        try:
+            hook(*arguments)
+        except Exception as error:
+            blame(f"The LightningModule's {name} failed", error, hook)
 
 
 def keep_modes(module: Any) -> None:
