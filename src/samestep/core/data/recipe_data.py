@@ -179,8 +179,9 @@ def without_loaders(splits: Splits, collate: Collate | None) -> Splits:
 
 
 def _of_torchdata(part: Any) -> bool:
-    """Whether torchdata wrote how a loader or a sampler iterates: as PyTorch's, and with a state."""
-    return str(type(part).__iter__.__module__).partition(".")[0] == "torchdata"
+    """Whether torchdata wrote how a loader or a sampler iterates: as PyTorch's, with a state."""
+    own = getattr(type(part), "__iter__", None)  # a list's has no module
+    return str(getattr(own, "__module__", "")).startswith("torchdata.")
 
 
 def _without_state(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -195,10 +196,8 @@ def _without_state(loader: DataLoader[Any]) -> DataLoader[Any]:
     elif _of_torchdata(sampler) and isinstance(sampler, DistributedSampler):
         sampler = DistributedSampler(loader.dataset, 1, 0, shuffle=sampler.shuffle)
     elif _of_torchdata(sampler):
-        drawn = sampler.num_samples if sampler.num_samples != len(loader.dataset) else None
-        sampler = RandomSampler(
-            loader.dataset, sampler.replacement, drawn, generator=sampler.generator
-        )
+        drawn = sampler.replacement, sampler.num_samples, sampler.generator
+        sampler = RandomSampler(loader.dataset, *drawn)
     return DataLoader(loader.dataset, sampler=sampler, collate_fn=loader.collate_fn, **how)
 
 
