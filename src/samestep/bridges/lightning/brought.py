@@ -293,7 +293,7 @@ class _Brought:
             own = sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
             if stage == "train":
                 return Unpacked(_data_of(dataset, stage, loader.collate_fn), default_collate, own)
-            drawn = SamplerOrder(own, len(dataset), 0).order(0, 0)  # type: ignore[arg-type]
+            drawn = SamplerOrder(own, len(dataset), 0).order(0, 0)
             dataset = Subset(dataset, drawn.tolist())
         return _data_of(dataset, stage, loader.collate_fn)
 

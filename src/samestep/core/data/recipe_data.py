@@ -187,6 +187,7 @@ def _of_torchdata(part: Any) -> bool:
 def _without_state(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return PyTorch's loader for a `StatefulDataLoader`, whose state is what a run has itself."""
     batches: Any = loader.batch_sampler
+    dataset: Any = loader.dataset
     if not _of_torchdata(batches):
         return DataLoader(loader.dataset, batch_sampler=batches, collate_fn=loader.collate_fn)
     how: dict[str, Any] = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
@@ -197,7 +198,7 @@ def _without_state(loader: DataLoader[Any]) -> DataLoader[Any]:
         sampler = DistributedSampler(loader.dataset, 1, 0, shuffle=sampler.shuffle)
     elif _of_torchdata(sampler):
         drawn = sampler.replacement, sampler.num_samples, sampler.generator
-        sampler = RandomSampler(loader.dataset, *drawn)
+        sampler = RandomSampler(dataset, *drawn)
     return DataLoader(loader.dataset, sampler=sampler, collate_fn=loader.collate_fn, **how)
 
 

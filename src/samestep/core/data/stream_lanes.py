@@ -263,7 +263,7 @@ def leads_back(stream: Any, route: Route) -> bool:
         first = lane.take(1)
         try:
             mark = lane.mark()
-        except UserError:  # a state_dict that wants to be told where it is, as litdata's
+        except UserError:  # a state_dict that takes arguments, as that of LitData
             return False
         second = lane.take(1)
         if not first or not second:

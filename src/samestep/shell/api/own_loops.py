@@ -87,7 +87,7 @@ def open_run(
     starts = [partial(_trackers, track, own["name"])] if track else []
     keeps = Settings(mirror=mirror, keep_newest=keep_newest, keep_hours=keep_hours)
     # On another machine, the run that is to continue may be in the store only.
-    new = not resume or (place is not None and not is_run(place))
+    new = not resume or bool(place and not is_run(place))
     lost = (place or Path("runs/RUN")) if new else None
     starts += [partial(_mirror, keeps, lost)] if address_of(mirror) else []
     own["trackers"] = tuple(starts)
