@@ -7,53 +7,39 @@ from torch import nn
 from tests.tiny import assert_close, last_state, resumed, train_all, trained, write_recipe
 
 RECIPE = """
-import random
-import numpy as np, torch
+import random, numpy as np, torch
 from torch import nn
 from torch.utils.data import *
 from samestep import Recipe, Splits
-generator = torch.Generator().manual_seed(1)
-x = torch.randn(67, 8, generator=generator, dtype=torch.float64)
+x = torch.randn(67, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 y = (x[:, 0] > 0).long()
 class Own(Sampler):
-    def __init__(self):
-        self.epoch, self.calls, self.drawn = 0, 0, random.Random(4)
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-    def __len__(self):
-        return 40
+    def __init__(self): self.epoch, self.calls, self.drawn = 0, 0, random.Random(4)
+    def set_epoch(self, epoch): self.epoch = epoch
+    def __len__(self): return 40
     def __iter__(self):
         self.calls += 1
         return iter(np.random.default_rng((3, self.epoch)).permutation(67)[:40].tolist())
 class Drawn(Own):
-    def __iter__(self):
-        return iter(self.drawn.sample(range(67), 40))
+    def __iter__(self): return iter(self.drawn.sample(range(67), 40))
 class Counted(Own):
     def __iter__(self):
         return iter(range(self.calls, self.calls + 10 + len([*super().__iter__()][:30])))
 class Pairs(Own):
-    def __iter__(self):
-        return iter(np.reshape([*super().__iter__()], (-1, 4)).tolist())
+    def __iter__(self): return iter(np.reshape([*super().__iter__()], (-1, 4)).tolist())
 class Uneven(Own):
-    def __iter__(self):
-        return iter([[1], [2, 3], [4]])
+    def __iter__(self): return iter([[1], [2, 3], [4]])
 class Strangers(Own):
-    def __iter__(self):
-        return iter([67] * 40)
+    def __iter__(self): return iter([67] * 40)
 class Endless(Own):
     __len__ = None
-    def __iter__(self):
-        while True:
-            yield 0
-def doubled(samples):
-    return torch.stack([x for x, _ in samples]) * 2, torch.stack([y for _, y in samples])
+    def __iter__(self): return iter(int, 1)
+def doubled(samples): return torch.stack([x for x, _ in samples]) * 2, default_collate(samples)[1]
 class Pages(BatchSampler):
-    def __iter__(self):
-        return super().__iter__()
+    def __iter__(self): return super().__iter__()
     __iter__.__module__ = "torchdata.stateful_dataloader.sampler"
 class Stateful(DataLoader):
-    def __iter__(self):
-        return super().__iter__()
+    def __iter__(self): return super().__iter__()
     __iter__.__module__ = "torchdata.stateful_dataloader.stateful_dataloader"
 def loader(**how):
     kind = Stateful if isinstance(how.get("batch_sampler"), Pages) else DataLoader
@@ -62,8 +48,7 @@ TRAIN
 def data():
     held_out = loader(batch_size=9, sampler=SubsetRandomSampler(range(0, 67, 3)))
     return Splits(train=train(), validation=held_out)
-def model():
-    return nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
+def model(): return nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
 recipe = Recipe(model=model, data=data, settings={
     "epochs": 2, "batch_size": 8, "lr": 0.05, "optimizer": "sgd", "precision": "fp64",
     "log_every": 1, "checkpoint_every_steps": 3})

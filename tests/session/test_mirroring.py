@@ -51,10 +51,8 @@ def grow(run: Path, index: Index, step: int) -> Index:
         (folder / one).write_text(f"the content of {one}")
     with (run / "events.jsonl").open("a") as file:
         file.write(f'{{"event": "checkpoint", "step": {step}}}\n')
-    entry = Entry(
-        path=name, step=step, epoch=1, sha256=sha256(folder / name), metric=step % 2 * step
-    )
-    entry = replace(entry, files={part: sha256(folder / part)})
+    digest, files = sha256(folder / name), {part: sha256(folder / part)}
+    entry = Entry(path=name, step=step, epoch=1, sha256=digest, metric=step % 2 * step, files=files)
     return indexes.announce(folder, index, entry, Retention(newest=2))
 
 
@@ -120,10 +118,8 @@ def test_a_run_continues_from_its_copy_elsewhere_with_the_same_bits(whole, here,
     assert "checkpoint_step_29.pt is damaged" in " ".join(capsys.readouterr().err.split())
     assert_same_training(here / "runs/a", whole, tolerance=0)
     assert read_json(store / "result.json") == read_json(here / "runs/a/result.json")
-    kept, copied = (
-        {entry.path for entry in read_index(run / "checkpoints").checkpoints}
-        for run in (here / "runs/a", store)
-    )
+    runs = here / "runs/a", store
+    kept, copied = ({e.path for e in read_index(r / "checkpoints").checkpoints} for r in runs)
     assert kept < copied, "what was not fetched stays"
 
 
@@ -143,6 +139,7 @@ def test_an_address_with_a_secret_is_refused_without_a_word_of_it(here, refused,
     for place in ("s3://me:hidden@b/a", "s3://b/a?token=hidden", "me:hidden@host"):
         assert "hidden" not in refused("train", "spiral", "--mirror", place)
     assert "hidden" not in refused("train", "spiral", "--resume", "s3://me:hidden@b/a")
+    assert "outlives" in refused("train", "spiral", "--mirror", "memory://a/b")
     monkeypatch.setitem(sys.modules, "s3fs", None)
     assert "pip install 'samestep[mirror]'" in refused("train", "spiral", "--mirror", "s3://b/a")
     assert [*here.iterdir()] == []
@@ -160,13 +157,16 @@ def test_a_new_run_leaves_another_ones_copy_alone_and_a_resume_a_run_that_is_beh
     assert (here / "store" / INDEX).read_bytes() == before
 
 
-def test_a_loop_of_ones_own_is_copied_too(here):
+def test_a_loop_of_ones_own_is_copied_too_and_must_be_fetched_elsewhere(here, capfd):
     with samestep.open_run("a", mirror=(here / "store").as_uri()) as run:
         for _ in run.epochs(2, state={"model": torch.nn.Linear(1, 1)}):
             for _ in run.batches(torch.arange(4.0), global_batch_size=2):
                 run.log(loss=1.0)
     for name in ("events.jsonl", INDEX):
         assert (here / "store" / name).read_bytes() == (here / "a" / name).read_bytes()
+    with pytest.raises(SystemExit):
+        samestep.open_run("b", resume=True, mirror=(here / "store").as_uri()).__enter__()
+    assert f"{here / 'b'}/', recursive=1" in capfd.readouterr().err
 
 
 def test_the_file_of_records_for_the_caller_also_takes_what_is_told_at_the_very_end(tmp_path):

@@ -44,9 +44,9 @@ def check_address(address: str) -> None:
             "configuration.",
             flags=["mirror", "resume"],
         )
-    if not re.fullmatch(r"[a-z][\w.+-]*://[^*\[\]]*[^/*\[\]]/*", address):
+    if not re.fullmatch(r"(?!memory:)[a-z][\w.+-]*://[^*\[\]]*[^/*\[\]]/*", address):
         raise UserError(
-            f"{address!r} is not the address of a store.",
+            f"{address!r} is not the address of a store that outlives this process.",
             remedy="Write s3://BUCKET/RUN, or file:///FOLDER/RUN for a folder.",
             flags=["mirror", "resume"],
         )
@@ -147,10 +147,11 @@ class Store:
             self._files.makedirs(key.rpartition("/")[0], exist_ok=True)
 
 
-def check_mirror(mirror: str | None, *, new: bool) -> None:
+def check_mirror(mirror: str | None, *, new: bool, lost: Path | None = None) -> None:
     """Check that the mirror of a run can be written; for a new run, that no other one is there.
 
-    A store that does not answer yet refuses no training.
+    A store that does not answer yet refuses no training. `lost`: where a run that may be the one
+    in the store was to continue.
     """
     address = address_of(mirror)
     if address is None:
@@ -168,8 +169,12 @@ def check_mirror(mirror: str | None, *, new: bool) -> None:
     asking.start()
     asking.join(_ANSWER_S)
     if any(index.checkpoints for index in indexes):
+        how = f" with --resume {address}"
+        if lost is not None:
+            get = f"fs, r = fsspec.url_to_fs('{address}'); fs.get(r + '/', '{lost}/', recursive=1)"
+            how = f': fetch it by python -c "import fsspec; {get}", then start with resume=True'
         raise UserError(
             f"--mirror {address} has another run.",
-            remedy=f"Choose another address, or continue that run with --resume {address}",
+            remedy=f"Choose another address, or continue that run{how}",
             flags=["mirror"],
         )

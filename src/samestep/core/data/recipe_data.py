@@ -180,7 +180,8 @@ def without_loaders(splits: Splits, collate: Collate | None) -> Splits:
 
 def _of_torchdata(part: Any) -> bool:
     """Whether a loader or sampler iterates by torchdata's code: as PyTorch's, with a state."""
-    return str(type(part).__iter__.__module__).partition(".")[0] == "torchdata"
+    own = getattr(type(part), "__iter__", None)  # a list's has no module
+    return str(getattr(own, "__module__", "")).startswith("torchdata.")
 
 
 def _without_state(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -196,8 +197,8 @@ def _without_state(loader: DataLoader[Any]) -> DataLoader[Any]:
     elif _of_torchdata(sampler) and isinstance(sampler, DistributedSampler):
         sampler = DistributedSampler(dataset, 1, 0, shuffle=sampler.shuffle)
     elif _of_torchdata(sampler):
-        drawn = sampler.num_samples if sampler.num_samples != len(dataset) else None
-        sampler = RandomSampler(dataset, sampler.replacement, drawn, generator=sampler.generator)
+        drawn = sampler.replacement, sampler.num_samples, sampler.generator
+        sampler = RandomSampler(dataset, *drawn)
     return DataLoader(dataset, sampler=sampler, collate_fn=loader.collate_fn, **arguments)
 
 

@@ -264,7 +264,7 @@ def leads_back(stream: Any, route: Route) -> bool:
         first = lane.take(1)
         try:
             mark = lane.mark()
-        except UserError:  # a state_dict that needs its position as an argument, as litdata's
+        except UserError:  # a state_dict that takes arguments, as that of LitData
             return False
         second = lane.take(1)
         if not first or not second:

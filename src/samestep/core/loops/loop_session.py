@@ -160,19 +160,26 @@ class LoopSession:
         self.received = self._signals.__enter__()
         self.agreement = Agreement(self.world, self.received)
         self._trackers = contextlib.ExitStack()
-        for starts in options.trackers:
-            self.world.on_main(partial(self._open_trackers, starts))
         # Autocast keeps casts of the weights until its outermost context ends, and that may be
         # around the whole loop: forget them whenever the weights have changed.
         self._hook = register_optimizer_step_post_hook(self._has_stepped)
+        self._open_trackers()
         seed_alike(options.seed)
 
-    def _open_trackers(self, starts: Callable[..., Any]) -> None:
+    def _open_trackers(self) -> None:
         def tell(record: Record) -> None:
             say(self.world, f"{record['tracker']}: {record['text']}")
 
-        trackers = starts(tell=tell, stopped=lambda: bool(self.received.signum))
-        self.session.add_sink(self._trackers.enter_context(trackers).take)
+        def start(starts: Callable[..., Any]) -> None:
+            trackers = starts(tell=tell, stopped=lambda: bool(self.received.signum))
+            self.session.add_sink(self._trackers.enter_context(trackers).take)
+
+        try:
+            for starts in self.options.trackers:
+                self.world.on_main(partial(start, starts))
+        except Exception as error:
+            self.close(error)
+            raise
 
     def _choose_path(self) -> Path:
         options, named = self.options, self.options.path or os.environ.get(JOB_RUN)

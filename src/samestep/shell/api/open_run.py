@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.base.errors import UserError
+from samestep.base.run.directory import is_run
 from samestep.base.run.records import Record
 from samestep.base.run.store import address_of, check_address, check_mirror
 from samestep.base.settings import Backend, Device, Settings, merge_layers
@@ -85,7 +86,10 @@ def open_run(
         own["may_change"] = {*may_change, *is_path}
     starts = [partial(_trackers, track, own["name"])] if track else []
     keeps = Settings(mirror=mirror, keep_newest=keep_newest, keep_hours=keep_hours)
-    starts += [partial(_mirror, keeps, new=not resume)] if address_of(mirror) else []
+    # On another machine, the run that is to continue may be in the store only.
+    new = not resume or bool(place and not is_run(place))
+    lost = (place or Path("runs/RUN")) if new else None
+    starts += [partial(_mirror, keeps, lost)] if address_of(mirror) else []
     own["trackers"] = tuple(starts)
     return (OwnRun.opened_as or OwnRun)(Options(**{**arguments, **own}))
 
@@ -112,11 +116,14 @@ def _trackers(
 
 
 def _mirror(
-    settings: Settings, tell: Callable[[Record], None], stopped: Callable[[], bool], *, new: bool
+    settings: Settings,
+    lost: Path | None,
+    tell: Callable[[Record], None],
+    stopped: Callable[[], bool],
 ) -> Any:
     """Return the mirror that copies the run to a store; rank 0 calls it."""
     from samestep.show.mirroring import Mirror  # noqa: PLC0415
 
     check_address(str(settings.mirror))
-    check_mirror(settings.mirror, new=new)
+    check_mirror(settings.mirror, new=lost is not None, lost=lost)
     return Mirror(settings, tell, stopped)
