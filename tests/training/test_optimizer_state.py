@@ -211,11 +211,10 @@ def test_a_resume_is_the_same_to_the_last_bit(kind, weights):
     assert groups_of(optimizer) == groups_of(first)
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["", "by an earlier version"])
-def test_settings_are_todays_and_what_was_gathered_is_the_checkpoints(told):
+def test_settings_are_todays_and_what_was_gathered_is_the_checkpoints():
     model, optimizer, update, groups = made(Slowing, torch.float32, weight_decay=0.5)
     take(model, update, range(3))
-    kept = what_groups_keep(optimizer, groups) if told else None
+    kept = what_groups_keep(optimizer, groups)
     _, now, _, groups = made(Slowing, torch.float32, weight_decay=0.25)
     load_state(now, optimizer.state_dict(), groups, kept)
     found = {"lr": 0.1, "lr_ratio": 1.0, "weight_decay": 0.25, "k": 3, "d": 1.0, "since": 0.5}

@@ -11,7 +11,7 @@ from samestep import Recipe, Settings, Splits
 from samestep.base.errors import UserError
 from samestep.base.phases import make_phases
 from samestep.core.learner.optimizer import Update, optimizer_of, set_lr
-from samestep.core.learner.optimizer_state import load_state
+from samestep.core.learner.optimizer_state import groups_of, load_state, what_groups_keep
 from samestep.core.plan import learning_rate, make_plan
 from samestep.core.training.compiled import ModelStep
 from samestep.core.training.steps import make_step, what_compiles
@@ -244,9 +244,10 @@ def test_a_checkpoint_of_another_kind_of_optimizer_is_refused():
         return optimizer_of(recipe, layer, Settings(), 0.1, CPU)
 
     adam = of(torch.optim.AdamW)
-    load_state(of(torch.optim.AdamW), adam.state_dict())
+    kept = what_groups_keep(adam, groups_of(adam))
+    load_state(of(torch.optim.AdamW), adam.state_dict(), kept=kept)
     with pytest.raises(UserError):
-        load_state(of(torch.optim.Adagrad), adam.state_dict())
+        load_state(of(torch.optim.Adagrad), adam.state_dict(), kept=kept)
     several = of(lambda parameters: [torch.optim.AdamW([one]) for one in parameters])
     for one, other in ((several, adam), (adam, several)):
         with pytest.raises(UserError, match=r"the state of [12] optimizers?"):

@@ -9,7 +9,6 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -33,9 +32,6 @@ _KERNELS = frozenset({"fused", "foreach", "capturable"})
 
 _SET_HERE = _KERNELS | {"params", "lr", RATIO}
 """Entries of a group that are never loaded, whatever has changed them; see `_set_here`."""
-
-_ARGUMENTS = frozenset({"alpha", "betas", "eps", "etas", "lr_decay", "momentum", "weight_decay"})
-"""Settings of torch's own optimizers, which none of them changes."""
 
 _POLICY = "_process_value_according_to_param_policy"
 """What casts each tensor that torch's optimizers load."""
@@ -211,7 +207,7 @@ def load_state(
         optimizer: a new one.
         saved: what its `state_dict` returned.
         initial: what `groups_of` returned when it was new.
-        kept: of a recipe's own, what `what_groups_keep` returned; earlier versions have no such.
+        kept: of a recipe's own, what `what_groups_keep` returned; None of a built-in one.
 
     Raises:
         UserError: the state is that of another optimizer, or its own `load_state_dict` fails.
@@ -230,7 +226,7 @@ def load_state(
     from samestep.base.patches import patched  # noqa: PLC0415 - to resume only
 
     if RATIO in own[0] or kept is not None or any(RATIO in group for group in its):
-        gathered = _gathered(optimizer, its, initial or own, kept)
+        gathered = _gathered(initial or own, kept)
         same_types = kept is not None and [_dtypes(g) for g in own] == [g["dtypes"] for g in kept]
         try:
             with patched((torch.optim.Optimizer, _POLICY, partial(_placed, same_types))):
@@ -270,45 +266,16 @@ def _has_its_own(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
 
 
-def _gathered(
-    optimizer: torch.optim.Optimizer,
-    its: Sequence[Group],
-    initial: Sequence[Group],
-    kept: Sequence[Group] | None,
-) -> list[set[str]]:
+def _gathered(initial: Sequence[Group], kept: Sequence[Group] | None) -> list[set[str]]:
     """Return the names accumulated in a checkpoint's groups; refuse another kind of optimizer's."""
-    if kept is not None:
-        gathered = [set(group["gathered"]) for group in kept]
-        names = [set(group["made"]) for group in kept]
-        fits = [n - _KERNELS for n in names] == [{*g} - _KERNELS - {"params"} for g in initial]
-    else:
-        # Earlier versions did not say: no argument of the class is gathered, most likely.
-        arguments = signature(type(optimizer).__init__).parameters
-        pairs = list(zip(its, initial, strict=False))
-        gathered = [
-            {
-                name
-                for name, value in group.items()
-                if name not in _SET_HERE
-                and name not in arguments
-                and not (name in new and equal_values(value, new[name]))
-            }
-            for group, new in pairs
-        ]
-        gathered += [set[str]()] * (len(initial) - len(gathered))
-        fits = all(
-            not new.keys() - group.keys() - _SET_HERE
-            and not _ARGUMENTS & (group.keys() - new.keys())
-            and (RATIO in new) == (RATIO in group)
-            for group, new in pairs
-        )
-    if not fits:
+    made = [{*group} - _KERNELS - {"params"} for group in initial]
+    if kept is None or [{*group["made"]} - _KERNELS for group in kept] != made:
         raise UserError(
             "The checkpoint was written by another kind of optimizer, and what it has gathered "
             "does not fit this one. Use the optimizer of the run that wrote it, or start a new "
             "run."
         )
-    return gathered
+    return [set(group["gathered"]) for group in kept]
 
 
 def take_settings(
