@@ -57,7 +57,7 @@ def copier(monkeypatch):
 
 def use_instead(copier, setattr_=setattr):
     setattr_(prefetch, "_copier", lambda _device: copier)
-    setattr_(memory_source, "_fits_device", lambda _stored, _world: False)
+    setattr_(memory_source, "_fits_on", lambda _stored, _world: False)
 
 
 def pairs(count, log=None, fails_at=None):
@@ -371,12 +371,12 @@ def test_data_takes_a_quarter_of_a_gpu_and_what_does_not_fit_is_left_to_the_cpu(
     gpus.allocated = gpus.cached = 0
     world = on_gpu()
     stored = [SimpleNamespace(nbytes=8 * GIB, device=CPU) for _ in range(2)]
-    assert memory_source._fits_device(stored, world)
+    assert memory_source._fits_on(stored, world)
     gpus.allocated = 5 * GIB
-    assert not memory_source._fits_device(stored, world)
+    assert not memory_source._fits_on(stored, world)
     for tensor in stored:
         tensor.device = world.device
-    assert memory_source._fits_device(stored, world)
+    assert memory_source._fits_on(stored, world)
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,7 @@ KINDS = ["on the device", "on the host", "loader", "trees"]
 @pytest.fixture(params=KINDS)
 def kind(request, monkeypatch):
     if request.param == "on the host":
-        monkeypatch.setattr(
-            memory_source, "_fits_device", lambda _stored, world: world.device == CPU
-        )
+        monkeypatch.setattr(memory_source, "_fits_on", lambda _stored, world: world.device == CPU)
         monkeypatch.setattr(memory_source, "_BYTES_PER_GATHER_ON_CUDA", 1 << 20)
     return request.param
 
@@ -163,7 +161,7 @@ def test_the_host_has_read_one_batch_more_than_it_has_handed_out(cuda):
 
 
 def test_a_host_that_is_far_ahead_of_the_device_fills_no_memory(cuda, monkeypatch):
-    monkeypatch.setattr(memory_source, "_fits_device", lambda _stored, _world: False)
+    monkeypatch.setattr(memory_source, "_fits_on", lambda _stored, _world: False)
     data = torch.zeros(64, 1 << 20, dtype=torch.uint8), torch.arange(64)  # a MiB each
     world = World(device=cuda)
     source = open_source(data, world, seed=1, dtype=torch.float32, num_workers=0)

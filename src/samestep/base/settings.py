@@ -184,8 +184,9 @@ class Settings:
     seed: int = field(default=42, metadata=_COMMON)
     """Seed of all random numbers: initial weights, sample order, augmentation, dropout."""
     init_from: str | None = field(default=None, metadata=_COMMON)
-    """Weights to start from: a run (its best checkpoint), one of its checkpoints, or a file with a
-    state_dict (.safetensors, .pt, .pth, .bin, .ckpt). All else is new, also the optimizer."""
+    """Weights to start from: a run (its best checkpoint), one of its checkpoints, a file with a
+    state_dict (.safetensors, .pt, .pth, .bin, .ckpt), or a folder that save_pretrained wrote. All
+    else is new, also the optimizer."""
     init_strict: bool = True
     """With --init-from, names and shapes must be those of the model. Off loads what fits, and lists
     the rest."""

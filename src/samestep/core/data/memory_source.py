@@ -54,7 +54,7 @@ class MemorySource(OrderedSource):
         device = self._world.device
         # Floating-point data takes the model's type here once, not in every batch.
         stored = self._cast(inputs), self._cast(targets)
-        self.is_resident = _fits_device(stored, self._world)
+        self.is_resident = _fits_on(stored, self._world)
         """Whether the data is where the model is; else batches of it are copied."""
         home = device if self.is_resident else torch.device("cpu")
         self._inputs, self.targets = (tensor.to(home).contiguous() for tensor in stored)
@@ -156,7 +156,7 @@ def _rows(stored: Tensor, indices: Sequence[int]) -> Tensor:
     return stored.index_select(0, torch.tensor(indices, device=stored.device))
 
 
-def _fits_device(stored: tuple[Tensor, Tensor], world: World) -> bool:
+def _fits_on(stored: tuple[Tensor, Tensor], world: World) -> bool:
     """Whether data can lie where the model is. A CPU already holds it, and MPS shares that."""
     if world.device.type != "cuda" or all(tensor.device == world.device for tensor in stored):
         return True

@@ -1,6 +1,8 @@
 """Weights that a training starts from (`--init-from`): of another run, or of a file."""
 
 import copy
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,6 +22,9 @@ from samestep.core.learner.model_state import load_model, misfits
 from samestep.core.session.weights_file import SAFETENSORS, weights_in
 from samestep.launch.ranks.world import World
 
+_INDEX = ".safetensors.index.json"
+_SAVED = (f"model{_INDEX}", "model.safetensors", "pytorch_model.bin")
+"""Files that `save_pretrained` writes into a folder; the first is an index of several files."""
 _BY_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _INSIDE = ("state_dict", "model_state_dict", "model")
 """Where in a file of PyTorch's the weights may be, if it holds more."""
@@ -36,6 +41,7 @@ class InitialWeights:
     path: str
     """The file; of a run, its checkpoint."""
     sha256: str
+    """Of the file; of an index, over the hashes of it and of its files."""
     left_out: tuple[str, ...]
     """With --no-init-strict: what did not fit."""
 
@@ -62,8 +68,9 @@ def start_from(model: nn.Module, source: Path, world: World, *, strict: bool) ->
 
     Args:
         model: the new model; where it has no numbers yet, rank 0's will be taken.
-        source: a run, whose best checkpoint is taken as it is evaluated; one of its checkpoints; or
-            a file: .safetensors, or a `state_dict` of PyTorch in .pt, .pth, .bin or .ckpt.
+        source: a run, whose best checkpoint is taken as it is evaluated; one of its checkpoints; a
+            file: .safetensors, or a `state_dict` of PyTorch in .pt, .pth, .bin or .ckpt; or what
+            `save_pretrained` wrote: the folder, or the index of several .safetensors.
         world: the ranks; each reads the file.
         strict: whether names and shapes must be those of the model; else those that are, are
             loaded.
@@ -79,32 +86,53 @@ def start_from(model: nn.Module, source: Path, world: World, *, strict: bool) ->
 
 def _weights_file(source: Path, what: str) -> tuple[Path, Entry | None, str]:
     """Return the file to read, its entry if it is a run's checkpoint, and its SHA-256."""
+    if source.is_dir() and not is_run(source):
+        saved = (source / name for name in _SAVED)
+        if (found := next(filter(Path.is_file, saved), None)) is None:
+            raise no_run(source)
+        source = found
     folder, name = source.parent, source.name
     if source.is_dir():
-        if not is_run(source):
-            raise no_run(source)
         folder = source / "checkpoints"
         name = "best"
     if folder.name == "checkpoints" and is_run(folder.parent):
         entry = find_checkpoint(folder, name)
         verify(folder, entry)
         return folder / entry.path, entry, entry.sha256
-    if source.suffix not in (SAFETENSORS, *_BY_TORCH):
+    if not name.endswith((SAFETENSORS, _INDEX, *_BY_TORCH)):
         raise UserError(
-            f"{what}: name the directory of a run, one of its checkpoints, or a file that ends in "
-            f"{SAFETENSORS}, or in {', '.join(_BY_TORCH)} for a state_dict of PyTorch."
+            f"{what}: name the directory of a run, one of its checkpoints, a folder that "
+            f"save_pretrained wrote, or a file that ends in {SAFETENSORS}, or in "
+            f"{', '.join(_BY_TORCH)} for a state_dict of PyTorch."
             f"{'' if source.exists() else nearby(source, 'run', 'file')}"
         )
     try:
-        return source, None, sha256_of(source)
+        hashes = [sha256_of(file) for file in (source, *_files_of(source, what))]
     except OSError as error:
-        raise UserError(f"{what}: {error.strerror}.{nearby(source, 'file')}") from error
+        raise UserError(
+            f"{what}: {error.filename}: {error.strerror}.{nearby(source, 'file')}"
+        ) from error
+    together = hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return source, None, together if len(hashes) > 1 else hashes[0]
+
+
+def _files_of(index: Path, what: str) -> list[Path]:
+    """Return the files in an index's folder that it names; none if this is another file."""
+    if not index.name.endswith(_INDEX):
+        return []
+    try:
+        names = {Path(name).name for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{what}: {index} has no weight_map: it is not an index.") from error
+    return [index.with_name(name) for name in sorted(names)]
 
 
 def _read(path: Path, entry: Entry | None, what: str) -> dict[str, Any]:
     """Return the weights in a file by their names."""
     if entry is not None:
         return weights_in(load(path.parent, entry, verified=True))
+    if files := _files_of(path, what):
+        return {n: value for file in files for n, value in _read(file, None, what).items()}
     if path.suffix == SAFETENSORS:
         try:
             return import_module("safetensors.torch").load_file(path)  # type: ignore[no-any-return]
