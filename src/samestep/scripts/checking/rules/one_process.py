@@ -274,16 +274,20 @@ def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
 
 @rule("SS705", least_ranks=1)
 def zeroes_before_the_step(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for `zero_grad` as the last thing before a step."""
+    """Look for `zero_grad` as the last thing before a step, or between its micro-batches."""
     for optimizer, (_, steps) in _by_optimizer(seen).items():
         lost = [event for event in steps if event.cleared]
         if len(lost) >= _FEW and 2 * len(lost) > len(steps):
-            where = lost[0].cleared
+            where, some, last = lost[0].cleared, lost[0].lost, lost[0].passes - lost[0].lost
+            text = f"were taken with the gradients of the last {last} of {lost[0].passes} backward "
+            text += "passes: a zero_grad had thrown those before away"
             yield Found(
                 where,
-                f"{len(lost)} of {len(steps)} steps of {optimizer} came after a zero_grad with no "
-                f"backward pass between",
-                f"Move `{seen.line(where)}` before the backward pass, or after the step.",
+                f"{len(lost)} of {len(steps)} steps of {optimizer} "
+                + (text if some else "came after a zero_grad with no backward pass between"),
+                f"Move `{seen.line(where)}` before the {'first ' * bool(some)}backward pass"
+                + (" of a step" if some else "")
+                + ", or after the step.",
             )
 
 

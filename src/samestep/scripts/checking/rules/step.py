@@ -19,8 +19,6 @@ _EXACT_STEP, _ROUGH_STEP = 1e-3, 5e-2
 _SCALE = 1024.0  # a scaler multiplies by more
 _AT_TOP = 0.999  # a cosine may come back to it with another rounding
 _FADED = 0.0101  # of the largest learning rate: nothing is learnt any more
-_AT_TOP = 0.999  # a cosine may come back to it with another rounding
-_FADED = 0.0101  # of the largest learning rate: nothing is learnt any more
 
 
 @rule("SS301")
@@ -204,6 +202,7 @@ def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS310", least_ranks=1)
 def steps_with_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for an optimizer's own step where the scaler's was meant."""
+    update = "" if seen.ranks[0].of(ev.ScaleUpdated) else "\n+ scaler.update()"
     for event in seen.ranks[0].of(ev.ScaledStep):
         line, optimizer = seen.line(event.where), seen.optimizer_at(event.where)
         instead = line.replace(f"{optimizer}.step()", f"scaler.step({optimizer})", 1)
@@ -211,7 +210,7 @@ def steps_with_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
             event.where,
             f"the optimizer steps with gradients that are multiplied by {event.scale:g}: since "
             "`scale` neither `unscale_` nor the scaler's `step` was called",
-            f"- {line}\n+ {instead}\n+ scaler.update()" if instead != line else "",
+            replaced(line, instead) + update if instead != line else "",
         )
 
 
@@ -273,7 +272,13 @@ def adds_up_micro_batches(seen: Seen) -> Iterator[Found | NotSeen]:
             loader, is_mean = None, False
         elif isinstance(event, ev.GradientsUsed):
             same = len({(backward.where, number) for backward, number in passes}) == 1
-            if len(passes) > 1 and same and passes[0][1] is not None and event.grown == 1.0:
+            if (
+                len(passes) > 1
+                and same
+                and passes[0][1] is not None
+                and event.grown == 1.0
+                and not event.lost
+            ):
                 whole.append((passes[0][0], len(passes), event))
             steps += bool(passes)
             passes = []

@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -67,6 +68,11 @@ class _Held:
     steps: int = 0
     backwards: int = 0
     cleared: str = ""
+    lost: int = 0
+    """Passes since a step whose gradients a `zero_grad` threw away before the next one."""
+    lost_at: str = ""
+    weights: list[int | None] = field(default_factory=list)
+    """Checksums of the sample's own values in the last pass."""
     scale: float = 1.0
     """What the loss of its gradients was multiplied by, and they still are."""
 
@@ -126,7 +132,11 @@ class _Steps:
         """What losses have been multiplied by since the scaler's last update, 0 for nothing."""
         self._scaled_loss: weakref.ref[Any] | None = None
         self._in_scaler = False
+        self._scaled: set[int] = set()
+        """Tensors that scaled losses have reached: no optimizer of theirs may be known by then."""
         self._unscaled: set[int] = set()
+        self._passes: Counter[str] = Counter()
+        """Where the backward passes since the last step of any optimizer began."""
         self._taken = 0
         self._casts_dropped, self._casts_before = 0, -1
         """How often autocast has forgotten its casts of weights, and had at the last step."""
@@ -143,19 +153,27 @@ class _Steps:
             return
         loss = loss_of(call)
         events: list[ev.Event] = []
+        is_scaled = self._scaled_loss is not None and self._scaled_loss() is loss
+        # Line searches and sharpness-aware steps begin anew at other weights; in a GAN the other
+        # optimizer keeps its gradients of a pass.
+        anew = self._recorder.hooks.closure > 1
         with self._recorder.unwatched():
+            anew |= any(map(_has_unused, self._held.values()))
             for held in self._held.values():
                 held.still_left &= _is_left(held)
+                if held.cleared and (anew or held.weights != [*map(checksum, held.sample)]):
+                    held.lost = 0
             if self._first_times("reach", _FIRST):
                 leaves = list(leaves_of(loss))
+                self._scaled |= set(map(id, leaves)) if is_scaled else set()
                 parameters = sum(isinstance(leaf, nn.Parameter) for leaf in leaves)
                 events.append(ev.LossReach(leaves=len(leaves), parameters=parameters))
             if (average := average_of(loss)) is not None and self._first_times("average", 200):
                 events.append(average)
-            is_scaled = self._scaled_loss is not None and self._scaled_loss() is loss
             sums = [(held, held.sums()) for held in self._held.values() if is_scaled]
         for event in events:
             self._recorder.note(event)
+        self._passes[self._recorder.where()] += 1
         try:
             yield
         finally:
@@ -167,18 +185,26 @@ class _Steps:
                     held.still_left &= not _is_left(held)
                     held.backwards += 1
                     held.cleared, held.grown = "", 1.0
+                    held.weights = [*map(checksum, held.sample)]
                     held.remember()
 
-    def on_zero_grad(self, _call: ProbedCall) -> Around:
+    def on_zero_grad(self, call: ProbedCall) -> Around:
         if self._recorder.quiet:
             return
+        owner = call.args[0]
+        whole = tensors_of(owner) if isinstance(owner, Optimizer) else owner.parameters()
+        self._scaled.difference_update(map(id, whole if self._scaled else ()))
         with self._recorder.unwatched():
             full = [held for held in self._held.values() if held.backwards and _any(held.sample)]
+            unused = [_has_unused(held) for held in full]
         yield
+        where = self._recorder.where()
         with self._recorder.unwatched():
-            emptied = [held for held in full if not _any(held.sample)]
-        for held in emptied:
-            held.cleared = self._recorder.where()
+            for held, is_unused in zip(full, unused, strict=True):
+                if not _any(held.sample):
+                    held.cleared, held.scale = where, 1.0
+                    if is_unused:
+                        held.lost, held.lost_at = self._passes.total(), where
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         held = self._held.get(optimizer)
@@ -188,6 +214,8 @@ class _Steps:
                 sorted((p for p in whole if p.requires_grad), key=Tensor.numel)[:_SAMPLE]
             )
             held.backwards = 1
+            if not self._scaled.isdisjoint({id(p) for p in whole} - self._unscaled):
+                held.scale = self._scale
         if step_closure(args, kwargs) is None:  # which would make the gradients
             self._note_gradients(optimizer, held)
         if held.scale > 1.0 and not self._in_scaler:
@@ -209,12 +237,16 @@ class _Steps:
             tensors = tensors_of(optimizer)
             missing = sum(tensor.grad is None for tensor in tensors)
             full = _any(held.sample)
+        # Gradients that are put together from those of several passes are no multiple of the last.
+        lost = held.lost if full and held.grown and len(self._passes) == 1 else 0
         self._recorder.note(
             ev.GradientsUsed(
                 type(optimizer).__name__,
                 id(optimizer),
                 left=bool(held.left) and held.still_left and full,
-                cleared="" if full else held.cleared,
+                cleared=(held.lost_at if lost else "") if full else held.cleared,
+                lost=lost,
+                passes=self._passes.total(),
                 tensors=len(tensors),
                 missing=missing,
                 grown=held.grown,
@@ -234,6 +266,12 @@ class _Steps:
             }
         held.left = {place: number for place, number in sums.items() if number}
         held.still_left, held.backwards, held.cleared, held.scale = True, 0, "", 1.0
+        self._forget_passes()
+
+    def _forget_passes(self) -> None:
+        self._passes.clear()
+        for held in self._held.values():
+            held.lost = 0
 
     # Clipping
 
@@ -310,11 +348,14 @@ class _Steps:
         scaler = call.args[0]
         if scaler.is_enabled():
             skipped = self._taken == before
+            self._forget_passes()
             self._recorder.note(ev.ScalerStep(scaler.get_scale(), skipped=skipped))
 
     def on_scaler_update(self, _call: ProbedCall) -> Around:
+        self._recorder.once(ev.ScaleUpdated())  # it fails if the scaler took no step
         yield
         self._scale = 0.0
+        self._scaled.clear()
         self._unscaled.clear()
 
     def on_clear_autocast(self, _call: ProbedCall) -> None:
@@ -368,6 +409,11 @@ def _any(sample: Sequence[Tensor]) -> bool:
 def _is_left(held: _Held) -> bool:
     kept = ((held.sample[place].grad, number) for place, number in held.left.items())
     return all(grad is not None and checksum(grad) == number for grad, number in kept)
+
+
+def _has_unused(held: _Held) -> bool:
+    """Whether there are gradients other than those of the last step."""
+    return held.backwards > 0 and _any(held.sample) and not (held.left and _is_left(held))
 
 
 def average_of(loss: Tensor) -> ev.LossAverage | None:
