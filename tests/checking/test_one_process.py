@@ -174,6 +174,12 @@ SCALED = """\
 """
 SCALER = ("    best = 0.0\n", "    best, scaler = 0.0, torch.amp.GradScaler('cpu')\n")
 PLAIN = "            loss.backward()\n            optimizer.step()\n"
+BETWEEN = """\
+            for part, target in zip(inputs.chunk(4), labels.chunk(4)):
+                model.zero_grad()
+                loss_of(model(part), target).backward()
+            optimizer.step()
+"""
 DETACHED = [(LOSS, f"torch.tensor({LOSS}.item(), requires_grad=True)")]
 INFINITE = [SCALER, (PLAIN, SCALED), (LOSS, f"{LOSS} * float('inf')")]
 
@@ -183,10 +189,11 @@ INFINITE = [SCALER, (PLAIN, SCALED), (LOSS, f"{LOSS} * float('inf')")]
     [
         ([(ZERO, "")], "SS704", "loss.backward()", "16 of 17 steps"),
         ([(ZERO, ""), (STEP, f"{ZERO}{STEP}")], "SS705", "optimizer.zero_grad()", "16 of 17 steps"),
+        ([(ZERO, ""), (PLAIN, BETWEEN)], "SS705", "model.zero_grad()", "the first 3"),
         (DETACHED, "SS708", "loss.backward()", "17 steps"),
         (INFINITE, "SS710", "scaler.step(optimizer)", "the last 17 of 17"),
     ],
-    ids=["never zeroed", "zeroed too late", "detached", "infinite"],
+    ids=["never zeroed", "zeroed too late", "zeroed between", "detached", "infinite"],
 )
 def test_steps_that_learn_nothing_are_found(tmp_path, changes, code, line, number):
     found_in(tmp_path, planted(*changes, base=ALONE), code, line, number, nproc=1)

@@ -60,6 +60,7 @@ class CollectiveCalled(Event):  # a collective is about to be called
     dtype: str | None
     group: str
     strides: list[int] | None  # those of the first tensor with memory between its elements
+    trims: bool | None  # whether Accelerate leaves out repeated samples, where it gathers
 
 
 class CudaAsked(Event):

@@ -278,16 +278,16 @@ def zeroes_before_the_step(seen: Seen) -> Iterator[Found | NotSeen]:
     for optimizer, (_, steps) in _by_optimizer(seen).items():
         lost = [event for event in steps if event.cleared]
         if len(lost) >= _FEW and 2 * len(lost) > len(steps):
-            where, some, last = lost[0].cleared, lost[0].lost, lost[0].passes - lost[0].lost
-            text = f"were taken with the gradients of the last {last} of {lost[0].passes} backward "
-            text += "passes: a zero_grad had thrown those before away"
+            where, passes = lost[0].cleared, lost[0].passes
+            text, place = "came after a zero_grad with no backward pass between", "backward pass"
+            if lost[0].lost:
+                text = f"came after {passes} backward passes, of which a zero_grad threw away the "
+                text += f"gradients of the first {lost[0].lost}"
+                place = "first backward pass of a step"
             yield Found(
                 where,
-                f"{len(lost)} of {len(steps)} steps of {optimizer} "
-                + (text if some else "came after a zero_grad with no backward pass between"),
-                f"Move `{seen.line(where)}` before the {'first ' * bool(some)}backward pass"
-                + (" of a step" if some else "")
-                + ", or after the step.",
+                f"{len(lost)} of {len(steps)} steps of {optimizer} {text}",
+                f"Move `{seen.line(where)}` before the {place}, or after the step.",
             )
 
 
