@@ -189,7 +189,7 @@ INFINITE = [SCALER, (PLAIN, SCALED), (LOSS, f"{LOSS} * float('inf')")]
     [
         ([(ZERO, "")], "SS704", "loss.backward()", "16 of 17 steps"),
         ([(ZERO, ""), (STEP, f"{ZERO}{STEP}")], "SS705", "optimizer.zero_grad()", "16 of 17 steps"),
-        ([(ZERO, ""), (PLAIN, BETWEEN)], "SS705", "model.zero_grad()", "the first 3"),
+        ([(ZERO, ""), (PLAIN, BETWEEN)], "SS705", "model.zero_grad()", "of 3 of their"),
         (DETACHED, "SS708", "loss.backward()", "17 steps"),
         (INFINITE, "SS710", "scaler.step(optimizer)", "the last 17 of 17"),
     ],

@@ -272,8 +272,7 @@ class GradientsUsed(Event):  # the gradients of an optimizer's step
     optimizer_id: int
     left: bool  # whether those of the step before were still there when the backward pass began
     cleared: str  # the line of a `zero_grad` after the last backward pass, or between several
-    lost: int  # backward passes before that, if others followed
-    passes: int  # backward passes of the step
+    lost: int  # backward passes before it, if others followed
     tensors: int
     missing: int
     grown: float

@@ -196,15 +196,14 @@ def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
         text = f"{len(counts)} samples were evaluated {counts.total()} times: {few(twice)} twice"
         met = list(_met_after(seen.ranks[0], first))
         collectives = {event.name for event in met}
-        kept = next((event for event in met if event.trims is False), None)
+        kept = [event.where for event in met if event.trims is False]
         if any(event.trims for event in met):
             continue
-        if kept is not None:
-            line = seen.line(kept.where)
-            instead = line.replace(".gather(", ".gather_for_metrics(")
+        if kept:
+            line = seen.line(kept[0])
+            remedy = replaced(line, line.replace(".gather(", ".gather_for_metrics("))
             text += ", and Accelerate's `gather` keeps both"
-            otherwise = "Leave them out, as `gather_for_metrics` does."
-            yield Found(kept.where, text, replaced(line, instead, otherwise), "advice")
+            yield Found(kept[0], text, remedy, "advice")
         elif not first.loader.direct:
             yield NotSeen(f"{text}, by a sampler that is not the script's own")
         elif gathers := sorted(name for name in collectives if "gather" in name):

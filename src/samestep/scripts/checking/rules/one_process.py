@@ -278,12 +278,13 @@ def zeroes_before_the_step(seen: Seen) -> Iterator[Found | NotSeen]:
     for optimizer, (_, steps) in _by_optimizer(seen).items():
         lost = [event for event in steps if event.cleared]
         if len(lost) >= _FEW and 2 * len(lost) > len(steps):
-            where, passes = lost[0].cleared, lost[0].passes
+            where, first = lost[0].cleared, lost[0].lost
             text, place = "came after a zero_grad with no backward pass between", "backward pass"
-            if lost[0].lost:
-                text = f"came after {passes} backward passes, of which a zero_grad threw away the "
-                text += f"gradients of the first {lost[0].lost}"
-                place = "first backward pass of a step"
+            if first:
+                text = (
+                    f"lack the gradients of {first} of their micro-batches: a zero_grad between "
+                )
+                text, place = f"{text}them threw these away", f"first {place} of a step"
             yield Found(
                 where,
                 f"{len(lost)} of {len(steps)} steps of {optimizer} {text}",

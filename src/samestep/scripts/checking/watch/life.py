@@ -126,10 +126,8 @@ class _Life:
     def _trims(self) -> bool | None:
         stack = ((str(f.f_globals.get("__name__")), f.f_code.co_name) for f in frames())
         called = {name for module, name in stack if module.startswith("accelerate.")}
-        if "gather_for_metrics" in called:
-            return True
-        is_own = "gather" in called and self._recorder.is_direct("torch", "accelerate")
-        return False if is_own else None
+        own = "gather" in called and self._recorder.is_direct("torch", "accelerate")
+        return True if "gather_for_metrics" in called else False if own else None
 
     def on_training(self, _call: ProbedCall) -> Around:
         try:
