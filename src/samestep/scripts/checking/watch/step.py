@@ -241,7 +241,7 @@ class _Steps:
             tensors = tensors_of(optimizer)
             missing = sum(tensor.grad is None for tensor in tensors)
             full = any(held.sums())
-        # Gradients that are put together from those of several passes are no multiple of the last.
+        # Gradients that are put together from several passes' are not those of the last.
         alone = full and held.grown and len(self._passes) == 1
         passes, lost, lost_at = held.lost or (None, 0, "")
         lost = lost if alone and passes is self._passes else 0
