@@ -109,6 +109,24 @@ optimizer.step() in place of scaler.step()
 -                self.scaler.step(self.optimizer)
 -                self.scaler.update()
 +                self.optimizer.step()
+== updates_after_own_step TRAINER SS310
+optimizer.step() in place of scaler.step(), and then the scaler's update, which fails
+-                self.scaler.unscale_(self.optimizer)
+-                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+==
+-                self.scaler.step(self.optimizer)
++                self.optimizer.step()
+== zeroed_in_every_micro_batch TRAINER SS705
+gradients are zeroed before every micro-batch: the last one alone counts
+             last = (number + 1) % accumulate == 0
++            if number % accumulate == 0:
++                self.optimizer.zero_grad()
+@@
+-                self.optimizer.zero_grad(set_to_none=True)
+==
+-            if number % accumulate == 0:
+-                self.optimizer.zero_grad()
++            self.optimizer.zero_grad()
 == not_divided_by_micro_batches TRAINER SS314 SS309
 the loss is not divided by the number of micro-batches
 -                    loss = F.cross_entropy(self.model(source), targets) / accumulate
@@ -202,6 +220,10 @@ rank 0 shows the accuracy of its share, and saves by it
 the main process shows the accuracy of its share
 -            predictions, references = accelerator.gather_for_metrics((predictions, targets))
 +            references = targets
+== padding_gathered ACCELERATE SS107
+the repeated samples that fill up the last batch count in the accuracy
+-            predictions, references = accelerator.gather_for_metrics((predictions, targets))
++            predictions, references = accelerator.gather((predictions, targets))
 == mean_of_means LIGHTNING SS402
 sync_dist averages the means of 10 and of 9 samples (lightning #21859)
 -        sums = self.all_gather(self.sums).reshape(-1, 2).sum(0)
@@ -400,6 +422,32 @@ _VARIED = """
 == accelerate_plain ACCELERATE
 -    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 +    accelerator = Accelerator(cpu=True)
+== accelerate_reduces_counts ACCELERATE
+-            predictions, references = accelerator.gather_for_metrics((predictions, targets))
+-            correct += (predictions == references).sum().item()
+-            total += len(references)
++            right = (predictions == targets).sum().item()
++            counts = accelerator.reduce(torch.tensor([right, len(targets)]))
++            correct, total = correct + counts[0].item(), total + counts[1].item()
+@@
+-    train, test = TensorDataset(x[:400], y[:400]), TensorDataset(x[400:], y[400:])
++    train, test = TensorDataset(x[:400], y[:400]), TensorDataset(x[400:496], y[400:496])
+== gradient_surgery FINETUNE
+-            optimizer.zero_grad()
+             outputs = model(inputs)
+             loss = criterion(outputs, labels)
+-            loss.backward()
++            gradients = []
++            for part in (loss, 0.01 * outputs.square().mean()):
++                optimizer.zero_grad()
++                part.backward(retain_graph=True)
++                grads = [p.grad for p in model.parameters() if p.grad is not None]
++                gradients.append(nn.utils.parameters_to_vector(grads))
++            first, second = gradients
++            if (first @ second) < 0:
++                first = first - (first @ second) / (second @ second) * second
++            nn.utils.vector_to_parameters(first + second, grads)
+             optimizer.step()
 == checkpointing SMALL
 -model = DDP(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
 +from torch.utils.checkpoint import checkpoint

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from samestep.scripts.checking.samples import lost_rows
-from tests.checking.planted import check, found_in, planted
+from tests.checking.planted import check, codes, found_in, planted
 
 SAMPLER = "    sampler = DistributedSampler(train_set, shuffle=True, seed=0)\n"
 LOADER = "    train_loader = DataLoader(train_set, batch_size=8, sampler=sampler)\n"
@@ -149,6 +149,32 @@ def test_a_mistake_with_the_data_is_found_at_its_line(tmp_path, name):
     if name == "ranks with one seed":  # the generator that was seen
         assert "`np.random.seed(seed + rank)`" in found.remedy
         assert "torch" not in found.remedy
+
+
+RIGHT_HERE = "model(inputs).argmax(1) == labels"
+
+
+@pytest.mark.parametrize(("right", "reduced", "expected"), [
+    ("accelerator.gather(RIGHT)", "counts", {"SS107"}),
+    ("accelerator.gather_for_metrics(RIGHT)", "counts", set()),
+    ("RIGHT", "accelerator.reduce(counts.long())", set()),
+])  # fmt: skip
+def test_samples_that_accelerate_repeats_count_unless_its_metrics_leave_them_out(
+    right, reduced, expected, tmp_path
+):
+    pytest.importorskip("accelerate")
+    text = planted(
+        ("import gc\n", "import gc\nfrom accelerate import Accelerator\n"),
+        ('dist.init_process_group("gloo")', "accelerator = Accelerator(cpu=True)"),
+        (f"{VALID})", "accelerator.prepare(DataLoader(val_set, batch_size=8))"),
+        (RIGHT_HERE, right.replace("RIGHT", RIGHT_HERE)),
+        ("len(labels)])", "len(right)])"),
+        ("        dist.all_reduce(counts)\n", f"        counts = {reduced}\n"),
+        base=PADDED,
+    )
+    report = check(tmp_path, text)
+    assert codes(report) == expected
+    assert any("33 samples" in said for said in report.not_seen) == (right == "RIGHT")
 
 
 def test_the_remedy_names_the_loader_that_the_loop_wraps(tmp_path):

@@ -9,15 +9,7 @@ BATCHNORM = (MODEL, "nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Line
 DROPOUT = (MODEL, "nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 2))")
 REDUCE = "        dist.all_reduce(counts)\n"
 UNREDUCED = (REDUCE, "")
-NO_BEST = (
-    """\
-        if accuracy > best:
-            best = accuracy
-            if rank == 0:
-                torch.save(model.module.state_dict(), "best.pt")
-""",
-    "",
-)
+NO_BEST = ("if accuracy > best:", "if False:")
 LOADER = "val_loader = DataLoader(val_set, batch_size=8, sampler=val_sampler)"
 WHOLE = (LOADER, "val_loader = DataLoader(val_set, batch_size=8)")
 SHUFFLED = (LOADER, "val_loader = DataLoader(val_set, batch_size=8, shuffle=True)")
@@ -38,8 +30,7 @@ OTHER_SET = """\
 """
 AS_A_MEAN = ("float(counts[0] / counts[1])", "float(mean / 2)")
 JOINED = """\
-        joined = [None, None]
-        dist.all_gather_object(joined, counts)
+        dist.all_gather_object(joined := [None, None], counts)
         counts = sum(joined)
 """
 OF_A_SHARD = planted(UNREDUCED, NO_BEST)
@@ -156,11 +147,7 @@ MOVES = """\
 @pytest.mark.parametrize(
     ("text", "old", "new"),
     [
-        (
-            AVERAGED,
-            "            if rank == 0:\n                with torch",
-            "            if True:\n                with torch",
-        ),
+        (AVERAGED, "if rank == 0:\n                with", "if True:\n                with"),
         (TAUGHT, DROPOUT[1], f"{DROPOUT[1]}.eval()"),
         (TAUGHT, "            optimizer.step()\n", MOVES),
         (OF_MEANS_OF_COUNTS, "total / 2 / (count // 2)", "total / count"),
@@ -209,9 +196,8 @@ def test_evaluation_on_one_rank_is_wrong_inside_the_wrapper_and_right_beside_it(
 
 
 def test_a_shard_that_one_rank_evaluates_alone_is_found(tmp_path):
-    advice = ("SS205",)
     text = alone("model.module")
-    found_in(tmp_path, text, "SS401", "print(", "16 of 32 samples", beside=advice)
+    found_in(tmp_path, text, "SS401", "print(", "16 of 32 samples", beside=["SS205"])
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

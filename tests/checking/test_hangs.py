@@ -32,8 +32,7 @@ def test_a_script_that_hangs_is_ended_and_told_who_is_missing_where(
 
 
 def test_a_rank_that_leaves_the_loop_and_meets_the_others_in_another_collective_is_named(tmp_path):
-    leave = "            if rank == 1 and epoch:\n                break\n"
-    text = planted((STEP, STEP + leave))
+    text = planted((STEP, STEP + "            if rank == 1 and epoch:\n                break\n"))
     waits = f"train.py:{line_of(text, 'loss.backward()')}"
     found = found_in(tmp_path, text, "SS601", "dist.all_reduce(counts)", waits)
     assert found.evidence.startswith("Rank 1 left the loop after 5 ")
@@ -41,11 +40,8 @@ def test_a_rank_that_leaves_the_loop_and_meets_the_others_in_another_collective_
 
 def test_a_rank_that_aborts_in_a_call_is_told_with_the_line_that_each_rank_waits_in(tmp_path):
     """As Gloo's own thread may, on a message of a wrong size: no exception is raised."""
-    leave = (
-        "            if rank == 1 and epoch:\n"
-        "                threading.Timer(0.5, os.abort).start()\n"
-        "                dist.recv(torch.zeros(1), src=0)\n"
-    )
+    aborts = "[threading.Timer(0.5, os.abort).start(), dist.recv(torch.zeros(1), src=0)]"
+    leave = f"            if rank == 1 and epoch: {aborts}\n"
     text = planted((STEP, STEP + leave), ("import os\n", "import os\nimport threading\n"))
     (found,) = check(tmp_path, text).findings
     assert found.code == "SS601"

@@ -11,6 +11,9 @@ from tests.checking.planted import check, codes, forked, found_in, line_of, plan
 from tests.command_line import start
 from tests.processes import free_port
 
+NN, ZERO = "from torch import nn\n", "            optimizer.zero_grad()\n"
+MULTIPROCESSING = f"from torch import multiprocessing as mp\n{NN}"
+MOVED = "inputs, labels = inputs.cuda(non_blocking=True), labels.to(local_rank)"
 ON_CUDA = planted(
     ('dist.init_process_group("gloo")', 'dist.init_process_group("nccl")'),
     (
@@ -27,13 +30,7 @@ ON_CUDA = planted(
         "nn.Linear(16, 2)))\n",
         "nn.Linear(16, 2)).cuda()\n    model = DDP(model.to(device), device_ids=[local_rank])\n",
     ),
-    (
-        "            optimizer.zero_grad()\n",
-        """\
-            inputs, labels = inputs.cuda(non_blocking=True), labels.to(local_rank)
-            optimizer.zero_grad()
-""",
-    ),
+    (ZERO, f"            {MOVED}\n{ZERO}"),
     ("counts = torch.zeros(2)", "counts = torch.zeros(2, device='cuda')"),
     ("sampler=val_sampler)", "sampler=val_sampler, pin_memory=True)"),
     ("        dist.barrier()\n", "        torch.cuda.synchronize()\n        dist.barrier()\n"),
@@ -88,8 +85,6 @@ SYNCHRONISED = """\
     assert torch.allclose(norm.running_var, seen.running_var, atol=1e-5)
     device = torch.device("cuda", local_rank)
 """
-
-
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 HALVES = f"model.register_comm_hook(None, __import__('{HOOKS}', fromlist='a').bf16_compress_hook)"
 
@@ -142,14 +137,7 @@ OWN_RANKS = planted(
 """,
     ),
     ("import os\n", "import os\nimport sys\n"),
-    (
-        "from torch import nn\n",
-        """\
-from torch import multiprocessing as mp
-from torch import nn
-from torch.distributed import init_process_group
-""",
-    ),
+    (NN, f"{MULTIPROCESSING}from torch.distributed import init_process_group\n"),
     ("        sampler.set_epoch(epoch)\n", ""),
 )
 FORKED = (
@@ -193,12 +181,8 @@ def test_ranks_of_its_own_may_ask_for_nccl_and_may_fail_before_they_join_a_group
 
 
 def test_a_script_that_starts_other_processes_than_ranks_runs_on_those_of_check(tmp_path):
-    imported = (
-        "from torch import nn\n",
-        "from torch import multiprocessing as mp\nfrom torch import nn\n",
-    )
-    other = "    mp.get_context('fork').Process(target=print).start()\n"
-    report = check(tmp_path, planted(("def main():\n", f"def main():\n{other}"), imported))
+    main, other = "def main():\n", "    mp.get_context('fork').Process(target=print).start()\n"
+    report = check(tmp_path, planted((main, f"{main}{other}"), (NN, MULTIPROCESSING)))
     assert (codes(report), report.ranks) == (set(), 2)
 
 
@@ -232,8 +216,7 @@ def test_lightnings_trainer_takes_the_ranks_that_there_are(tmp_path):
 
 @pytest.mark.slow
 def test_inside_a_job_each_rank_runs_its_own_and_rank_zero_tells(tmp_path):
-    text = planted(("        sampler.set_epoch(epoch)\n", ""))
-    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "train.py").write_text(planted(("        sampler.set_epoch(epoch)\n", "")))
     arguments = ("check", str(tmp_path / "train.py"), "--here", "--json")
     ranks = start(*arguments, world_size=2, folder=tmp_path / "ranks")
     assert ranks.wait() == [1, 0]

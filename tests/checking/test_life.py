@@ -62,15 +62,13 @@ def test_collectives_in_another_order_are_found_although_the_script_hangs(tmp_pa
 
 def test_a_group_that_is_never_destroyed_is_advice(tmp_path):
     text = planted(("    dist.destroy_process_group()\n", ""))
-    found = found_in(tmp_path, text, "SS603", "init_process_group")
-    assert found.severity == "advice"
+    assert found_in(tmp_path, text, "SS603", "init_process_group").severity == "advice"
 
 
 def test_ranks_that_take_themselves_for_others_are_found(tmp_path):
     text = planted((INIT, OTHER_RANKS))
     told = ("process 1: rank 0 of 1", "SLURM_PROCID")
-    # Each of them trains on all samples, and saves.
-    results = ("SS101", "SS501")
+    results = ("SS101", "SS501")  # each of them trains on all samples, and saves
     found = found_in(tmp_path, text, "SS604", "SLURM_PROCID", *told, beside=results)
     assert found.severity == "error"
 
@@ -96,8 +94,7 @@ def test_a_rank_that_cannot_begin_beside_another_rank_0_fails_for_that_reason_al
         time.sleep(0.01)  # as above
     rank = dist.get_rank()
 """
-    text = planted((INIT, own.replace("FIRST", str(first))))
-    assert codes(check(tmp_path, text)) == {"SS604"}
+    assert codes(check(tmp_path, planted((INIT, own.replace("FIRST", str(first)))))) == {"SS604"}
 
 
 def test_a_rank_that_fails_by_itself_is_told_with_its_own_traceback(tmp_path):

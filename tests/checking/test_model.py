@@ -184,10 +184,7 @@ def test_ranks_that_join_with_unequal_shares_do_not_drift_apart(tmp_path):
         ("sampler = DistributedSampler(train_set, shuffle=True, seed=0)", f"mine = {share}"),
         ("DataLoader(train_set, batch_size=8, sampler=sampler)", "DataLoader(mine, batch_size=8)"),
         ("        sampler.set_epoch(epoch)\n", ""),
-        (
-            "        for inputs, labels in train_loader:\n",
-            "        for inputs, labels in joined(model, train_loader):\n",
-        ),
+        ("labels in train_loader:", "labels in joined(model, train_loader):"),
         ("def main():\n", f"{JOINED}def main():\n"),
     )
     report = check(tmp_path, text)

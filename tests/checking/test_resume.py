@@ -114,9 +114,8 @@ class Rows(Dataset):
         return 48
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(1000 * epoch + index)
-        return torch.randn(6, generator=torch.Generator().manual_seed(index)) + torch.randn(
-            6, generator=generator
-        )
+        own = torch.Generator().manual_seed(index)
+        return torch.randn(6, generator=own) + torch.randn(6, generator=generator)
 class Stream(IterableDataset):
     def __init__(self):
         self.place, self.buffer = 0, []
@@ -162,7 +161,6 @@ while epoch < 2:
     epoch, skip = epoch + 1, 0
     stream.place = 0
 """
-
 SHARDED = """\
 import argparse
 import torch

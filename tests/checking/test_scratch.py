@@ -130,8 +130,7 @@ def test_no_change_reaches_a_file_that_was_there(change, project, scratch):
         for name in FILES:
             if change is not remove_folder or "large" not in name:
                 change(user / name)
-                change_of_twin = Path(scratch.twin(user / name))
-                assert change_of_twin.parent.is_dir()
+                assert Path(scratch.twin(user / name)).parent.is_dir()
     assert files_in(user) == before
 
 

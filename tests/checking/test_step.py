@@ -103,6 +103,7 @@ OF_STEPS = planted((COSINE[0], COSINE[1].replace("TOTAL", "3 * len(train_loader)
 EPOCHS, AUTOCAST = "    for epoch in range(3):\n", "torch.autocast('cpu', dtype=torch.bfloat16)"
 ONE_AUTOCAST = planted((EPOCHS, f"    {AUTOCAST}.__enter__()\n{EPOCHS}"))
 STEPS_SCALED = STEP.replace("loss.backward", "scaler.scale(loss).backward")
+SCALED_STEP = planted(SCALER, (STEP, f"{STEPS_SCALED}            scaler.update()\n"))
 LBFGS = "LBFGS(model.parameters(), lr=0.1, max_iter=3"
 GRADIENTS = "[optimizer.zero_grad(), loss := loss_of(model(inputs), labels), loss.backward()]"
 IN_A_CLOSURE = f"optimizer.step(lambda: {GRADIENTS}[1])"
@@ -121,6 +122,7 @@ PLANTED = {
     "a scheduler twice": (SCHEDULED_TWICE, "SS304", "scheduler.step()", "2 times per epoch"),
     "a scheduler never": (NOT_SCHEDULED, "SS305", "StepLR", "not stepped once in 9 "),
     "scaled gradients": (planted(SCALER, (STEP, STEPS_SCALED)), "SS310", STEPPED, "by 65536"),
+    "scaled, updated": (SCALED_STEP, "SS310", STEPPED, "by 65536"),
     "a cosine of epochs": (COSINE_OF_EPOCHS, "SS311", "scheduler.step()", "0.05, 0, 0.05"),
     "a decay of epochs": (IN_BATCHES.replace("0.9)", "0.1)"), "SS311", "scheduler.step()", "stays"),
     "as many as epochs": (AS_MANY, "SS311", "scheduler.step()", "as many as there are epochs"),
@@ -220,9 +222,8 @@ def test_what_a_script_does_to_exchanged_gradients_is_no_mistake(tmp_path):
     report = check(tmp_path, planted((step, f"            {BY_HAND}\n{step}")))
     assert report.findings == []
     assert not [said for said in report.not_seen if said.startswith("SS309")]
-    report = check(
-        tmp_path, by_hand(f"{SUMMED}                p.grad /= 2\n            {BY_HAND}\n")
-    )
+    text = by_hand(f"{SUMMED}                p.grad /= 2\n            {BY_HAND}\n")
+    report = check(tmp_path, text)
     assert report.findings == []
     assert [said for said in report.not_seen if said.startswith("SS309") and "exchange" in said]
 

@@ -60,6 +60,7 @@ class CollectiveCalled(Event):  # a collective is about to be called
     dtype: str | None
     group: str
     strides: list[int] | None  # those of the first tensor with memory between its elements
+    trims: bool | None  # whether Accelerate leaves out repeated samples, where it gathers
 
 
 class CudaAsked(Event):
@@ -270,7 +271,8 @@ class GradientsUsed(Event):  # the gradients of an optimizer's step
     optimizer: str
     optimizer_id: int
     left: bool  # whether those of the step before were still there when the backward pass began
-    cleared: str  # the line of a `zero_grad` after the last backward pass
+    cleared: str  # the line of a `zero_grad` after the last backward pass, or between several
+    lost: int  # backward passes before it, if others followed
     tensors: int
     missing: int
     grown: float
@@ -305,6 +307,10 @@ class ScalerStep(Event):  # a scaler's step
 
 class ScaledStep(Event):  # a step with gradients that are still multiplied
     scale: float
+
+
+class ScaleUpdated(Event):
+    """A scaler's update is called."""
 
 
 class AutocastKept(Event):

@@ -8,7 +8,7 @@ from itertools import combinations
 
 from samestep.base.errors import listed
 from samestep.scripts.checking import events as ev
-from samestep.scripts.checking.findings import Found, NotSeen, rule
+from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
 from samestep.scripts.checking.readings import (
     ENOUGH,
     Reading,
@@ -182,17 +182,29 @@ def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find repeated indices in an evaluation whose sums are then reduced over the ranks."""
     for readings in together(seen, trains=False):
         first = readings[0]
-        if not same_data(readings) or not first.loader.distributed:
+        # Accelerate's samplers fill up the last batches.
+        most = seen.world_size * (1 if first.loader.distributed else first.loader.batch_size or 1)
+        whole = first.loader.length
+        if not same_data(readings) or any(len({*own.order}) == whole for own in readings):
             continue
         if not any(batch.evaluating for batch in first.batches) or first.orders[0].truncated:
             continue
         counts = Counter(index for reading in readings for index in reading.order)
         twice = sorted(index for index, times in counts.items() if times > 1)
-        if not twice or len(twice) >= seen.world_size or len(counts) != first.loader.length:
+        if not twice or len(twice) >= most or len(counts) != whole:
             continue
         text = f"{len(counts)} samples were evaluated {counts.total()} times: {few(twice)} twice"
-        collectives = _met_after(seen.ranks[0], first)
-        if not first.loader.direct:
+        met = list(_met_after(seen.ranks[0], first))
+        collectives = {event.name for event in met}
+        kept = [event.where for event in met if event.trims is False]
+        if any(event.trims for event in met):
+            continue
+        if kept:
+            line = seen.line(kept[0])
+            remedy = replaced(line, line.replace(".gather(", ".gather_for_metrics("))
+            text += ", and Accelerate's `gather` keeps both"
+            yield Found(kept[0], text, remedy, "advice")
+        elif not first.loader.direct:
             yield NotSeen(f"{text}, by a sampler that is not the script's own")
         elif gathers := sorted(name for name in collectives if "gather" in name):
             yield NotSeen(f"{text}; after {gathers[0]} the script may leave them out")
@@ -203,16 +215,14 @@ def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(first.loader.sampler_made or first.made, text, remedy)
 
 
-def _met_after(rank: RankSeen, reading: Reading) -> set[str]:
-    """Return the collectives that follow batches of an evaluation."""
-    names: set[str] = set()
+def _met_after(rank: RankSeen, reading: Reading) -> Iterator[ev.CollectiveCalled]:
+    """Yield the collectives that follow batches of an evaluation."""
     follows = False
     for event in rank.of(ev.BatchRead, ev.CollectiveCalled):
         if isinstance(event, ev.BatchRead):
             follows = event.loader_id == reading.loader.loader_id
         elif isinstance(event, ev.CollectiveCalled) and follows:
-            names.add(event.name)
-    return names
+            yield event
 
 
 @rule("SS108", least_ranks=1)

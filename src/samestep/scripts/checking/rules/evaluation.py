@@ -53,13 +53,10 @@ def shows_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
             continue
         event, verb = (read[0], "read") if last is None else (last, "shown")
         numbers = f": {', '.join(last.numbers)}" if last is not None else ""
-        yield Found(
-            event.where,
-            f"after step {parts[0].step} {_counted(parts)}; no collective joined anything before "
-            f"a number was {verb} here{numbers}",
-            "All-reduce the sum and the count on every rank, then divide once.",
-            "advice" if last is None else None,
-        )
+        text = f"after step {parts[0].step} {_counted(parts)}; no collective joined anything "
+        text += f"before a number was {verb} here{numbers}"
+        remedy = "All-reduce the sum and the count on every rank, then divide once."
+        yield Found(event.where, text, remedy, "advice" if last is None else None)
         return
 
 
@@ -87,12 +84,10 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
                 numbers = " and ".join(f"{value:.4g}" for value in values)
                 samples = " and ".join(map(str, counts))
                 whole = sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
-                yield Found(
-                    events[0].where,
-                    f"{numbers} of {samples} samples became {mean:.4g}, where all samples "
-                    f"together have {whole:.4g}",
-                    "Reduce the sum and the count on every rank, then divide once.",
-                )
+                text = f"{numbers} of {samples} samples became {mean:.4g}, where all samples "
+                text += f"together have {whole:.4g}"
+                remedy = "Reduce the sum and the count on every rank, then divide once."
+                yield Found(events[0].where, text, remedy)
                 return
 
 
@@ -110,14 +105,12 @@ def _divides_counts(seen: Seen) -> Iterator[Found]:
         right, wrong = sum(values) / total, sum(values) / ranks / (total // ranks)
         # The right one may be read too, next to it; the two are the same where the sum is 0.
         if wrong != right and any(abs(value - wrong) <= _EXACT * abs(wrong) for value in read):
-            yield Found(
-                sums[0].where,
-                f"the mean over {total:g} samples was read as {wrong:.5g}, where it is "
-                f"{right:.5g}: the count became {total:g} / {ranks} = {total // ranks:g} per rank, "
-                "a whole number",
-                "Reduce the sum and the count, as `torchmetrics.MeanMetric` does, or give all "
-                "ranks equally many samples.",
-            )
+            text = f"the mean over {total:g} samples was read as {wrong:.5g}, where it is "
+            text += f"{right:.5g}: the count became {total:g} / {ranks} = {total // ranks:g} per "
+            text += "rank, a whole number"
+            remedy = "Reduce the sum and the count, as `torchmetrics.MeanMetric` does, or give all "
+            remedy += "ranks equally many samples."
+            yield Found(sums[0].where, text, remedy)
             return
 
 
@@ -155,12 +148,10 @@ def evaluates_alone(seen: Seen) -> Iterator[Found | NotSeen]:
     wait = _waits_for(seen.ranks[alone], event)
     if others and wait:
         names = ", ".join(map(str, others))
-        yield Found(
-            event.where,
-            f"after step {event.step} rank {alone} calls the wrapped {event.model}, which "
-            f"{wait}; rank {names} does not evaluate",
-            "Evaluate on every rank, or call `model.module(...)` under `torch.no_grad()` here.",
-        )
+        text = f"after step {event.step} rank {alone} calls the wrapped {event.model}, which "
+        text += f"{wait}; rank {names} does not evaluate"
+        remedy = "Evaluate on every rank, or call `model.module(...)` under `torch.no_grad()` here."
+        yield Found(event.where, text, remedy)
 
 
 @rule("SS404")
@@ -175,12 +166,10 @@ def chooses_by_one_shard(seen: Seen) -> Iterator[Found | NotSeen]:
             saved = next((save for save in saves if "best" in str(save.path).lower()), None)
             if saved is None or not any(isinstance(event, ev.NumberRead) for event in before):
                 continue
-            yield Found(
-                saved.where,
-                f"after step {part.step} {_counted(parts)}; rank {number} saved {saved.path} "
-                f"with no collective since",
-                "All-reduce the metric first, so that every rank decides by the same number.",
-            )
+            text = f"after step {part.step} {_counted(parts)}; rank {number} saved {saved.path} "
+            text += "with no collective since"
+            remedy = "All-reduce the metric first, so that every rank decides by the same number."
+            yield Found(saved.where, text, remedy)
             return
 
 
@@ -203,12 +192,11 @@ def evaluates_other_weights(seen: Seen) -> Iterator[Found | NotSeen]:
     apart = [events for events in apart if len({event.weights for event in events}) > 1]
     if len({events[0].step for events in apart}) >= _IN_A_ROW:
         event = apart[0][0]
-        yield Found(
-            event.where,
-            f"after step {event.step} the ranks evaluate {event.model} with different weights, "
-            f"and so in {len(apart)} evaluations; those that they train are equal",
-            "Change what is evaluated (an average of weights?) on every rank in the same steps.",
-        )
+        text = f"after step {event.step} the ranks evaluate {event.model} with different weights, "
+        text += f"and so in {len(apart)} evaluations; those that they train are equal"
+        remedy = "Change what is evaluated (an average of weights?) on every rank in the same "
+        remedy += "steps."
+        yield Found(event.where, text, remedy)
 
 
 def evaluations(seen: Seen, rank: RankSeen) -> list[_Evaluation]:

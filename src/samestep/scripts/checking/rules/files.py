@@ -70,12 +70,8 @@ def one_file(seen: Seen) -> Iterator[Found | NotSeen]:
             does = {"w": "write", "a": "append to", "rename": "replace"}[mode]
             more = f" and {len(paths) - 1} other files" if len(paths) > 1 else ""
             also = f"; the other line is {', '.join(sorted(others))}" if others else ""
-            yield Found(
-                where,
-                f"{named(events)} {does} {paths[0]}{more}{also}",
-                on_rank_0(seen, where),
-                severity,
-            )
+            text = f"{named(events)} {does} {paths[0]}{more}{also}"
+            yield Found(where, text, on_rank_0(seen, where), severity)
 
 
 @rule("SS502")
@@ -93,11 +89,10 @@ def other_rank_saves(seen: Seen) -> Iterator[Found | NotSeen]:
         # What each rank but 0 saves are parts: of a pipeline, of experts.
         alone = len(ranks) == 1 or len(set(paths)) == 1
         if 0 not in ranks and tensors and paths and alone:
-            yield Found(
-                where,
-                f"{named(ranks)} saves {tensors} tensors to {paths[0]}; rank 0 saves nothing here",
-                "Let rank 0 save: `if dist.get_rank() == 0:`.",
-            )
+            text = f"{named(ranks)} saves {tensors} tensors to {paths[0]}; rank 0 saves nothing "
+            text += "here"
+            remedy = "Let rank 0 save: `if dist.get_rank() == 0:`."
+            yield Found(where, text, remedy)
 
 
 @rule("SS503", least_ranks=1)
@@ -176,13 +171,10 @@ def all_download(seen: Seen) -> Iterator[Found | NotSeen]:
             fetched = event.fetched
             does = "ask for" if fetched else "call"
             there = "" if fetched else ", which found its files here and would not elsewhere"
-            yield Found(
-                event.where,
-                f"{named(at_once)} {does} {what} with no collective in between{there}",
-                "Let rank 0 download first: `if dist.get_rank() == 0: …`, then "
-                "`dist.barrier()`, and then the others.",
-                None if fetched else "advice",
-            )
+            text = f"{named(at_once)} {does} {what} with no collective in between{there}"
+            remedy = "Let rank 0 download first: `if dist.get_rank() == 0: …`, then "
+            remedy += "`dist.barrier()`, and then the others."
+            yield Found(event.where, text, remedy, None if fetched else "advice")
 
 
 @rule("SS507")

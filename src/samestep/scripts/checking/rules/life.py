@@ -43,12 +43,9 @@ def other_collectives(seen: Seen) -> Iterator[Found | NotSeen]:
             other = next(((r, c) for r, c in pairs if _call(c) != _call(call)), None)
             if other is not None:
                 of = f" of group {group}" if group else ""
-                yield Found(
-                    other[1].where,
-                    f"collective {number}{of}: rank {first} calls {_text(call)} at {call.where}, "
-                    f"rank {other[0]} calls {_text(other[1])} at {other[1].where}",
-                    _ALIKE,
-                )
+                text = f"collective {number}{of}: rank {first} calls {_text(call)} at "
+                text += f"{call.where}, rank {other[0]} calls {_text(other[1])} at {other[1].where}"
+                yield Found(other[1].where, text, _ALIKE)
                 break
 
 
@@ -73,12 +70,10 @@ def no_destroy(seen: Seen) -> Iterator[Found | NotSeen]:
     if not seen.complete or any(rank.exit_code for rank in seen.ranks):
         yield NotSeen("the script did not come to its own end")
     elif not seen.any(ev.GroupDestroyed) and not _failures(seen):
-        yield Found(
-            begun[0].where,
-            f"init_process_group was called on {named(rank.rank for rank in seen.ranks)}, and "
-            "destroy_process_group on none",
-            "Call `dist.destroy_process_group()` as the last line of the training.",
-        )
+        text = f"init_process_group was called on {named(rank.rank for rank in seen.ranks)}, and "
+        text += "destroy_process_group on none"
+        remedy = "Call `dist.destroy_process_group()` as the last line of the training."
+        yield Found(begun[0].where, text, remedy)
 
 
 @rule("SS604")
@@ -97,21 +92,17 @@ def wrong_variables(seen: Seen) -> Iterator[Found | NotSeen]:
     right = {(rank, seen.world_size) for rank in range(seen.world_size)}
     if set(numbers) - right or len(set(numbers)) < len(numbers):
         got = [f"process {r}: rank {e.rank} of {e.world_size}" for r, e in begun.items()]
-        yield Found(
-            next(event.where for event in (*missing, *begun.values())),
-            f"{seen.world_size} processes were started, and init_process_group got "
-            f"{'; '.join(got)}{asks}",
-            "Read RANK, WORLD_SIZE and LOCAL_RANK, which torchrun sets, or under srun "
-            "SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID.",
-        )
+        text = f"{seen.world_size} processes were started, and init_process_group got "
+        text += f"{'; '.join(got)}{asks}"
+        remedy = "Read RANK, WORLD_SIZE and LOCAL_RANK, which torchrun sets, or under srun "
+        remedy += "SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID."
+        yield Found(next(event.where for event in (*missing, *begun.values())), text, remedy)
     is_launched = any(event.value is not None for event in seen.any(ev.VariableRead))
     if missing and not begun and not is_launched:
-        yield Found(
-            missing[0].where,
-            f"{seen.world_size} processes were started, each with RANK and WORLD_SIZE"
-            f"{asks}; no process group was made",
-            "Read RANK and WORLD_SIZE where another launcher than srun or mpirun may start it.",
-        )
+        text = f"{seen.world_size} processes were started, each with RANK and WORLD_SIZE{asks}; no "
+        text += "process group was made"
+        remedy = "Read RANK and WORLD_SIZE where another launcher than srun or mpirun may start it."
+        yield Found(missing[0].where, text, remedy)
 
 
 def _missing(seen: Seen) -> list[ev.VariableRead]:
@@ -134,13 +125,11 @@ def swallowed(seen: Seen) -> Iterator[Found | NotSeen]:
             ),
         )
         same = [rank.rank for rank, other in failures if other.raised == error.raised]
-        yield Found(
-            error.raised,
-            f"{named(same)} ended with exit code 0 after {error.error} ({error.text}) in "
-            f"step {first.steps + 1}",
-            "Raise the exception again where it is caught (`raise`), or exit with another code "
-            "than 0: `sys.exit(1)`.",
-        )
+        text = f"{named(same)} ended with exit code 0 after {error.error} ({error.text}) in step "
+        text += f"{first.steps + 1}"
+        remedy = "Raise the exception again where it is caught (`raise`), or exit with another "
+        remedy += "code than 0: `sys.exit(1)`."
+        yield Found(error.raised, text, remedy)
 
 
 @rule("SS606", least_ranks=1)
@@ -161,11 +150,9 @@ def collective_with_gaps(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find a collective that writes into a view whose elements do not lie side by side."""
     for event in seen.ranks[0].of(ev.CollectiveCalled):
         if event.where and event.strides and event.name in _IN_PLACE:
-            yield Found(
-                event.where,
-                f"{_text(event)} writes into a view with gaps (strides {event.strides})",
-                "Give it `view.contiguous()`, and copy what it returns back into the view.",
-            )
+            text = f"{_text(event)} writes into a view with gaps (strides {event.strides})"
+            remedy = "Give it `view.contiguous()`, and copy what it returns back into the view."
+            yield Found(event.where, text, remedy)
             return
 
 

@@ -287,12 +287,10 @@ def few_samples(seen: Seen) -> Iterator[Found | NotSeen]:
         norms = trained.models[0].batch_norms
         counts = [event.n for event in trained.forwards if event.n is not None]
         if norms and trained.wrap is not None and counts and max(counts) < _FEW_SAMPLES:
-            yield Found(
-                trained.wrap.where,
-                f"{len(norms)} BatchNorm layers of {trained.name} ({norms[0]} first) are "
-                f"normalised over {max(counts)} samples on each rank",
-                "Before DDP: model = nn.SyncBatchNorm.convert_sync_batchnorm(model)",
-            )
+            text = f"{len(norms)} BatchNorm layers of {trained.name} ({norms[0]} first) are "
+            text += f"normalised over {max(counts)} samples on each rank"
+            remedy = "Before DDP: model = nn.SyncBatchNorm.convert_sync_batchnorm(model)"
+            yield Found(trained.wrap.where, text, remedy)
 
 
 @rule("SS206")
@@ -349,13 +347,12 @@ def unused_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
         if unused:
             names, of = list(unused), len(trained.models[0].shapes)
             failed = "; the next forward pass failed" if any(_UNUSED in t for t in ends) else ""
-            yield Found(
-                wrap.where,
-                f"the loss does not reach {len(names)} of {of} parameters "
-                f"of {trained.name} on {named(ranks)}: {', '.join(names[:3])}{failed}",
-                "Remove what is not used or freeze it with requires_grad_(False); if it is used in "
-                "other steps, DistributedDataParallel(…, find_unused_parameters=True).",
-            )
+            text = f"the loss does not reach {len(names)} of {of} parameters of {trained.name} on "
+            text += f"{named(ranks)}: {', '.join(names[:3])}{failed}"
+            remedy = "Remove what is not used or freeze it with requires_grad_(False); if it is "
+            remedy += "used in other steps, DistributedDataParallel(…, "
+            remedy += "find_unused_parameters=True)."
+            yield Found(wrap.where, text, remedy)
 
 
 @rule("SS208")
@@ -376,12 +373,9 @@ def all_used(seen: Seen) -> Iterator[Found | NotSeen]:
         elif not any(looked):
             line = seen.line(wrap.where)
             without = line.replace(", find_unused_parameters=True", "", 1)
-            yield Found(
-                wrap.where,
-                f"all {len(looked)} backward passes of {seen.world_size} ranks reach all "
-                f"{len(trained.models[0].shapes)} parameters of {trained.name}",
-                replaced(line, without, "Leave it out."),
-            )
+            text = f"all {len(looked)} backward passes of {seen.world_size} ranks reach all "
+            text += f"{len(trained.models[0].shapes)} parameters of {trained.name}"
+            yield Found(wrap.where, text, replaced(line, without, "Leave it out."))
 
 
 @rule("SS209")

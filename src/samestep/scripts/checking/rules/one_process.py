@@ -74,14 +74,11 @@ def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
             event.training for event in rank.of_model(ev.ForwardPass, model.model_id)
         ):
             continue  # a frozen part of a loss, for instance
-        yield Found(
-            _made_at(rank, step),
-            f"{len(shapes)} of {len(model.shapes)} parameters of {model.model} get gradients "
-            f"but no optimizer holds them: {listed([*shapes])}; they are the same after "
-            f"{rank.steps} steps",
-            "Give them to the optimizer, or freeze them with requires_grad_(False).",
-            severity="warning" if whole else None,
-        )
+        text = f"{len(shapes)} of {len(model.shapes)} parameters of {model.model} get gradients "
+        text += f"but no optimizer holds them: {listed([*shapes])}; they are the same after "
+        text += f"{rank.steps} steps"
+        remedy = "Give them to the optimizer, or freeze them with requires_grad_(False)."
+        yield Found(_made_at(rank, step), text, remedy, severity="warning" if whole else None)
 
 
 @rule("SS306", least_ranks=1)
@@ -89,13 +86,11 @@ def made_too_early(seen: Seen) -> Iterator[Found | NotSeen]:
     """The same parts of the same model have other tensors than when the optimizer was made."""
     for rank, step, model, shapes in _unheld(seen, instead=True):
         if moved := step.tensors_replaced:
-            yield Found(
-                _made_at(rank, step),
-                f"{len(moved)} tensors that {step.optimizer} holds are no longer those of "
-                f"{model.model}: since it was made, {listed(moved)} became other tensors; "
-                f"{len(shapes)} parameters are unchanged after {rank.steps} steps",
-                "Make the optimizer after the model is moved, converted, loaded and wrapped.",
-            )
+            text = f"{len(moved)} tensors that {step.optimizer} holds are no longer those of "
+            text += f"{model.model}: since it was made, {listed(moved)} became other tensors; "
+            text += f"{len(shapes)} parameters are unchanged after {rank.steps} steps"
+            remedy = "Make the optimizer after the model is moved, converted, loaded and wrapped."
+            yield Found(_made_at(rank, step), text, remedy)
 
 
 @rule("SS702", least_ranks=1)
@@ -103,14 +98,13 @@ def other_model(seen: Seen) -> Iterator[Found | NotSeen]:
     """Tensors of the same shapes as the model's, which never get a gradient."""
     for rank, step, model, shapes in _unheld(seen, instead=True):
         if not step.tensors_replaced:
-            yield Found(
-                _made_at(rank, step),
-                f"{step.optimizer} holds {len(step.strangers)} tensors of no model that is "
-                f"called; {len(shapes)} parameters of {model.model} of the same shapes "
-                f"({listed([*shapes])}) get gradients and are unchanged after {rank.steps} steps",
-                "Make the optimizer from the parameters of the model that is trained, once that "
-                "is complete.",
-            )
+            text = f"{step.optimizer} holds {len(step.strangers)} tensors of no model that is "
+            text += f"called; {len(shapes)} parameters of {model.model} of the same shapes "
+            text += f"({listed([*shapes])}) get gradients and are unchanged after {rank.steps} "
+            text += "steps"
+            remedy = "Make the optimizer from the parameters of the model that is trained, once "
+            remedy += "that is complete."
+            yield Found(_made_at(rank, step), text, remedy)
 
 
 @rule("SS703", least_ranks=1)
@@ -196,12 +190,11 @@ def frozen_change(seen: Seen) -> Iterator[Found | NotSeen]:
         parts = tuple(f"{name}." if name else "" for name in vain)
         thawed = sorted(n for n in _changed(rank, model) if f"{n}.".startswith(parts))
         if vain and thawed:
-            yield Found(
-                model.where,
-                f"an attribute of {listed(vain)} was set to freeze it, and says nothing to "
-                f"PyTorch: {len(thawed)} parameters change: {listed(thawed)}",
-                "Call `module.requires_grad_(False)`; on a parameter the name is `requires_grad`.",
-            )
+            text = f"an attribute of {listed(vain)} was set to freeze it, and says nothing to "
+            text += f"PyTorch: {len(thawed)} parameters change: {listed(thawed)}"
+            remedy = "Call `module.requires_grad_(False)`; on a parameter the name is "
+            remedy += "`requires_grad`."
+            yield Found(model.where, text, remedy)
         names = [
             name
             for name in model.frozen_norms
@@ -210,13 +203,10 @@ def frozen_change(seen: Seen) -> Iterator[Found | NotSeen]:
             != last.buffers.get(f"{name}.running_mean")
         ]
         if names:
-            yield Found(
-                model.where,
-                f"{len(names)} frozen batch norms of {model.model} are in training mode, and "
-                f"their statistics have changed after {last.step} steps: {listed(names)}",
-                "Call `eval()` of the frozen part after each `model.train()`.",
-                "advice",
-            )
+            text = f"{len(names)} frozen batch norms of {model.model} are in training mode, and "
+            text += f"their statistics have changed after {last.step} steps: {listed(names)}"
+            remedy = "Call `eval()` of the frozen part after each `model.train()`."
+            yield Found(model.where, text, remedy, "advice")
 
 
 @rule("SS712", least_ranks=1)
@@ -230,12 +220,10 @@ def saved_untrained(seen: Seen) -> Iterator[Found | NotSeen]:
         if event.stale and event.live and (rank, event.model_id) not in fresh
     ]
     if wrong:
-        yield Found(
-            wrong[0].where,
-            f"after {wrong[0].step} steps {wrong[0].model} is saved as it began, and in "
-            f"{len(wrong)} saves never as it was trained",
-            "Save the state_dict of the model that the optimizer trains.",
-        )
+        text = f"after {wrong[0].step} steps {wrong[0].model} is saved as it began, and in "
+        text += f"{len(wrong)} saves never as it was trained"
+        remedy = "Save the state_dict of the model that the optimizer trains."
+        yield Found(wrong[0].where, text, remedy)
     elif not saved:
         yield NotSeen("no weights were saved")
 
@@ -264,27 +252,27 @@ def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
         if len(left) < _FEW or 3 * len(left) < 2 * (len(steps) - 1):
             continue
         backward = _backward_before(rank, left[0])
-        yield Found(
-            backward,
-            f"in {len(left)} of {len(steps)} steps of {optimizer} the gradients of the step before "
-            f"were still there when the backward pass began",
-            f"+ {seen.optimizer_at(left[0].where)}.zero_grad()\n  {seen.line(backward)}",
-        )
+        text = f"in {len(left)} of {len(steps)} steps of {optimizer} the gradients of the step "
+        text += "before were still there when the backward pass began"
+        remedy = f"+ {seen.optimizer_at(left[0].where)}.zero_grad()\n  {seen.line(backward)}"
+        yield Found(backward, text, remedy)
 
 
 @rule("SS705", least_ranks=1)
 def zeroes_before_the_step(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for `zero_grad` as the last thing before a step."""
+    """Look for `zero_grad` as the last thing before a step, or between its micro-batches."""
     for optimizer, (_, steps) in _by_optimizer(seen).items():
         lost = [event for event in steps if event.cleared]
         if len(lost) >= _FEW and 2 * len(lost) > len(steps):
-            where = lost[0].cleared
-            yield Found(
-                where,
-                f"{len(lost)} of {len(steps)} steps of {optimizer} came after a zero_grad with no "
-                f"backward pass between",
-                f"Move `{seen.line(where)}` before the backward pass, or after the step.",
-            )
+            where, first = lost[0].cleared, lost[0].lost
+            does, place = "came after a zero_grad with no backward pass between", "backward pass"
+            if first:
+                does = f"lack the gradients of {first} of their micro-batches: a zero_grad came "
+                does += "between them"
+                place = "first backward pass of a step"
+            text = f"{len(lost)} of {len(steps)} steps of {optimizer} {does}"
+            remedy = f"Move `{seen.line(where)}` before the {place}, or after the step."
+            yield Found(where, text, remedy)
 
 
 @rule("SS708", least_ranks=1)
@@ -297,14 +285,12 @@ def loss_is_detached(seen: Seen) -> Iterator[Found | NotSeen]:
         clears = any(event.cleared for event in steps)
         forward = any(event.grad for event in rank.of(ev.ForwardPass))
         if len(cut) == len(reach) >= _FEW <= len(empty) == len(steps) and forward and not clears:
-            yield Found(
-                reach[0].where,
-                f"none of the {steps[0].tensors} tensors of {optimizer} had a gradient in "
-                f"{len(steps)} steps: the graph of the loss holds {reach[0].leaves} leaves and "
-                f"none of them is a parameter",
-                "Call backward on the loss as the model's output gave it, without `detach`, "
-                "`item`, `numpy` or a new `torch.tensor` in between.",
-            )
+            text = f"none of the {steps[0].tensors} tensors of {optimizer} had a gradient in "
+            text += f"{len(steps)} steps: the graph of the loss holds {reach[0].leaves} leaves and "
+            text += "none of them is a parameter"
+            remedy = "Call backward on the loss as the model's output gave it, without `detach`, "
+            remedy += "`item`, `numpy` or a new `torch.tensor` in between."
+            yield Found(reach[0].where, text, remedy)
 
 
 @rule("SS710", least_ranks=1)
@@ -315,13 +301,11 @@ def scaler_skips_every_step(seen: Seen) -> Iterator[Found | NotSeen]:
         taken = [n for n, event in enumerate(calls) if not event.skipped]
         row = calls[taken[-1] + 1 if taken else 0 :]
         if len(row) >= _SKIPS:
-            yield Found(
-                row[0].where,
-                f"the last {len(row)} of {len(calls)} steps were skipped on rank {rank.rank}; the "
-                f"scale fell to {row[-1].scale:g}",
-                "Find where the loss or a gradient becomes infinite: "
-                "`torch.autograd.set_detect_anomaly(True)`.",
-            )
+            text = f"the last {len(row)} of {len(calls)} steps were skipped on rank {rank.rank}; "
+            text += f"the scale fell to {row[-1].scale:g}"
+            remedy = "Find where the loss or a gradient becomes infinite: "
+            remedy += "`torch.autograd.set_detect_anomaly(True)`."
+            yield Found(row[0].where, text, remedy)
             return
 
 
@@ -389,12 +373,9 @@ def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
         remedy = f"`F.{name}(…, training=self.training)` drops nothing in evaluation mode."
         if name == "scaled_dot_product_attention":
             remedy = "Give it `dropout_p=self.p if self.training else 0.0`."
-        yield Found(
-            call.where,
-            f"after step {call.step} `{name}` dropped values (p={call.p:g}) of a model in "
-            "evaluation mode, without gradients",
-            remedy,
-        )
+        text = f"after step {call.step} `{name}` dropped values (p={call.p:g}) of a model in "
+        text += "evaluation mode, without gradients"
+        yield Found(call.where, text, remedy)
     yield from _teachers(seen.ranks[0])
     for rank in seen.ranks:
         row: list[ev.ForwardPass] = []
@@ -424,14 +405,11 @@ def _teachers(rank: RankSeen) -> Iterator[Found]:
         if number in trained or len(unsteady) < _LEFT_ON or len({e.weights for e in events}) > 1:
             continue
         does = "drops values" if unsteady[0].dropped else "learns the statistics of its batches"
-        yield Found(
-            unsteady[0].where,
-            f"{unsteady[0].model}, whose weights never change, {does}: it is in training mode "
-            f"in {len(unsteady)} of {len(events)} steps looked at",
-            "Call its `eval()` once it is built or loaded, and where `train()` of a model with it "
-            "inside undoes that.",
-            "warning",
-        )
+        text = f"{unsteady[0].model}, whose weights never change, {does}: it is in training mode "
+        text += f"in {len(unsteady)} of {len(events)} steps looked at"
+        remedy = "Call its `eval()` once it is built or loaded, and where `train()` of a model "
+        remedy += "with it inside undoes that."
+        yield Found(unsteady[0].where, text, remedy, "warning")
 
 
 @rule("SS709", least_ranks=1)
@@ -442,12 +420,10 @@ def evaluates_with_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
         for part in evaluations(seen, rank):
             kept = [e for e in part.forwards if e.grad and id(e) in foreign]
             if len(kept) >= _IN_A_ROW:
-                yield Found(
-                    kept[0].where,
-                    f"{len(kept)} forward passes of {kept[0].model} after step {part.step} "
-                    f"recorded a graph, and no backward pass followed",
-                    "Evaluate under `with torch.no_grad():`.",
-                )
+                text = f"{len(kept)} forward passes of {kept[0].model} after step {part.step} "
+                text += "recorded a graph, and no backward pass followed"
+                remedy = "Evaluate under `with torch.no_grad():`."
+                yield Found(kept[0].where, text, remedy)
                 return
 
 

@@ -19,8 +19,6 @@ _EXACT_STEP, _ROUGH_STEP = 1e-3, 5e-2
 _SCALE = 1024.0  # a scaler multiplies by more
 _AT_TOP = 0.999  # a cosine may come back to it with another rounding
 _FADED = 0.0101  # of the largest learning rate: nothing is learnt any more
-_AT_TOP = 0.999  # a cosine may come back to it with another rounding
-_FADED = 0.0101  # of the largest learning rate: nothing is learnt any more
 
 
 @rule("SS301")
@@ -40,14 +38,11 @@ def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
         times, steps = counts.most_common(1)[0]
         if counts.total() < 2:
             continue
-        yield Found(
-            where,
-            f"{times} backward passes per optimizer step, each with an all-reduce of "
-            f"{wrap.parameters:,} gradients ({steps} steps of rank 0)",
-            "Run all but the last micro-batch of a step, forward and backward, within "
-            "`with model.no_sync():`.",
-            comes_from={"DDP is made": wrap.where},
-        )
+        text = f"{times} backward passes per optimizer step, each with an all-reduce of "
+        text += f"{wrap.parameters:,} gradients ({steps} steps of rank 0)"
+        remedy = "Run all but the last micro-batch of a step, forward and backward, within `with "
+        remedy += "model.no_sync():`."
+        yield Found(where, text, remedy, comes_from={"DDP is made": wrap.where})
 
 
 @rule("SS302", least_ranks=1)
@@ -61,12 +56,9 @@ def clips_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
         line = seen.line(where)
         step = seen.ranks[0].first(ev.OptimizerStep)
         optimizer = seen.optimizer_at(step.where if step is not None else "")
-        yield Found(
-            where,
-            f"{event.name} with a limit of {event.limit:g} on gradients that are still "
-            f"multiplied by {event.scaled:g}{norm} ({number} times)",
-            f"+ scaler.unscale_({optimizer})\n  {line}" if line else "",
-        )
+        text = f"{event.name} with a limit of {event.limit:g} on gradients that are still "
+        text += f"multiplied by {event.scaled:g}{norm} ({number} times)"
+        yield Found(where, text, f"+ scaler.unscale_({optimizer})\n {line}" if line else "")
 
 
 @rule("SS303")
@@ -194,37 +186,32 @@ def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
         )
         return
     first = f", first in {event.first}" if event.first else ""
-    yield Found(
-        event.where,
-        f"the gradient of the first step differs by {event.residual:.1%} from that of the "
-        f"joined batch of {sizes} samples, computed in one process{first}",
-    )
+    text = f"the gradient of the first step differs by {event.residual:.1%} from that of the "
+    text += f"joined batch of {sizes} samples, computed in one process{first}"
+    yield Found(event.where, text)
 
 
 @rule("SS310", least_ranks=1)
 def steps_with_scaled_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for an optimizer's own step where the scaler's was meant."""
+    update = "" if seen.ranks[0].of(ev.ScaleUpdated) else "\n+ scaler.update()"
     for event in seen.ranks[0].of(ev.ScaledStep):
         line, optimizer = seen.line(event.where), seen.optimizer_at(event.where)
         instead = line.replace(f"{optimizer}.step()", f"scaler.step({optimizer})", 1)
-        yield Found(
-            event.where,
-            f"the optimizer steps with gradients that are multiplied by {event.scale:g}: since "
-            "`scale` neither `unscale_` nor the scaler's `step` was called",
-            f"- {line}\n+ {instead}\n+ scaler.update()" if instead != line else "",
-        )
+        text = f"the optimizer steps with gradients that are multiplied by {event.scale:g}: since "
+        text += "`scale` neither `unscale_` nor the scaler's `step` was called"
+        yield Found(event.where, text, replaced(line, instead) + update if instead != line else "")
 
 
 @rule("SS312", least_ranks=1)
 def casts_of_earlier_weights(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for two steps between which the outermost autocast was not left."""
     for event in seen.ranks[0].of(ev.AutocastKept)[:1]:
-        yield Found(
-            event.where,
-            f"by step {event.step + 1} two steps were taken within one `torch.autocast`, which "
-            "keeps its casts of weights until it is left",
-            "Enter autocast for each forward and loss: `with torch.autocast(…):` inside the loop.",
-        )
+        text = f"by step {event.step + 1} two steps were taken within one `torch.autocast`, which "
+        text += "keeps its casts of weights until it is left"
+        remedy = "Enter autocast for each forward and loss: `with torch.autocast(…):` inside the "
+        remedy += "loop."
+        yield Found(event.where, text, remedy)
 
 
 @rule("SS313")
@@ -247,13 +234,10 @@ def adds_up_again(seen: Seen) -> Iterator[Found | NotSeen]:
             # A number that is logged is small.
             again += sums[:1] if is_grown and 2 * summed > wrap.parameters else []
     if len(again) >= _FEW_STEPS:
-        yield Found(
-            again[0].where,
-            f"in {len(again)} steps an all-reduce makes the gradients that DDP has averaged "
-            f"{seen.world_size} times as large",
-            "Leave out the all-reduce: DDP has averaged them in the backward pass.",
-            comes_from={"DDP is made": wrap.where},
-        )
+        text = f"in {len(again)} steps an all-reduce makes the gradients that DDP has averaged "
+        text += f"{seen.world_size} times as large"
+        remedy = "Leave out the all-reduce: DDP has averaged them in the backward pass."
+        yield Found(again[0].where, text, remedy, comes_from={"DDP is made": wrap.where})
 
 
 @rule("SS314", least_ranks=1)
@@ -273,7 +257,13 @@ def adds_up_micro_batches(seen: Seen) -> Iterator[Found | NotSeen]:
             loader, is_mean = None, False
         elif isinstance(event, ev.GradientsUsed):
             same = len({(backward.where, number) for backward, number in passes}) == 1
-            if len(passes) > 1 and same and passes[0][1] is not None and event.grown == 1.0:
+            if (
+                len(passes) > 1
+                and same
+                and passes[0][1] is not None
+                and event.grown == 1.0
+                and not event.lost
+            ):
                 whole.append((passes[0][0], len(passes), event))
             steps += bool(passes)
             passes = []
@@ -327,12 +317,10 @@ def schedules_by_world_size(seen: Seen) -> Iterator[Found | NotSeen]:
                 comes_from={"the scheduler is made": scheduler.where},
             )
         elif times == 1 and not by_epoch and joined and not own:
-            yield Found(
-                scheduler.where,
-                f"{name} was made for {total} steps, but each of the {ranks} ranks takes "
-                f"{max(lengths)}: it comes to {1 / ranks:.0%} of its schedule",
-                "Count one rank's batches, `len(loader)` with its sampler, times the epochs.",
-            )
+            text = f"{name} was made for {total} steps, but each of the {ranks} ranks takes "
+            text += f"{max(lengths)}: it comes to {1 / ranks:.0%} of its schedule"
+            remedy = "Count one rank's batches, `len(loader)` with its sampler, times the epochs."
+            yield Found(scheduler.where, text, remedy)
 
 
 @rule("SS305", least_ranks=1)

@@ -99,7 +99,7 @@ class _NumbersWatcher:
         op = call.argument(2 if call.name == "reduce" else 1, "op", dist.ReduceOp.SUM)
         with self._recorder.unwatched():
             values = [float(v) for v in tensor.detach().reshape(-1).tolist()]
-        own = self._recorder.is_direct("torch") or tensor.is_floating_point()
+        own = self._recorder.is_direct("torch", "accelerate") or tensor.is_floating_point()
         if all(map(math.isfinite, values)):  # NaN and infinity are not JSON
             self._note(ev.NumbersReduced(getattr(op, "name", str(op)), values=values, metric=own))
         try:

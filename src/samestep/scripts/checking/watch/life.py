@@ -18,7 +18,7 @@ from samestep.launch.ranks.launch import OPEN_MPI, PMI, TORCHRUN
 from samestep.launch.stall.collectives import watch_collectives
 from samestep.scripts import probes
 from samestep.scripts.checking import events as ev
-from samestep.scripts.checking.recorder import Recorder
+from samestep.scripts.checking.recorder import Recorder, frames
 from samestep.scripts.probes import Around, Probe, ProbedCall, listening
 
 _VARIABLES = frozenset(
@@ -119,8 +119,15 @@ class _Life:
                 dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else None,
                 group=group,
                 strides=next(gaps, None),
+                trims=self._trims() if "gather" in kind else None,
             )
         )
+
+    def _trims(self) -> bool | None:
+        stack = ((str(f.f_globals.get("__name__")), f.f_code.co_name) for f in frames())
+        called = {name for module, name in stack if module.startswith("accelerate.")}
+        own = "gather" in called and self._recorder.is_direct("torch", "accelerate")
+        return True if "gather_for_metrics" in called else False if own else None
 
     def on_training(self, _call: ProbedCall) -> Around:
         try:

@@ -2,7 +2,8 @@
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +56,7 @@ _LOSSES = (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class _Held:
     """What is known of an optimizer's gradients since its last step."""
 
@@ -67,6 +68,10 @@ class _Held:
     steps: int = 0
     backwards: int = 0
     cleared: str = ""
+    lost: tuple[Counter[str], int, str] | None = None
+    """The passes of which a `zero_grad` threw the gradients away, how many by then, and where."""
+    weights: list[int | None] = field(default_factory=list)
+    """Checksums of the sample's own values in the last pass."""
     scale: float = 1.0
     """What the loss of its gradients was multiplied by, and they still are."""
 
@@ -77,6 +82,15 @@ class _Held:
 
     def sums(self) -> list[int | None]:
         return [None if p.grad is None else checksum(p.grad) for p in self.sample]
+
+    def is_left(self) -> bool:
+        """Whether the gradients of the last step are still there."""
+        sums = self.sums() if self.left else []
+        return all(sums[place] == number for place, number in self.left.items())
+
+    def has_unused(self) -> bool:
+        """Whether there are gradients that no step was taken with."""
+        return self.backwards > 0 and any(self.sums()) and not (self.left and self.is_left())
 
     def remember(self) -> None:
         parts = (_part_of(p.grad) for p in self.sample)
@@ -126,7 +140,11 @@ class _Steps:
         """What losses have been multiplied by since the scaler's last update, 0 for nothing."""
         self._scaled_loss: weakref.ref[Any] | None = None
         self._in_scaler = False
+        self._scaled: set[int] = set()
+        """Tensors that scaled losses have reached: no optimizer of theirs may be known by then."""
         self._unscaled: set[int] = set()
+        self._passes: Counter[str] = Counter()
+        """Where the backward passes since the last step of any optimizer began."""
         self._taken = 0
         self._casts_dropped, self._casts_before = 0, -1
         """How often autocast has forgotten its casts of weights, and had at the last step."""
@@ -143,19 +161,28 @@ class _Steps:
             return
         loss = loss_of(call)
         events: list[ev.Event] = []
+        is_scaled = self._scaled_loss is not None and self._scaled_loss() is loss
+        # Line searches and sharpness-aware steps begin anew at other weights; in a GAN the other
+        # optimizer keeps its gradients of a pass.
+        anew = self._recorder.hooks.closure > 1
         with self._recorder.unwatched():
+            anew |= any(held.has_unused() for held in self._held.values())
             for held in self._held.values():
-                held.still_left &= _is_left(held)
+                held.still_left &= held.is_left()
+                if held.cleared and (anew or held.weights != [*map(checksum, held.sample)]):
+                    held.lost = None
             if self._first_times("reach", _FIRST):
                 leaves = list(leaves_of(loss))
+                reached = set(map(id, leaves))
+                self._scaled = self._scaled | reached if is_scaled else self._scaled - reached
                 parameters = sum(isinstance(leaf, nn.Parameter) for leaf in leaves)
                 events.append(ev.LossReach(leaves=len(leaves), parameters=parameters))
             if (average := average_of(loss)) is not None and self._first_times("average", 200):
                 events.append(average)
-            is_scaled = self._scaled_loss is not None and self._scaled_loss() is loss
             sums = [(held, held.sums()) for held in self._held.values() if is_scaled]
         for event in events:
             self._recorder.note(event)
+        self._passes[self._recorder.where()] += 1
         try:
             yield
         finally:
@@ -164,21 +191,24 @@ class _Steps:
                     held.scale = self._scale if held.sums() != before else held.scale
                 for held in self._held.values():
                     # Those that a pass does not add to are of tensors that no model has.
-                    held.still_left &= not _is_left(held)
+                    held.still_left &= not held.is_left()
                     held.backwards += 1
                     held.cleared, held.grown = "", 1.0
+                    held.weights = [*map(checksum, held.sample)]
                     held.remember()
 
     def on_zero_grad(self, _call: ProbedCall) -> Around:
         if self._recorder.quiet:
             return
         with self._recorder.unwatched():
-            full = [held for held in self._held.values() if held.backwards and _any(held.sample)]
+            full = [held for held in self._held.values() if held.backwards and any(held.sums())]
+            unused = [held for held in full if held.has_unused()]
         yield
+        where = self._recorder.where()
         with self._recorder.unwatched():
-            emptied = [held for held in full if not _any(held.sample)]
-        for held in emptied:
-            held.cleared = self._recorder.where()
+            for held in (held for held in full if not any(held.sums())):
+                held.cleared, held.scale = where, 1.0
+                held.lost = (self._passes, self._passes.total(), where) if held in unused else None
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         held = self._held.get(optimizer)
@@ -188,6 +218,8 @@ class _Steps:
                 sorted((p for p in whole if p.requires_grad), key=Tensor.numel)[:_SAMPLE]
             )
             held.backwards = 1
+            if not self._scaled.isdisjoint({id(p) for p in whole} - self._unscaled):
+                held.scale = self._scale
         if step_closure(args, kwargs) is None:  # which would make the gradients
             self._note_gradients(optimizer, held)
         if held.scale > 1.0 and not self._in_scaler:
@@ -208,13 +240,18 @@ class _Steps:
             held.settle()
             tensors = tensors_of(optimizer)
             missing = sum(tensor.grad is None for tensor in tensors)
-            full = _any(held.sample)
+            full = any(held.sums())
+        # Gradients that are put together from several passes' are not those of the last.
+        alone = full and held.grown and len(self._passes) == 1
+        passes, lost, lost_at = held.lost or (None, 0, "")
+        lost = lost if alone and passes is self._passes else 0
         self._recorder.note(
             ev.GradientsUsed(
                 type(optimizer).__name__,
                 id(optimizer),
                 left=bool(held.left) and held.still_left and full,
-                cleared="" if full else held.cleared,
+                cleared=(lost_at if lost else "") if full else held.cleared,
+                lost=lost,
                 tensors=len(tensors),
                 missing=missing,
                 grown=held.grown,
@@ -227,13 +264,9 @@ class _Steps:
         if step_closure(args, kwargs) is not None:
             self._note_gradients(optimizer, held)
         with self._recorder.unwatched():
-            sums = {
-                place: checksum(tensor.grad)
-                for place, tensor in enumerate(held.sample)
-                if tensor.grad is not None
-            }
-        held.left = {place: number for place, number in sums.items() if number}
+            held.left = {place: number for place, number in enumerate(held.sums()) if number}
         held.still_left, held.backwards, held.cleared, held.scale = True, 0, "", 1.0
+        self._passes = Counter()
 
     # Clipping
 
@@ -310,11 +343,14 @@ class _Steps:
         scaler = call.args[0]
         if scaler.is_enabled():
             skipped = self._taken == before
+            self._passes = Counter()
             self._recorder.note(ev.ScalerStep(scaler.get_scale(), skipped=skipped))
 
     def on_scaler_update(self, _call: ProbedCall) -> Around:
+        self._recorder.once(ev.ScaleUpdated())  # it fails if the scaler took no step
         yield
         self._scale = 0.0
+        self._scaled.clear()
         self._unscaled.clear()
 
     def on_clear_autocast(self, _call: ProbedCall) -> None:
@@ -359,15 +395,6 @@ def _part_of(gradient: Tensor | None) -> Tensor | None:
     """Return this rank's part of a gradient, None for a sparse one."""
     part = getattr(gradient, "to_local", lambda: gradient)()
     return part if part is not None and part.layout == torch.strided else None
-
-
-def _any(sample: Sequence[Tensor]) -> bool:
-    return any(tensor.grad is not None and checksum(tensor.grad) for tensor in sample)
-
-
-def _is_left(held: _Held) -> bool:
-    kept = ((held.sample[place].grad, number) for place, number in held.left.items())
-    return all(grad is not None and checksum(grad) == number for grad, number in kept)
 
 
 def average_of(loss: Tensor) -> ev.LossAverage | None:
