@@ -40,7 +40,7 @@ class Net(L.LightningModule):
         norm = nn.BatchNorm1d(6) if NORM else nn.Identity()
         self.net = nn.Sequential(norm, nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
         self.accuracy, self.mean, self.auroc = BinaryAccuracy(), MeanMetric(), BinaryAUROC()
-        self.loss, self.still = nn.BCEWithLogitsLoss(), nn.BatchNorm1d(6, affine=False).eval()
+        self.loss, self.still = nn.BCEWithLogitsLoss(), nn.BatchNorm1d(6).eval()
         self.register_buffer("ema", torch.ones(()))
         self.save_hyperparameters()
     def on_before_zero_grad(self, _): self.ema.mul_(0.9).add_(self.net[1].bias.detach().max())
