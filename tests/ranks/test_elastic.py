@@ -35,8 +35,7 @@ class Model(nn.Linear):
     def get_extra_state(self):
         die("checkpoint")
         return torch.zeros(1)
-    def set_extra_state(self, state):
-        pass
+    def set_extra_state(self, state): pass
 def data():
     die("data")
     generator = torch.Generator().manual_seed(7)
@@ -53,11 +52,14 @@ def accuracy(outputs, targets):
     die("evaluation")
     return (outputs.argmax(dim=1) == targets).float()
 
+def seen(record):
+    if record["event"] == "start":
+        os.makedirs(f"{__file__}.{os.getpid()}", exist_ok=True)
 describe = training_run.describe
 training_run.describe = lambda *given: (describe(*given), die("description"))
 
 recipe = Recipe(model=lambda: Model(4, 2), data=data, loss=loss, metrics={"accuracy": accuracy},
-                settings={"epochs": 4, "batch_size": 12, "log_every": 1, "device": "cpu"})
+                on_record=seen, settings={"epochs": 4, "batch_size": 12, "log_every": 1, "device": "cpu"})
 """
 
 
@@ -108,6 +110,7 @@ def test_the_others_take_the_same_next_step_and_end_with_the_same_bits(tmp_path,
     ]
     assert "rank 0 was killed by SIGKILL" in told[0]["gone"][0]
     assert result(run)["regroups"] == 2
+    assert len([*run.parent.glob("recipe.py.*")]) == 3
     for kind, number in {"step": 20, "epoch": 4, "evaluation": 5}.items():
         found = records(run, kind)
         assert len(found) == number, (kind, found)

@@ -147,19 +147,14 @@ class LoggingCallbacks:
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Take a record."""
         state, event = self.state, record["event"]
-        if event == "start":
-            self.run_dir, total = record["run_dir"], record["total_steps"]
-            self.steps_per_epoch = record["steps_per_epoch"] or total  # of a stream, all steps
-            state.max_steps, state.num_train_epochs = total, record["epochs"]
-            state.train_batch_size = self.args.train_batch_size
-            state.compute_steps(self.args, total)
-        elif event == "resume":
-            for before in read_records(self.run_dir):
+        self.run_dir = record.get("run_dir", self.run_dir)
+        if (event == "start" and not record["resumed"]) or event == "resume":
+            state.log_history.clear()
+            for before in read_records(self.run_dir):  # with `--elastic`, of another rank 0
                 for _ in self._logs(before):
                     pass
-        if (event == "start" and not record["resumed"]) or event == "resume":
             self._call("on_train_begin")
-        for values in self._logs(record):
+        for values in () if event == "start" else self._logs(record):
             self._call("on_log", logs=values)
             if event == "evaluation":
                 self._call("on_evaluate", metrics=values)
@@ -172,6 +167,13 @@ class LoggingCallbacks:
 
     def _logs(self, record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield what the Trainer logs of a record, once the state says so."""
+        state = self.state
+        if record["event"] == "start":
+            total = record["total_steps"]
+            self.steps_per_epoch = record["steps_per_epoch"] or total  # of a stream, all steps
+            state.max_steps, state.num_train_epochs = total, record["epochs"]
+            state.train_batch_size = self.args.train_batch_size
+            state.compute_steps(self.args, total)
         if record["event"] == "step":
             values = {new: record[old] for old, new in _LOGGED.items() if old in record}
         elif record["event"] == "evaluation" and record["split"] == "validation":
@@ -180,7 +182,6 @@ class LoggingCallbacks:
             values = {new: flat[n] for n, new in names.items() if isinstance(flat[n], float | int)}
         else:
             return
-        state = self.state
         state.global_step = record["step"]
         state.epoch = values["epoch"] = record["step"] / self.steps_per_epoch
         state.log_history.append({**values, "step": state.global_step})
