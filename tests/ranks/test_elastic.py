@@ -59,7 +59,7 @@ describe = training_run.describe
 training_run.describe = lambda *given: (describe(*given), die("description"))
 
 recipe = Recipe(model=lambda: Model(4, 2), data=data, loss=loss, metrics={"accuracy": accuracy},
-                on_record=seen, settings={"epochs": 4, "batch_size": 12, "log_every": 1, "device": "cpu"})
+    on_record=seen, settings={"epochs": 4, "batch_size": 12, "log_every": 1, "device": "cpu"})
 """
 
 

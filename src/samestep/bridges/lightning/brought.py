@@ -348,11 +348,11 @@ class _Brought:
         name = next(n for n in wanted if _has_own(module, base, n))
         nth = int(batch.stage.removeprefix(NTH)) if batch.stage.startswith(NTH) else None
         outputs, logged = called(module, name, value, seen.batches, nth or 0, kept=True)
-        of, its = ("", "") if nth is None else (f"{batch.stage}/", f"/{batch.stage}")
-        if trainer.validating:
-            self.names.update({of + plain_name(n, nth): n + its for n in logged})
+        place = defined_at(getattr(type(module), name))
         values = {plain_name(n, nth): v for n, v in logged.items()}
-        values = seen.add(batch.samples, values, defined_at(getattr(type(module), name)))
+        if trainer.validating:
+            self._note_names({plain_name(n, nth): n for n in logged}, nth, f"{name}{place}")
+        values = seen.add(batch.samples, values, place)
         for metric in metrics_of(module):
             metric.reset()
         own, loss = values.pop("loss", None), outputs.get("loss")  # the record has it as the loss
@@ -360,6 +360,21 @@ class _Brought:
             outputs, _ = called(module, "training_step", value, seen.batches, nth or 0)
             own = outputs["loss"]
         return {"loss": torch.as_tensor(own if loss is None else loss)}
+
+    def _note_names(self, logged: dict[str, str], nth: int | None, step: str) -> None:
+        """Note what a batch logs, plain name → as logged; each batch must log the same."""
+        of, its = ("", "") if nth is None else (f"{NTH}{nth}/", f"/{NTH}{nth}")
+        first = "" if nth is None else f"{NTH}0/"
+        known = {n.removeprefix(first): v for n, v in self.names.items() if n.startswith(first)}
+        if known and known.keys() != logged.keys():
+            raise UserError(
+                f"{step} logs {listed([*logged.values()])} for a batch, and "
+                f"{listed([*known.values()])} for another.",
+                remedy="Log the same names for each. The number of a loader may come first or "
+                'last: f"val_{dataloader_idx}_loss".',
+            )
+        for plain, name in logged.items():
+            self.names[of + plain] = name + its if plain == plain_name(name) else name
 
     def measured(self, module: Any, batch: _Batch) -> dict[str, Tensor]:
         """Return what the step of this batch has logged, a value for each sample."""
