@@ -77,7 +77,8 @@ _OF_TRAINER = """
     max_epochs=epochs accumulate_grad_batches=micro_batch_size gradient_clip_val=clip_norm
     check_val_every_n_epoch=eval_every_epochs val_check_interval=eval_every_steps devices=--nproc
     log_every_n_steps=log_every logger=track callbacks=patience,monitor,keep_top_k,ema
-    ckpt_path=--resume num_nodes=--nodes
+    ckpt_path=--resume num_nodes=--nodes benchmark=cudnn_benchmark fast_dev_run=max_steps
+    limit_train_batches=Subset(data) overfit_batches=Subset(data)
 """
 """Arguments of Lightning's Trainer, and the settings or flags that say the same here."""
 
