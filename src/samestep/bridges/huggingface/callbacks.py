@@ -26,8 +26,6 @@ _CALLED: dict[str, tuple[str, ...]] = {
     "on_evaluate": ("metrics",),
 }
 """What is called, and what each is given besides args, state and control."""
-_BEFORE = ("on_init_end",)
-"""The Trainer has called it as it was made."""
 _OF_TRAINER = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 """What a Trainer also gives, and is not at hand where records are."""
 _OF_RECORDS = ("event", "split", "epoch", "step", "samples", "seconds")
@@ -68,7 +66,8 @@ def _check(callback: Any, own: Mapping[str, Callable[..., Any]]) -> None:
     """Refuse a callback that would miss a call, what it asks for in one, or the trained model."""
     kind = type(callback)
     named = f"The callback {kind.__name__}{defined_at(kind)}"
-    if others := [name for name in own if name not in (*_CALLED, *_BEFORE)]:
+    before = "on_init_end"  # the Trainer has called it as it was made
+    if others := [name for name in own if name not in (*_CALLED, before)]:
         raise UserError(
             f"{named} has its own {listed(others)}, which would not be called.",
             remedy=f"{listed([*_CALLED], 5)} are. {_BY_SETTINGS} {_WITH_MODEL}",

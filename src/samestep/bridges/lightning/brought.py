@@ -379,11 +379,9 @@ class _Brought:
 
     def measured(self, module: Any, batch: _Batch) -> dict[str, Tensor]:
         """Return what the step of this batch has logged, a value for each sample."""
-        values, rows = self.evaluated[module].values, batch.samples
-        return {
-            name: torch.full((rows,), mean_of(v, rows), dtype=torch.float64)
-            for name, v in values.items()
-        }
+        rows, values = batch.samples, self.evaluated[module].values.items()
+        full = partial(torch.full, (rows,), dtype=torch.float64)
+        return {name: full(fill_value=mean_of(v, rows)) for name, v in values}
 
     measured.calls_model = False  # type: ignore[attr-defined] # FSDP's ranks need not meet in it
 

@@ -74,25 +74,15 @@ def shard_module(
 
 
 def free_gathered(root: nn.Module) -> None:
-    """Free all weights that a forward without a backward has left gathered, or one that failed.
-
-    `root` takes the inputs.
-
-    Raises:
-        UserError: a forward failed, and this PyTorch cannot undo half of it.
-    """
+    """Free all weights that a forward without a backward has left gathered, or one that failed."""
     for module in root.modules():
         if is_shard_root(module):
             module.reshard()  # type: ignore[operator]
     if all(map(is_sharded, root.parameters())):
         return
-    # The root keeps its weights gathered for a backward that does not come: an optimizer made now
-    # would be given weights that no step trains.
+    # One that failed leaves the root gathered: an optimizer would get weights that no step trains.
     if not callable(undo := getattr(root, "reset_iter_state", None)):
-        raise UserError(
-            "--strategy fsdp: the model's forward failed when it was tried in training mode, and "
-            f"PyTorch {torch.__version__} cannot continue after that. Use PyTorch 2.13."
-        )
+        raise UserError("--strategy fsdp of a model that fails in a trial needs PyTorch 2.13.")
     undo()
 
 
