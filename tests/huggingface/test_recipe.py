@@ -141,6 +141,9 @@ def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
     train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
     called = logged(file) if kind == "own methods" else []
     theirs = runpy.run_path(file)
+    if called:  # as by another rank 0 of `--elastic`
+        theirs["recipe"].on_record(records(tmp_path / "run", "start")[0])
+        assert theirs["recipe"].on_record.state.epoch == called[-1][1] == 8
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     trainer = theirs.get("trainer")

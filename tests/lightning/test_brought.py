@@ -40,7 +40,7 @@ class Net(L.LightningModule):
         norm = nn.BatchNorm1d(6) if NORM else nn.Identity()
         self.net = nn.Sequential(norm, nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
         self.accuracy, self.mean, self.auroc = BinaryAccuracy(), MeanMetric(), BinaryAUROC()
-        self.loss, self.still = nn.BCEWithLogitsLoss(), nn.BatchNorm1d(6, affine=False).eval()
+        self.loss, self.still = nn.BCEWithLogitsLoss(), nn.BatchNorm1d(6).eval()
         self.register_buffer("ema", torch.ones(()))
         self.save_hyperparameters()
     def on_before_zero_grad(self, _): self.ema.mul_(0.9).add_(self.net[1].bias.detach().max())
@@ -105,8 +105,9 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp
         "step(self, batch):\n        x, y",
         "step(self, batch, nth, dataloader_idx):\n        x, y",
     )
-    weighed = ("out.mean()", "out.mean() * (1 + dataloader_idx)")
-    named = ('False, "val_out"', 'True, "val_out/dataloader_idx_1"')
+    by_name = 'f"val_{dataloader_idx}_out", out.mean() * (1 + dataloader_idx)'
+    weighed = ('"val_out": out.mean()})', f"}}); self.log({by_name}, add_dataloader_idx=False)")
+    named = ('False, "val_out"', 'True, "val_1_out"')
     file = written(tmp_path, sampler, drawn, several, asked, weighed, named)
     train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
     theirs = runpy.run_path(file)
@@ -123,8 +124,10 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp
     for name, value in theirs["net"].state_dict().items():
         assert torch.equal(mine.state_dict()[name], value), name
     validation = evaluated(tmp_path / "run", "validation")
-    for name, own in {"loss": "val_loss", "accuracy": "val/accuracy", "out": "val_out"}.items():
-        theirs = [trainer.callback_metrics[f"{own}/dataloader_idx_{k}"].item() for k in (0, 1)]
+    own = {"loss": "val_loss", "accuracy": "val/accuracy"}
+    for name in ("loss", "accuracy", "out"):
+        of = f"{own[name]}/dataloader_idx_%d" if name in own else "val_%d_out"
+        theirs = [trainer.callback_metrics[of % k].item() for k in (0, 1)]
         first, second = (validation[f"dataloader_idx_{k}/{name}"] for k in (0, 1))
         if name != "out":  # the Trainer does not reset a metric of torchmetrics between two loaders
             second = (123 * first + 50 * second) / 173
@@ -174,6 +177,7 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([("(self.trainer.esti", "(self.trainer.fit_loop.esti")], "asks its Trainer for 'fit"),
         ([('"val_loss", self.mean', '"val_loss", out.max(), reduce_fx="max"')], "reduce_fx=max"),
         ([("epochs=3,", "max_epochs=3,")], "Here it is epochs"),
+        ([('"val_out": out', 'f"val_{out[0] > 0}": out')], "Log the same"),
         ([STEP, (LISTED, f'{BY_DICT} "interval": "step"}}')], "--eval-every"),
         ([STEP, (LISTED, f'{BY_DICT} "monitor": "train_loss"}}')], "validation_step logs"),
         ([STEP, (LISTED, TOP)], "monitor='acc:min'"),

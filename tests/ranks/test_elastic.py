@@ -35,12 +35,10 @@ class Model(nn.Linear):
     def get_extra_state(self):
         die("checkpoint")
         return torch.zeros(1)
-    def set_extra_state(self, state):
-        pass
+    def set_extra_state(self, state): pass
 def data():
     die("data")
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(100, 4, generator=generator)
+    x = torch.randn(100, 4, generator=torch.Generator().manual_seed(7))
     y = (x[:, 0] > 0).long()
     return Splits(train=(x[:60], y[:60]), validation=(x[60:75], y[60:75]), test=(x[75:], y[75:]))
 def loss(outputs, targets, step):
@@ -53,11 +51,12 @@ def accuracy(outputs, targets):
     die("evaluation")
     return (outputs.argmax(dim=1) == targets).float()
 
+def seen(it): it["event"] == "start" and os.makedirs(f"{__file__}.{os.getpid()}", exist_ok=True)
 describe = training_run.describe
 training_run.describe = lambda *given: (describe(*given), die("description"))
 
 recipe = Recipe(model=lambda: Model(4, 2), data=data, loss=loss, metrics={"accuracy": accuracy},
-                settings={"epochs": 4, "batch_size": 12, "log_every": 1, "device": "cpu"})
+    on_record=seen, settings={"epochs": 4, "batch_size": 12, "log_every": 1, "device": "cpu"})
 """
 
 
@@ -93,21 +92,18 @@ def records(run: Path, *kinds: str) -> list[dict]:
 
 
 def test_the_others_take_the_same_next_step_and_end_with_the_same_bits(tmp_path, monkeypatch):
-    ended, run = train(
-        tmp_path / "killed",
-        *("--elastic", "--no-elastic-replace", "--virtual-ranks", "3"),
-        deaths={0: ("step", 7), 1: ("evaluation", 14)},
-    )
+    flags = ("--elastic", "--no-elastic-replace", "--virtual-ranks", "3")
+    deaths = {0: ("step", 7), 1: ("evaluation", 14)}
+    ended, run = train(tmp_path / "killed", *flags, deaths=deaths)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     whole = undisturbed(tmp_path / "whole", monkeypatch, virtual_ranks=3)
     assert result(run)["weights_sha256"] == result(whole)["weights_sha256"]
     told = records(run, "regroup")
-    assert [(one["step"], one["ranks_before"], one["world_size"]) for one in told] == [
-        (7, 3, 2),
-        (15, 2, 1),
-    ]
+    sizes = [(one["step"], one["ranks_before"], one["world_size"]) for one in told]
+    assert sizes == [(7, 3, 2), (15, 2, 1)]
     assert "rank 0 was killed by SIGKILL" in told[0]["gone"][0]
     assert result(run)["regroups"] == 2
+    assert len([*run.parent.glob("recipe.py.*")]) == 3
     for kind, number in {"step": 20, "epoch": 4, "evaluation": 5}.items():
         found = records(run, kind)
         assert len(found) == number, (kind, found)
@@ -141,10 +137,8 @@ def test_a_new_rank_joins_and_what_nobody_holds_any_more_comes_from_the_newest_c
 @pytest.mark.slow
 def test_all_ranks_may_die_and_their_successors_too_before_they_can_join(tmp_path):
     deaths = {**dict.fromkeys((0, 1), ("step", 7)), **dict.fromkeys((2, 3), ("data", 0))}
-    for name, those in {
-        "all": deaths,
-        "one before the first record": {0: ("description", 0)},
-    }.items():
+    early = {0: ("description", 0)}
+    for name, those in {"all": deaths, "one before the first record": early}.items():
         ended, run = train(tmp_path / name, "--elastic", deaths=those, nproc="2")
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert result(run)["steps"] == 20

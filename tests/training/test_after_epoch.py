@@ -101,11 +101,7 @@ MISTAKES = {
     "fails": ("model[2].bias.mul_", "model[3].bias.mul_", "after epoch 1.*IndexError"),
     "all frozen": ("end.epoch == 2", "not model.requires_grad_(False)", "frozen all"),
     "not the optimizer's": ("recipe = Recipe(", OWN, "0.weight"),
-    "replaces": (
-        "model[2].bias.mul_(0.5)",
-        "model[2] = nn.Linear(16, 2)",
-        "other parameters.*copy_",
-    ),
+    "replaces": ("model[2].bias.mul_(0.5)", "model[2] = nn.Linear(16, 2)", "parameters.*copy_"),
     "sets a rate": ("recipe = Recipe(", RATE, "groups of the optimizer.*schedule"),
     "no function": ("after_epoch=after_epoch", "after_epoch=3", "after_epoch"),
 }

@@ -469,7 +469,7 @@ def _fields_set_by(name: str, value: Any, where: object) -> dict[str, Any]:
         whole = bool(match) and (unit == "min" or "." not in match[1])  # type: ignore[index]
         field_name = f"{name}_{_FIELD_OF[unit]}" if whole else ""
         if field_name not in Settings.__dataclass_fields__ or field_name in intervals:
-            must = f"give a number with its unit, each unit once, as {MERGED[name][0]}"
+            must = "give numbers with units, each unit once: " + MERGED[name][0].replace("|", ",")
             raise UserError(f"{where}: {name} = {value!r}: {must}.", flags=[name])
         number = float(match[1])  # type: ignore[index]
         intervals[field_name] = number if unit == "min" else int(number)

@@ -213,8 +213,9 @@ class Recipe:
     as text that it generates. Called in evaluations only; the batch is (inputs, targets), or with
     `forward` the whole batch."""
     on_record: Callable[[Mapping[str, Any]], object] | None = None
-    """Given each record of a training as it is written, such as `step` and `epoch`,
-    on rank 0: a log of your own. It must change nothing of the training."""
+    """Given each record of a training as it is written, such as `step`, on rank 0: a log of your
+    own. With `--elastic`, another rank 0 is given the run's `start` first. It must change nothing
+    of the training."""
     lower_is_better: tuple[str, ...] = ()
     """Names of metrics that are better when lower, such as errors; losses always are."""
     transform: Transform | None = None

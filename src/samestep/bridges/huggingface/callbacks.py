@@ -26,8 +26,6 @@ _CALLED: dict[str, tuple[str, ...]] = {
     "on_evaluate": ("metrics",),
 }
 """What is called, and what each is given besides args, state and control."""
-_BEFORE = ("on_init_end",)
-"""The Trainer has called it as it was made."""
 _OF_TRAINER = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 """What a Trainer also gives, and is not at hand where records are."""
 _OF_RECORDS = ("event", "split", "epoch", "step", "samples", "seconds")
@@ -68,7 +66,8 @@ def _check(callback: Any, own: Mapping[str, Callable[..., Any]]) -> None:
     """Refuse a callback that would miss a call, what it asks for in one, or the trained model."""
     kind = type(callback)
     named = f"The callback {kind.__name__}{defined_at(kind)}"
-    if others := [name for name in own if name not in (*_CALLED, *_BEFORE)]:
+    before = "on_init_end"  # the Trainer has called it as it was made
+    if others := [name for name in own if name not in (*_CALLED, before)]:
         raise UserError(
             f"{named} has its own {listed(others)}, which would not be called.",
             remedy=f"{listed([*_CALLED], 5)} are. {_BY_SETTINGS} {_WITH_MODEL}",
@@ -147,19 +146,14 @@ class LoggingCallbacks:
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Take a record."""
         state, event = self.state, record["event"]
-        if event == "start":
-            self.run_dir, total = record["run_dir"], record["total_steps"]
-            self.steps_per_epoch = record["steps_per_epoch"] or total  # of a stream, all steps
-            state.max_steps, state.num_train_epochs = total, record["epochs"]
-            state.train_batch_size = self.args.train_batch_size
-            state.compute_steps(self.args, total)
-        elif event == "resume":
-            for before in read_records(self.run_dir):
+        self.run_dir = record.get("run_dir", self.run_dir)
+        if (event == "start" and not record["resumed"]) or event == "resume":
+            state.log_history.clear()
+            for before in read_records(self.run_dir):  # with `--elastic`, of another rank 0
                 for _ in self._logs(before):
                     pass
-        if (event == "start" and not record["resumed"]) or event == "resume":
             self._call("on_train_begin")
-        for values in self._logs(record):
+        for values in () if event == "start" else self._logs(record):
             self._call("on_log", logs=values)
             if event == "evaluation":
                 self._call("on_evaluate", metrics=values)
@@ -172,6 +166,13 @@ class LoggingCallbacks:
 
     def _logs(self, record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield what the Trainer logs of a record, once the state says so."""
+        state = self.state
+        if record["event"] == "start":
+            total = record["total_steps"]
+            self.steps_per_epoch = record["steps_per_epoch"] or total  # of a stream, all steps
+            state.max_steps, state.num_train_epochs = total, record["epochs"]
+            state.train_batch_size = self.args.train_batch_size
+            state.compute_steps(self.args, total)
         if record["event"] == "step":
             values = {new: record[old] for old, new in _LOGGED.items() if old in record}
         elif record["event"] == "evaluation" and record["split"] == "validation":
@@ -180,7 +181,6 @@ class LoggingCallbacks:
             values = {new: flat[n] for n, new in names.items() if isinstance(flat[n], float | int)}
         else:
             return
-        state = self.state
         state.global_step = record["step"]
         state.epoch = values["epoch"] = record["step"] / self.steps_per_epoch
         state.log_history.append({**values, "step": state.global_step})

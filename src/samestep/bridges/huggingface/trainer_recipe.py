@@ -118,11 +118,13 @@ def recipe(
         )
     for name, data in (("train", train_dataset), ("eval", eval_dataset), ("test", test_dataset)):
         check_data(name, data)
+    pads = isinstance(processing_class, PreTrainedTokenizerBase)
+    padding = DataCollatorWithPadding(processing_class) if pads else default_data_collator
     given = _ForTrainer(
         model=model,
         args=args,
         datasets=(train_dataset, eval_dataset, test_dataset),
-        collator=data_collator or _default_collator(processing_class),
+        collator=data_collator or padding,
         optimizers=optimizers,
         loss_func=compute_loss_func,
         predicts=compute_metrics is not None and not args.prediction_loss_only,
@@ -214,11 +216,6 @@ def _map_style(data: Any) -> Any:
     if isinstance(data, Mapping):
         return {name: _MapStyle(of_it) for name, of_it in data.items()}
     return data if data is None or is_stream(data) else _MapStyle(data)
-
-
-def _default_collator(processing_class: Any) -> Any:
-    pads = isinstance(processing_class, PreTrainedTokenizerBase)
-    return DataCollatorWithPadding(processing_class) if pads else default_data_collator
 
 
 def _loss(outputs: dict[str, Any], _batch: Any) -> Any:
@@ -348,10 +345,11 @@ class _ForTrainer:
         """Return the loss, and in evaluations what `compute_metrics` is given."""
         if (tokens := self.generated(model, batch)) is not None:
             return tokens
-        inputs = dict(batch)
+        return self.found(model, batch, *self._computed(model, dict(batch), self._items(batch)))
+
+    def _items(self, batch: Any) -> dict[str, Tensor]:
         # A share without labels has a loss of 0 by this; its mean would be NaN.
-        items = {"num_items_in_batch": torch.as_tensor(self.terms(batch)).clamp(min=1)}
-        return self.found(model, batch, *self._computed(model, inputs, items))
+        return {"num_items_in_batch": torch.as_tensor(self.terms(batch)).clamp(min=1)}
 
     def computed_by(self, trainer: Trainer) -> Callable[..., dict[str, Any]]:
         """Return the forward in which a Trainer's own `compute_loss` is called."""
@@ -363,8 +361,7 @@ class _ForTrainer:
             trainer.model = trainer.model_wrapped = model
             if (tokens := self.generated(model, batch)) is not None:
                 return tokens
-            items = {"num_items_in_batch": torch.as_tensor(self.terms(batch)).clamp(min=1)}
-            items = items if "num_items_in_batch" in takes else {}
+            items = self._items(batch) if "num_items_in_batch" in takes else {}
             with keeps_trained(model, f"compute_loss{defined_at(trainer.compute_loss)}"):
                 found = trainer.compute_loss(model, dict(batch), return_outputs=True, **items)
             return self.found(model, batch, *found)
@@ -433,14 +430,10 @@ class _ForTrainer:
         names = {id(p): n for n, p in self.model.named_parameters()}
         own = dict(model.named_parameters())
         copied: torch.optim.Optimizer = copy.copy(given)
-        groups = [
-            {
-                **group,
-                "params": [own[names[id(p)]] for p in group["params"]],
-                "lr": group.get("initial_lr", group["lr"]),
-            }
-            for group in given.param_groups
-        ]
+        groups = [dict(group) for group in given.param_groups]
+        for group in groups:
+            group["params"] = [own[names[id(p)]] for p in group["params"]]
+            group["lr"] = group.get("initial_lr", group["lr"])
         state: dict[str, Any] = {"defaults": given.defaults, "state": defaultdict(dict)}
         copied.__setstate__(state | {"param_groups": groups})
         return copied

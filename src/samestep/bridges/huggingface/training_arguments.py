@@ -40,15 +40,13 @@ _WITHOUT_EFFECT = """
 """
 """They change where a training writes, what it shows or how fast it is, or nothing here."""
 _KNOWN = frozenset(f"{_TAKEN}{_WITHOUT_EFFECT}".split())
-_COMPILES = "Leave it out and add --compile on."
+_COMPILES = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 _ALL_AT_ONCE = "compute_metrics is given predictions and labels of all samples at once."
 _REFUSED = {
     "deepspeed": "--strategy fsdp shards weights, gradients and the optimizer's state.",
     "fsdp": "Leave it out and add --strategy fsdp.",
     "parallelism_config": "--strategy fsdp shards a model.",
-    "torch_compile": _COMPILES,
-    "torch_compile_backend": _COMPILES,
-    "torch_compile_mode": _COMPILES,
+    **dict.fromkeys(_COMPILES, "Leave it out and add --compile on."),
     "neftune_noise_alpha": "Add the noise in the forward of the model's embedding.",
     "use_liger_kernel": "Apply the kernels to the model before it is handed over.",
     "push_to_hub": "samestep export writes the weights; push those.",
@@ -57,8 +55,9 @@ _REFUSED = {
     "include_for_metrics": _ALL_AT_ONCE,
     "include_inputs_for_metrics": _ALL_AT_ONCE,
     "eval_do_concat_batches": _ALL_AT_ONCE,
-    "bf16_full_eval": "Evaluations have the precision of the training.",
-    "fp16_full_eval": "Evaluations have the precision of the training.",
+    **dict.fromkeys(
+        ("bf16_full_eval", "fp16_full_eval"), "Evaluations are as precise as training."
+    ),
     "generation_config": "Set model.generation_config, and leave it out.",
     "sortish_sampler": "Give group_by_length.",
     "eval_delay": "--eval-every says when to evaluate.",
@@ -94,8 +93,7 @@ def check_arguments(args: TrainingArguments) -> None:
     if args.lr_scheduler_type == "greedy":
         _refuse("lr_scheduler_type", "greedy", "reduce_lr_on_plateau follows --monitor.")
     if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
-        what = "group_by_length has little padding, too."
-        _refuse("train_sampling_strategy", "batch_rebalance", what)
+        _refuse("train_sampling_strategy", "batch_rebalance", "group_by_length pads little, too.")
 
 
 def _unlike_default(args: TrainingArguments) -> Iterator[tuple[str, Any]]:

@@ -77,7 +77,8 @@ _OF_TRAINER = """
     max_epochs=epochs accumulate_grad_batches=micro_batch_size gradient_clip_val=clip_norm
     check_val_every_n_epoch=eval_every_epochs val_check_interval=eval_every_steps devices=--nproc
     log_every_n_steps=log_every logger=track callbacks=patience,monitor,keep_top_k,ema
-    ckpt_path=--resume num_nodes=--nodes
+    ckpt_path=--resume num_nodes=--nodes benchmark=cudnn_benchmark fast_dev_run=max_steps
+    limit_train_batches=Subset(data) overfit_batches=Subset(data)
 """
 """Arguments of Lightning's Trainer, and the settings or flags that say the same here."""
 
@@ -348,11 +349,11 @@ class _Brought:
         name = next(n for n in wanted if _has_own(module, base, n))
         nth = int(batch.stage.removeprefix(NTH)) if batch.stage.startswith(NTH) else None
         outputs, logged = called(module, name, value, seen.batches, nth or 0, kept=True)
-        of, its = ("", "") if nth is None else (f"{batch.stage}/", f"/{batch.stage}")
-        if trainer.validating:
-            self.names.update({of + plain_name(n, nth): n + its for n in logged})
+        place = defined_at(getattr(type(module), name))
         values = {plain_name(n, nth): v for n, v in logged.items()}
-        values = seen.add(batch.samples, values, defined_at(getattr(type(module), name)))
+        if trainer.validating:
+            self._note_names({plain_name(n, nth): n for n in logged}, nth, f"{name}{place}")
+        values = seen.add(batch.samples, values, place)
         for metric in metrics_of(module):
             metric.reset()
         own, loss = values.pop("loss", None), outputs.get("loss")  # the record has it as the loss
@@ -361,13 +362,26 @@ class _Brought:
             own = outputs["loss"]
         return {"loss": torch.as_tensor(own if loss is None else loss)}
 
+    def _note_names(self, logged: dict[str, str], nth: int | None, step: str) -> None:
+        """Note what a batch logs, plain name → as logged; each batch must log the same."""
+        of, its = ("", "") if nth is None else (f"{NTH}{nth}/", f"/{NTH}{nth}")
+        first = "" if nth is None else f"{NTH}0/"
+        known = {n.removeprefix(first): v for n, v in self.names.items() if n.startswith(first)}
+        if known and known.keys() != logged.keys():
+            raise UserError(
+                f"{step} logs {listed([*logged.values()])} for a batch, and "
+                f"{listed([*known.values()])} for another.",
+                remedy="Log the same names for each. The number of a loader may come first or "
+                'last: f"val_{dataloader_idx}_loss".',
+            )
+        for plain, name in logged.items():
+            self.names[of + plain] = name + its if plain == plain_name(name) else name
+
     def measured(self, module: Any, batch: _Batch) -> dict[str, Tensor]:
         """Return what the step of this batch has logged, a value for each sample."""
-        values, rows = self.evaluated[module].values, batch.samples
-        return {
-            name: torch.full((rows,), mean_of(v, rows), dtype=torch.float64)
-            for name, v in values.items()
-        }
+        rows, values = batch.samples, self.evaluated[module].values.items()
+        full = partial(torch.full, (rows,), dtype=torch.float64)
+        return {name: full(fill_value=mean_of(v, rows)) for name, v in values}
 
     measured.calls_model = False  # type: ignore[attr-defined] # FSDP's ranks need not meet in it
 

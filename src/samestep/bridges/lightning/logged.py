@@ -119,12 +119,13 @@ def mean_of(value: Any, samples: int) -> float:
 def plain_name(name: str, nth: int | None = None) -> str:
     """Return a logged name without the stage: val_accuracy, val/accuracy → accuracy.
 
-    Also without the number of its loader, of several: val_accuracy_1 → accuracy.
+    Also without the number of its loader, of several: val_accuracy_1, val_1_accuracy → accuracy.
     """
     name = name if nth is None else name.removesuffix(f"_{nth}").removesuffix(f"/{nth}")
     low = name.replace("/", "_", 1).lower()
     stage = next((stage for stage in _STAGES if low.startswith(stage)), "")
-    return name[len(stage) :]
+    name = name[len(stage) :]
+    return name if nth is None else name.removeprefix(f"{nth}_").removeprefix(f"{nth}/")
 
 
 def metrics_of(module: nn.Module) -> list[Any]:

@@ -16,6 +16,7 @@ from samestep.bridges.lightning.module_hooks import call
 BEFORE_STEP = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 """Hooks that are called before each step, in this order, once all ranks have the gradients."""
 AFTER_STEP = "on_train_batch_end"
+_OF_RANK = {"world_size": "WORLD_SIZE", "global_rank": "RANK", "local_rank": "LOCAL_RANK"}
 
 
 class StandIn:
@@ -70,26 +71,6 @@ class StandIn:
         if AFTER_STEP in hooks:
             optimizer.register_step_post_hook(call_after)
 
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return int(os.environ.get("WORLD_SIZE", "1"))
-
-    @property
-    def global_rank(self) -> int:
-        """This rank."""
-        return int(os.environ.get("RANK", "0"))
-
-    @property
-    def local_rank(self) -> int:
-        """This rank on its node."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.global_rank == 0
-
     def nth(self, step: int) -> int:
         """Return the number of a step within its epoch."""
         return step % int(vars(self).get("num_training_batches", sys.maxsize))
@@ -98,6 +79,10 @@ class StandIn:
         return self
 
     def __getattr__(self, name: str) -> Any:
+        if name == "is_global_zero":
+            return self.global_rank == 0
+        if name in _OF_RANK:
+            return int(os.environ.get(_OF_RANK[name], name == "world_size"))
         raise AttributeError(
             f"The LightningModule asks its Trainer for {name!r}, which samestep does not have at "
             "this place."

@@ -74,10 +74,16 @@ def shard_module(
 
 
 def free_gathered(root: nn.Module) -> None:
-    """Free all weights that a forward without a backward has left gathered."""
+    """Free all weights that a forward without a backward has left gathered, or one that failed."""
     for module in root.modules():
         if is_shard_root(module):
             module.reshard()  # type: ignore[operator]
+    if all(map(is_sharded, root.parameters())):
+        return
+    # One that failed leaves the root gathered: an optimizer would get weights that no step trains.
+    if not callable(undo := getattr(root, "reset_iter_state", None)):
+        raise UserError("--strategy fsdp of a model that fails in a trial needs PyTorch 2.13.")
+    undo()
 
 
 def is_shard_root(module: nn.Module) -> bool:

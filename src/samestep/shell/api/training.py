@@ -176,9 +176,12 @@ def _interrupted_twice(path: Path | None) -> str:
 
 
 def _tell(function: Callable[[Mapping[str, Any]], object], record: Mapping[str, Any]) -> None:
-    """Give a record to the recipe's `on_record`."""
-    if record["event"] in ("progress", "going_on"):  # only for the screen
+    """Give a record to the recipe's `on_record`; if the run was begun elsewhere, its `start`."""
+    event = record["event"]
+    if event == "progress":  # only for the screen
         return
+    if event == "going_on":
+        record = record["plan"] | {"run_dir": record["run_dir"]}
     try:
         function(dict(record))
     except Exception as error:
