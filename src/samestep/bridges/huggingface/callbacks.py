@@ -35,7 +35,7 @@ _WITH_MODEL = "For what needs the model, write a Recipe with after_epoch."
 
 
 def settings_of_callbacks(callbacks: Sequence[Any]) -> tuple[dict[str, Any], list[TrainerCallback]]:
-    """Return what callbacks stand for, early stopping, and those to call.
+    """Return the settings that callbacks stand for, early stopping, and the callbacks to call.
 
     Those of transformers only show and save.
 
@@ -107,7 +107,7 @@ def check_held(named: str, functions: Iterable[Any], held: Mapping[str, Any]) ->
 
 
 def _names(function: Any) -> list[dis.Instruction]:
-    """Return what a function of Python does that has to do with names."""
+    """Return a Python function's instructions that load names."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     kinds = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "RETURN_VALUE")  # the last ends a function
     return [] if code is None else [i for i in dis.get_instructions(code) if i.opname in kinds]
@@ -165,7 +165,7 @@ class LoggingCallbacks:
             self._call("on_train_end")
 
     def _logs(self, record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield what the Trainer logs of a record, once the state says so."""
+        """Yield the values that the Trainer logs of a record, with the state up to date."""
         state = self.state
         if record["event"] == "start":
             total = record["total_steps"]

@@ -59,13 +59,13 @@ def ordered_by(trainer: Trainer, data: Callable[[], Splits]) -> Splits:
 
 
 def optimizer_of(trainer: Trainer, model: nn.Module, _: Settings) -> torch.optim.Optimizer:
-    """Return what a Trainer's own methods make for a model."""
+    """Return the optimizer that a Trainer's own methods make for a model."""
     trainer.model, trainer.optimizer = model, None
     optimizer: torch.optim.Optimizer = trainer.create_optimizer() or trainer.optimizer
     return optimizer
 
 
 def schedule_of(trainer: Trainer, optimizer: torch.optim.Optimizer, plan: Any) -> Any:
-    """Return what a Trainer's own `create_scheduler` makes."""
+    """Return the scheduler that a Trainer's own `create_scheduler` makes."""
     trainer.lr_scheduler = None
     return trainer.create_scheduler(plan.total_steps, optimizer) or trainer.lr_scheduler

@@ -21,7 +21,7 @@ def predicted(
     left_out: Collection[str],
     preprocess: Callable[[Any, Any], Any] | None,
 ) -> dict[str, Any]:
-    """Return what of a model's outputs `compute_metrics` is given, and the labels."""
+    """Return the outputs and labels that `compute_metrics` takes."""
     named = isinstance(outputs, Mapping)
     logits: Any = tuple(v for n, v in outputs.items() if n not in left_out) if named else ()
     logits = nested_detach(logits if named else outputs[1:])
@@ -102,7 +102,7 @@ class Predictions:
         self._update_count += 1
 
     def compute(self) -> dict[str, float]:
-        """Return what `compute_metrics` returns of all predictions, padded by -100."""
+        """Return the values of `compute_metrics` for all predictions, padded by -100."""
         join = functools.partial(nested_concat, padding_index=_IGNORED)
         predictions = functools.reduce(join, [batch.predictions for batch in self.seen])
         labels = functools.reduce(join, [batch.labels for batch in self.seen])

@@ -326,7 +326,7 @@ class _ForTrainer:
         return self.collator(samples)
 
     def lengths(self, data: _MapStyle) -> list[int]:
-        """Return how long each sample is: its column of that name, or its tokens."""
+        """Return the length of each sample: its column of that name, or its tokens."""
         name = self.args.length_column_name
         if name in getattr(data.rows, "column_names", ()):
             return list(data.rows[name])

@@ -378,7 +378,7 @@ class _Brought:
             self.names[of + plain] = name + its if plain == plain_name(name) else name
 
     def measured(self, module: Any, batch: _Batch) -> dict[str, Tensor]:
-        """Return what the step of this batch has logged, a value for each sample."""
+        """Return the values that this batch's step has logged, one for each sample."""
         rows, values = batch.samples, self.evaluated[module].values.items()
         full = partial(torch.full, (rows,), dtype=torch.float64)
         return {name: full(fill_value=mean_of(v, rows)) for name, v in values}
@@ -422,7 +422,7 @@ class _Brought:
 
 
 def _made(given: Any) -> Any:
-    """Return what a function makes, a copy of a module, or data as it is."""
+    """Return a function's result, a copy of a module, or data as it is."""
     if isinstance(given, nn.Module):
         return copy.deepcopy(given)
     return given if hasattr(given, "prepare_data") and not inspect.isclass(given) else given()

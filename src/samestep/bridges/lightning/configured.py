@@ -49,7 +49,7 @@ class Unchanged(LRScheduler):
 
 
 def configured(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-    """Return the one optimizer of `configure_optimizers`, and its scheduler for `Recipe`."""
+    """Return the optimizer of `configure_optimizers`, and its scheduler for `Recipe`."""
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], list):
         optimizers, schedulers = returned
         returned = {"optimizer": optimizers, "lr_scheduler": schedulers}

@@ -160,18 +160,18 @@ class LitData(pl.LightningDataModule):
         return plan
 
     def train_dataloader(self) -> "Parts":
-        """Return what yields this rank's parts of the running epoch."""
+        """Return a loader of this rank's parts of the running epoch."""
         assert self.plan is not None, 'setup("fit") comes first'
         drop_last = self.settings.drop_last
         shared = self.world, self.recipe, self.settings
         return Parts(self._sources["train"], self.plan, self.trainer, drop_last, self._lap, *shared)
 
     def val_dataloader(self) -> "_Share | list[Any]":
-        """Return what yields this rank's share of the validation samples."""
+        """Return a loader of this rank's share of the validation samples."""
         return self._share("validation")
 
     def test_dataloader(self) -> "_Share | list[Any]":
-        """Return what yields this rank's share of the test samples."""
+        """Return a loader of this rank's share of the test samples."""
         return self._share("test")
 
     def _share(self, name: str) -> "_Share | list[Any]":

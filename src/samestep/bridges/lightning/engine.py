@@ -405,7 +405,7 @@ def _strategy(world: World, accumulate: int, settings: Settings) -> Any:
 
 
 def _environment(world: World) -> ClusterEnvironment:
-    """Return what tells Lightning about the ranks, which are connected already."""
+    """Return Lightning's view of the ranks, which are connected already."""
     if world.world_size == 1:
         return LightningEnvironment()  # also in the shell of an allocation
     if world.launcher not in ("srun", "torchrun"):

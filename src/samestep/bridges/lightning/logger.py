@@ -196,7 +196,7 @@ class TrackerLogger(Logger):
         return self._run
 
     def _begin(self) -> None:
-        """Write what trackers have to know of the run, once; they begin when it is there."""
+        """Write settings and start of the run for trackers, once; they begin with these there."""
         run = self._open()
         if self._begun:
             return
