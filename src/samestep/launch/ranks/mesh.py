@@ -82,7 +82,11 @@ def free_gathered(root: nn.Module) -> None:
         return
     # One that failed leaves the root gathered: an optimizer would get weights that no step trains.
     if not callable(undo := getattr(root, "reset_iter_state", None)):
-        raise UserError("--strategy fsdp of a model that fails in a trial needs PyTorch 2.13.")
+        raise UserError(
+            "The model's forward failed in training mode, in the trial before the first step, and "
+            "--strategy fsdp is left with weights that it has gathered.",
+            remedy="Use PyTorch 2.13 or newer, or --strategy ddp.",
+        )
     undo()
 
 
