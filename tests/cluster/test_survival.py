@@ -173,15 +173,15 @@ def test_a_cancel_that_is_not_to_wait_ends_a_rank_that_hangs_at_once(sandbox, re
 def let_hang(recipe: Path) -> int:
     """Let rank 1 hang in step 9 of the job's first start; return the line."""
     sleeps = "            time.sleep(3600)"
-    counts = f"""    global STEPS
-    STEPS += outputs.requires_grad
-    if os.environ['SLURM_PROCID'] == '1' and STEPS == 9:
+    counts = f"""    if os.environ['SLURM_PROCID'] == '1' and step == 8 and outputs.requires_grad:
         hung = PACE.with_name("hung")
         if not hung.exists():
             hung.touch()
 {sleeps}
 """
-    text = recipe.read_text().replace("def loss(", "STEPS = 0\n\ndef loss(")
+    text = recipe.read_text().replace(
+        "def loss(outputs, targets)", "def loss(outputs, targets, *, step)"
+    )
     text = text.replace("    if PACE", f"{counts}    if PACE")
     recipe.write_text(text)
     return text.splitlines().index(sleeps) + 1

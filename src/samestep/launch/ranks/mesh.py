@@ -75,13 +75,13 @@ def shard_module(
 
 def free_gathered(root: nn.Module) -> None:
     """Free all weights that a forward without a backward has left gathered, or one that failed."""
-    for module in root.modules():
-        if is_shard_root(module):
-            module.reshard()  # type: ignore[operator]
-    if all(map(is_sharded, root.parameters())):
+    roots: list[Any] = list(filter(is_shard_root, root.modules()))
+    for module in roots:
+        module.reshard()
+    if not roots or all(map(is_sharded, root.parameters())):
         return
     # One that failed leaves the root gathered: an optimizer would get weights that no step trains.
-    if not callable(undo := getattr(root, "reset_iter_state", None)):
+    if not callable(undo := getattr(roots[0], "reset_iter_state", None)):
         raise UserError(
             "The model's forward failed in training mode, in the trial before the first step, and "
             "--strategy fsdp is left with weights that it has gathered.",
