@@ -191,13 +191,10 @@ NAN = RECIPE.replace(
     "recipe = Recipe(",
     """
 import os
-steps = 0
-def loss(outputs, targets):
-    global steps
-    steps += torch.is_grad_enabled()
+def loss(outputs, targets, *, step):
     value = nn.functional.cross_entropy(outputs, targets)
     last = os.environ.get("RANK", "1") == "1"
-    return value * (float("nan") if steps >= 10 and last else 1.0)
+    return value * (float("nan") if step >= 9 and last else 1.0)
 recipe = Recipe(loss=loss, """,
 )
 

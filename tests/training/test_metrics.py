@@ -379,9 +379,9 @@ GROWS = RECIPE.replace(
 steps = 0
 def error(outputs, targets):
     return torch.full((len(targets),), VALUES[min(steps // 6, len(VALUES) - 1)])
-def counting(outputs, targets):
+def counting(outputs, targets, *, step):
     global steps
-    steps += torch.is_grad_enabled()
+    steps = step + 1
     return nn.functional.cross_entropy(outputs, targets)
 VALUES = [0.0, 0.5, 0.7, 0.9]
 recipe = Recipe(loss=counting, metrics={"error": error}, lower_is_better=("error",),""",
