@@ -151,7 +151,7 @@ DIFFERENCES = {
     "same versions": "torch: 2.12.0",
     "same code": "bbbb",
     "recipe": "ranks 0, 1",
-    "clock": "100.0 s",
+    "clock": "100.",
     "shared folder": "rank 1",
 }
 NO_NAME = "master address: no-such-host.invalid "
