@@ -221,8 +221,8 @@ IN_LOSS = Cause(
     "The loss gives something else ({change:.0e}) when it is called again with equal outputs and "
     "targets: it keeps a number from call to call. No checkpoint holds that, each rank has one, "
     "and evaluations change it too.{kept}",
-    "Compute the loss only from outputs and targets. What has to change may be a buffer of the "
-    "model, which returns it with its outputs.",
+    "Compute the loss from outputs and targets, and from `step` or `epoch` if it names them among "
+    "its arguments. What else has to change may be a buffer of the model, which returns it.",
 )
 CLOCK = Cause(
     "forward or loss that reads the clock",
