@@ -38,16 +38,16 @@ from samestep.bridges.huggingface.callbacks import (
     check_held,
     settings_of_callbacks,
 )
-from samestep.bridges.huggingface.own_methods import (
+from samestep.bridges.huggingface.predictions import Predictions, generated, predicted
+from samestep.bridges.huggingface.trainer_methods import (
     OF_OPTIMIZER,
     check_methods,
     has_own,
     optimizer_of,
     ordered_by,
     schedule_of,
-    told,
+    with_length,
 )
-from samestep.bridges.huggingface.predictions import Predictions, generated, predicted
 from samestep.bridges.huggingface.training_arguments import (
     check_arguments,
     check_data,
@@ -208,7 +208,7 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
     if "forward" in parts:  # which may ask the Trainer's state how long the training is
         trainer.state.max_steps = max(1, trainer.args.max_steps)
         schedule = parts.get("schedule", base.schedule)
-        parts["schedule"] = functools.partial(told, trainer, given.about, schedule)
+        parts["schedule"] = functools.partial(with_length, trainer, given.about, schedule)
     return replace(base, **parts)
 
 

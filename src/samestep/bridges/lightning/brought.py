@@ -33,8 +33,8 @@ from samestep.bridges.lightning.configured import (
     Unchanged,
     check_around_step,
     check_monitor,
-    configured,
     settings_of_weights,
+    unpack_optimizers,
 )
 from samestep.bridges.lightning.logged import (
     NTH,
@@ -397,7 +397,7 @@ class _Brought:
         self.trainer.train_as(settings)
         where = defined_at(type(module).configure_optimizers)
         self.trainer.model = module
-        optimizer, scheduler = configured(module.configure_optimizers(), where)
+        optimizer, scheduler = unpack_optimizers(module.configure_optimizers(), where)
         del self.trainer.model
         if "monitor" in scheduler:
             check_monitor(scheduler.pop("monitor"), scheduler["scheduler"], settings, where)
@@ -456,7 +456,8 @@ def _check_hooks(module: Any, base: type) -> None:
     """Refuse hooks that would not be called; empty ones need not be."""
     hooks = [n for n in dir(base) if n.startswith(("on_", "configure_", "optimizer_"))]
     hooks += ["lr_scheduler_step", "backward", "transfer_batch_to_device"]
-    hooks += ["state_dict", "load_state_dict"] * (base.__name__ == "LightningDataModule")
+    if base.__name__ == "LightningDataModule":
+        hooks += ["state_dict", "load_state_dict"]
     own = [n for n in hooks if n not in _CALLED | _LEFT_ALONE and _has_own(module, base, n)]
     own = [n for n in own if not _is_empty(getattr(type(module), n))]
     if own:

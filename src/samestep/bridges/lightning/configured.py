@@ -48,7 +48,7 @@ class Unchanged(LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
-def configured(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+def unpack_optimizers(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
     """Return the optimizer of `configure_optimizers`, and its scheduler for `Recipe`."""
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], list):
         optimizers, schedulers = returned

@@ -46,7 +46,7 @@ def keeps_trained(model: nn.Module, what: str) -> Iterator[None]:
     yield
     if before != [p.requires_grad for p in model.parameters()]:
         raise UserError(
-            f"{what} freezes or unfreezes parameters in the midst of a training.",
+            f"{what} freezes or unfreezes parameters during an epoch.",
             remedy="Freeze them as the model is made, and unfreeze them after an epoch: "
             "Recipe(after_epoch=…), or on_train_epoch_end of a LightningModule.",
         )

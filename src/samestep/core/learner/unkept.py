@@ -69,10 +69,10 @@ class Unkept(NamedTuple):
             f"call, and {other}. Let the loss name `step` or `epoch` among its arguments, and keep "
             "nothing itself": self.loss,
         }
-        for told, names in found.items():
+        for sentence, names in found.items():
             if names:
                 unless = "or, if no weight depends on it, add --no-self-check."
-                raise UserError(f"{told}; {unless}", on_all_ranks=True)
+                raise UserError(f"{sentence}; {unless}", on_all_ranks=True)
 
     def notes(self, remedy: str) -> list[str]:
         """Return what to tell before the first step; `remedy` is for buffers of one rank."""

@@ -24,7 +24,7 @@ _OVERRIDES = (
 OF_OPTIMIZER = ("create_optimizer", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs")
 
 
-def told(trainer: Trainer, about: Any, schedule: Any, optimizer: Any, plan: Any) -> Any:
+def with_length(trainer: Trainer, about: Any, schedule: Any, optimizer: Any, plan: Any) -> Any:
     """Tell a Trainer with methods of its own how long the training is; return its scheduler."""
     state, about.steps_per_epoch = trainer.state, plan.steps_per_epoch
     state.max_steps, state.num_train_epochs = plan.total_steps, plan.epochs
