@@ -193,7 +193,9 @@ def test_what_it_asks_in_vain_is_refused_by_name(tmp_path, refused, changes, tol
 
 
 def test_a_loader_in_place_of_a_datamodule_has_the_training_data():
+    from samestep.lightning import recipe
+
     rows = torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6.0))
-    brought = samestep.lightning.recipe(dict, torch.utils.data.DataLoader(rows, 2), batch_size=2)
+    brought = recipe(dict, torch.utils.data.DataLoader(rows, 2), batch_size=2)
     splits = brought.load_data(brought.make_options())
     assert (len(splits.train), splits.validation) == (6, None)
