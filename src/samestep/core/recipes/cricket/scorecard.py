@@ -32,6 +32,10 @@ WicketKind = Literal[
 ]
 
 
+_Unread = Any
+"""What changes no score; only its name is known."""
+
+
 class BadMatchError(Exception):
     """A match that cannot be read; the message says where in the file, and what was expected."""
 
@@ -59,48 +63,12 @@ class Extras(_Strict):
     wides: _Small = 0
 
 
-class Fielder(_Strict):
-    """Who took part in a dismissal; a substitute may have no name."""
-
-    name: str = ""
-    substitute: bool = False
-
-
 class Wicket(_Strict):
     """A batter who left, out or not."""
 
     kind: WicketKind
     player_out: str
-    fielders: tuple[Fielder, ...] = ()
-
-
-class Review(msgspec.Struct, gc=False):
-    """A decision that a team had reviewed."""
-
-    by: str
-
-
-class MatchReplacement(msgspec.Struct, rename={"new": "in", "old": "out"}, gc=False):
-    """A player who takes another's place for the rest of the match."""
-
-    new: str
-    team: str
-    old: str | None = None
-
-
-class RoleReplacement(msgspec.Struct, rename={"new": "in", "old": "out"}, gc=False):
-    """A player who takes over as bowler or batter."""
-
-    new: str
-    role: str
-    old: str | None = None
-
-
-class Replacements(_Strict):
-    """Changes of players just before a delivery."""
-
-    match: tuple[MatchReplacement, ...] = ()
-    role: tuple[RoleReplacement, ...] = ()
+    fielders: _Unread = None
 
 
 class Ball(_Strict):
@@ -112,8 +80,8 @@ class Ball(_Strict):
     runs: Runs
     extras: Extras | None = None
     wickets: tuple[Wicket, ...] = ()
-    replacements: Replacements | None = None
-    review: Review | None = None
+    replacements: _Unread = None
+    review: _Unread = None
 
 
 class Over(_Strict):
@@ -137,12 +105,6 @@ class Powerplay(msgspec.Struct, rename={"start": "from", "end": "to"}, gc=False)
     end: float
 
 
-class MiscountedOver(msgspec.Struct, gc=False):
-    """An over in which the umpire allowed too few or too many balls; 1.1.0 has a string here."""
-
-    balls: int | str
-
-
 class Target(_Strict):
     """What the second side needs, and in how many overs: 14.4 are 14 overs and 4 balls."""
 
@@ -155,10 +117,10 @@ class Innings(_Strict):
 
     team: str
     overs: tuple[Over, ...] = ()
-    absent_hurt: tuple[str, ...] = ()
+    absent_hurt: _Unread = None
     declared: bool = False
     forfeited: bool = False
-    miscounted_overs: dict[str, MiscountedOver] = {}
+    miscounted_overs: _Unread = None
     penalty_runs: PenaltyRuns | None = None
     powerplays: tuple[Powerplay, ...] = ()
     super_over: bool = False
