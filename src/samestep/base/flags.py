@@ -132,7 +132,9 @@ def of_type(value: Any, kind: Any, what: str, *, strict: bool = True) -> Any:
     try:
         return msgspec.convert(value, kind, dec_hook=_path, strict=strict)
     except msgspec.ValidationError as error:
-        choices = ", ".join(map(repr, choices_of(kind)))
+        declared = without_none(kind)
+        values = get_args(declared) if get_origin(declared) is Literal else ()
+        choices = ", ".join(map(repr, values))
         must = f"one of {choices}" if choices else in_words(kind)
         why = f"it must be {must}" if must else f"{error}".rstrip(".")
         raise UserError(f"{what}: {why}.") from error
@@ -143,12 +145,6 @@ def of_type(value: Any, kind: Any, what: str, *, strict: bool = True) -> Any:
 def _path(kind: type, value: Any) -> Any:
     """Return a text as the path that a field declares; neither TOML nor a shell has paths."""
     return kind(value) if issubclass(kind, PurePath) and isinstance(value, str) else value
-
-
-def choices_of(kind: Any) -> tuple[Any, ...]:
-    """Return the values of a `Literal` type, or of `Literal | None`; of others nothing."""
-    kind = without_none(kind)
-    return get_args(kind) if get_origin(kind) is typing.Literal else ()
 
 
 def parse(

@@ -64,12 +64,8 @@ def text_lines(table: Table, width: int | None = None, *, colour: bool = False) 
     widths = [max(columns_of(row[n].text) for row in cells) for n in range(len(table.columns))]
     shown = _fitting(table, widths, width)
     blocks = [shown]
-    if (
-        width is not None
-        and not table.fold
-        and not table.drop
-        and _total(table, widths, shown) > width
-    ):
+    gives_way = table.fold or table.drop
+    if width is not None and not gives_way and _total(table, widths, shown) > width:
         blocks = list(_blocks(table, widths, width))
     for number, block in enumerate(blocks):
         if number:

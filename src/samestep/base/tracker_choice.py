@@ -91,18 +91,16 @@ def check_installed(trackers: list[str]) -> None:
                 f"--track {tracker} needs the package {package}, which is not installed here: "
                 f"pip install 'samestep[{tracker}]'"
             )
-        folder = tracker.partition(".")[0]
         if tracker.endswith(".py"):
             _check_file(Path(tracker))
-        elif (
-            tracker not in TRACKERS
-            and PathFinder.find_spec(folder, [*sys.path, str(Path.cwd())]) is None
-        ):
+        elif tracker not in TRACKERS:
             # Only its package is looked for: the training does not import it.
-            raise UserError(
-                f"--track {tracker}: there is no package {folder} here. A tracker of your own is a "
-                "file (my_tracker.py), or a module that can be imported from this folder."
-            )
+            folder = tracker.partition(".")[0]
+            if PathFinder.find_spec(folder, [*sys.path, str(Path.cwd())]) is None:
+                raise UserError(
+                    f"--track {tracker}: there is no package {folder} here. A tracker of your own "
+                    "is a file (my_tracker.py), or a module that can be imported from this folder."
+                )
 
 
 def _check_tracker(tracker: str) -> None:

@@ -88,9 +88,8 @@ def write(
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            if (
-                not folder.parent.is_dir()
-            ):  # PyTorch's writer would make a removed run's folders anew
+            # PyTorch's writer would make a removed run's folders anew.
+            if not folder.parent.is_dir():
                 missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
                 raise cannot_write(folder, missing)
             check_room(folder.parent, sum(s.numel() * s.itemsize for s in shards.values()))

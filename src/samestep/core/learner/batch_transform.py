@@ -8,6 +8,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import call
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,8 @@ class BatchTransform:
         """
         # A virtual rank's share is a micro-step, and a rank may have none.
         parts = block.parts if block.targets is None else (block,)
-        agreed: Callable[[Callable[[], Any]], Any] = self._world.on_every
-        agreed = _call if self._agreed else agreed
+        on_every: Callable[[Callable[[], Any]], Any] = self._world.on_every
+        agreed = call if self._agreed else on_every
         columns, rows = agreed(lambda: self._columns(parts))
         what = f"{_FIELD}: what ranks have of the batch"
         tensors, first = gather_rows(columns, rows, self._world, what)
@@ -134,10 +135,6 @@ def _drawing(drawn: int, device: torch.device) -> Iterator[None]:
         random.setstate(kept[0])
         np.random.set_state(kept[1])  # noqa: NPY002
         torch.set_rng_state(kept[2])
-
-
-def _call(function: Callable[[], Any]) -> Any:
-    return function()
 
 
 def _rows(tree: Any, start: int, count: int, size: int) -> Any:

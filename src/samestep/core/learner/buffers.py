@@ -66,17 +66,16 @@ class StepBuffers:
         after = self._flat(floats)
         changes = []
         if not self._known or after.shape != self._before.shape:
-            both = zip((*floats, *others), self._kept, strict=True)
+            both = [*zip((*floats, *others), self._kept, strict=True)]
             _refuse_first(
                 self._all,
-                [now.shape != kept.shape for now, kept in both],
+                [now.shape != before.shape for now, before in both],
                 "changes its shape in forward, so what virtual ranks make of it cannot be added "
                 "up. Keep its shape",
             )
             # Kernels of batch normalisation write without counting it as a change.
-            pairs_of_values = zip((*floats, *others), self._kept, strict=True)
-            wrote = [not torch.equal(now, kept) for now, kept in pairs_of_values]
-            flags = [one or other for one, other in zip(changed, wrote, strict=True)]
+            wrote = [not torch.equal(now, before) for now, before in both]
+            flags = [marked or written for marked, written in zip(changed, wrote, strict=True)]
             changes.append(torch.tensor(flags, dtype=self._dtype, device=self._before.device))
         changes.append(after - self._before)
         changes.append(self._no_bytes if part else self._bytes(others))
@@ -139,7 +138,6 @@ class StepBuffers:
 
 
 def _refuse_first(places: Sequence[BufferPlace], wrong: Sequence[bool], why: str) -> None:
-    """Raise for the first buffer with which something is wrong."""
     for place, is_wrong in zip(places, wrong, strict=False):
         if is_wrong:
             raise UserError(

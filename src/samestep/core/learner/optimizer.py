@@ -308,11 +308,8 @@ class Update:
             self._own_step()
             return
         self._ordinary_step()
-        if (
-            self._scaler is None
-            and not self._scheduled
-            and self._optimizer.param_groups[0]["fused"]
-        ):
+        plain = self._scaler is None and not self._scheduled
+        if plain and self._optimizer.param_groups[0]["fused"]:
             self._kernel = self._look_up()
 
     def _ordinary_step(self) -> None:

@@ -214,12 +214,9 @@ def make_counter(
 
     None if it is not needed: nothing is to be added up, or there is one rank.
     """
-    if (
-        not size
-        or world.world_size == 1
-        or settings.allows_unused
-        or settings.virtual_ranks is not None
-    ):
+    if not size or world.world_size == 1 or settings.virtual_ranks is not None:
+        return None
+    if settings.allows_unused:
         return None  # DDP then follows the forward, in which it does not appear
     if settings.strategy == "fsdp":
         return None  # gradients are not added up in one place
@@ -235,7 +232,8 @@ def wrap(
     if not world.connected or any_sharded(model):
         return model
     if settings.virtual_ranks is not None:
-        _start_alike(model, world)
+        for tensor in (*model.parameters(), *model.buffers()):
+            world.take_from_main(tensor.detach())  # as DDP does when it takes a model
         return model
     return OneLayout(
         model if counter is None else _Counted(model, counter),
@@ -257,7 +255,6 @@ class OneLayout(DistributedDataParallel):
     """
 
     def __init__(self, module: nn.Module, **settings: Any) -> None:
-        """Wrap a module; the settings are those of DDP."""
         super().__init__(module, **settings)
         self.reducer._push_all_rebuilt_params()  # noqa: SLF001 - PyTorch has no public way
         self.reducer._rebuild_buckets()  # noqa: SLF001
@@ -267,12 +264,6 @@ class OneLayout(DistributedDataParallel):
         if self.find_unused_parameters:
             return parameters, are_sparse  # DDP keeps the layout of the start, which is reversed
         return parameters[::-1], are_sparse[::-1]
-
-
-def _start_alike(model: nn.Module, world: World) -> None:
-    """Give every rank rank 0's weights and buffers, as DDP does when it takes a model."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        world.take_from_main(tensor.detach())
 
 
 def share_buffers(model: nn.Module, world: World) -> None:

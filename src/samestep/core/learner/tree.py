@@ -7,6 +7,7 @@ of parts only, and only the last parts can be absent.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Generic, NamedTuple, TypeVar
 
@@ -135,7 +136,8 @@ class TreeReduce:
         held = [held_parts(world, rank) for rank in range(world.world_size)]
         roots = [roots_over(part for part in parts if part < present) for parts in held]
         # A rank's first tensors take the sums.
-        sums = own[0].value if own else [_empty_like(like, world.device) for like in self._like]
+        empty = partial(torch.empty_like, device=world.device)
+        sums = own[0].value if own else [*map(empty, self._like)]
         for bucket in self._buckets:
             self._reduce(bucket, own, roots, sums[bucket.places.start : bucket.places.stop])
         return sums
@@ -147,7 +149,6 @@ class TreeReduce:
         roots: Sequence[Sequence[Root[None]]],
         sums: Tensors,
     ) -> None:
-        """Fill the tensors of a bucket with the sums."""
         size, places = self._world.world_size, bucket.places
         most = max(len(rank) for rank in roots)
         width, like = size * bucket.shard, self._like[places.start : places.stop]
@@ -230,7 +231,3 @@ def _views(row: Tensor, bucket: _Bucket, like: Sequence[Tensor]) -> Tensors:
         torch.as_strided(row, tensor.shape, tensor.stride(), row.storage_offset() + offset)
         for tensor, offset in zip(like, bucket.offsets, strict=True)
     ]
-
-
-def _empty_like(like: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)

@@ -41,14 +41,6 @@ _UNPACKED, _UNPACKED_PYTHON = "cifar-10-batches-bin", "cifar-10-batches-py"
 _PYTHON_FILES = ("data_batch_1", "test_batch", "batches.meta", "cifar-10-python.tar.gz")
 
 
-def has_cifar10(folder: Path) -> bool:
-    """Whether all files of the binary version are there, or else a folder of training images."""
-    place = _binary_place(folder)
-    if place is None:
-        return (folder / "train").is_dir()
-    return all((place / name).is_file() for name in _ALL_FILES)
-
-
 def read_cifar10(folder: Path, split: Literal["train", "test"]) -> tuple[Tensor, Tensor]:
     """Return one split of CIFAR-10, from the binary version if it is there, else from images.
 
@@ -201,7 +193,9 @@ def model(options: Cifar10Options) -> nn.Module:
 def fetch(options: Cifar10Options) -> None:
     """Download the binary version if the options ask for it and no data is there."""
     folder = Path(options.data_dir)
-    if options.download and not has_cifar10(folder):
+    place = _binary_place(folder)
+    wanted = [folder / "train"] if place is None else [place / name for name in _ALL_FILES]
+    if options.download and not all(path.exists() for path in wanted):
         download("cifar10", folder)
 
 

@@ -131,7 +131,8 @@ def build(
         tried = _try_out(trial, validation, splits.test, source, world)
         for other in [*by_name.values()][1:]:
             _try_out(trial, other, None, source, world)
-        tried = tried.and_of(of_data(train, splits.train, recipe, settings, world))
+        unkept = tried.unkept._replace(**of_data(train, splits.train, recipe, settings, world))
+        tried = tried._replace(unkept=unkept)
     metrics, parts, judged_parts = tried.metrics, tried.parts, tried.evaluation_parts
     own = _own_parts(recipe, train) + ("losses by name",) * bool(parts)
     compiles = what_compiles(settings, world, model, own=own)
@@ -169,11 +170,13 @@ def build(
         classes=splits.classes,
         cost=model_cost(tried.forward_flops, settings, world),
     )
-    by_step = world.virtual_ranks > 0
     state = State(
         watch=_watch(settings, recipe, splits, tried),
         measured=EpochMetrics(
-            {} if mixes else metrics, world.device, held_parts(world), by_step=by_step
+            {} if mixes else metrics,
+            world.device,
+            held_parts(world),
+            by_step=world.virtual_ranks > 0,
         ),
     )
     _check_followed(learner, plan, state.watch, splits)

@@ -278,8 +278,12 @@ def _finished(
     init = merged.get("init_from")  # by its whole path, as a resume compares it
     merged |= {"init_from": str(start.folder / str(init))} if init else {}
     resolved = Settings(**merged)  # type: ignore[arg-type]
+    recipe_changes: tuple[str, ...] = ()
     if run is not None:
+        from samestep.core.session.recipe_changes import accepted_changes  # noqa: PLC0415
+
         _check_same(run, resolved, options, given, allowed)
+        recipe_changes = accepted_changes(run.run, run.source, start.recipe, allowed)
     _check_trackers(resolved)
     _refuse_unread(start, options, given)
     return Request(
@@ -290,7 +294,7 @@ def _finished(
         resume=resume,
         allow_change=allowed,
         settings_of=None if resume else start.run,
-        recipe_changes=() if run is None else _changes(run, start.recipe, allowed),
+        recipe_changes=recipe_changes,
         script_args=start.script_args,
         pieces=_recipe_pieces(start),
         folder=start.folder,
@@ -302,12 +306,6 @@ def _check_trackers(settings: Settings) -> None:
         from samestep.base.tracker_choice import check_choice  # noqa: PLC0415
 
         check_choice(settings)
-
-
-def _changes(run: Draft, recipe: Recipe, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    from samestep.core.session.recipe_changes import accepted_changes  # noqa: PLC0415
-
-    return accepted_changes(run.run, run.source, recipe, allowed)
 
 
 def _recipe_pieces(start: Draft) -> "Pieces":

@@ -66,10 +66,6 @@ class Tried(NamedTuple):
     computed: tuple[str, ...] = ()
     """Names of what metric objects compute, as far as they can yet."""
 
-    def and_of(self, data: Mapping[str, tuple[str, ...]]) -> "Tried":
-        """Return this with what `of_data` has found."""
-        return self._replace(unkept=self.unkept._replace(**data))
-
 
 def dry_run(
     model: nn.Module,

@@ -51,6 +51,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         else {},
     }
     ranks = work.world.gather(mine)
+    follows = "metrics" in plan.schedule_asks or work.after_epoch is not None
     carried = {} if learner.carried is None else {"carried": learner.carried.state()}
     groups = {}
     if learner.made:
@@ -74,7 +75,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
             "next_lr": float(next_lr),
         },
         **scheduled,
-        **({"validated": state.validated} if _follows(work) else {}),
+        **({"validated": state.validated} if follows else {}),
         **({} if work.after_epoch is None else {"frozen": work.after_epoch.frozen()}),
         "rng": [rank["rng"] for rank in ranks],
         "position": asdict(position),
@@ -86,11 +87,6 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "order": work.order,
         "stream": [rank["stream"] for rank in ranks],
     }
-
-
-def _follows(work: Work) -> bool:
-    """Whether something reads what was validated last."""
-    return "metrics" in work.plan.schedule_asks or work.after_epoch is not None
 
 
 def check_alike(work: Work, step: int) -> None:

@@ -8,6 +8,7 @@ and each micro-step continues from there into the model: the gradient caching of
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import call
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class WholeBatchLoss(Objective):
     def begin(self, parts: Sequence[Block], global_size: int) -> None:
         """Compute the loss, back to the outputs of each micro-step."""
         world, before = self._world, rng_state()
-        agreed = _call if self.agreed else world.on_every
+        agreed: Callable[[Callable[[], Any]], Any] = call if self.agreed else world.on_every
         # Where each rank has one micro-step, its first forward is the only one. A share of virtual
         # ranks is computed alike whatever else its rank has.
         most = -(-global_size // world.world_size)
@@ -100,7 +101,7 @@ class WholeBatchLoss(Objective):
         outputs = []
         if not keeps_graph and self._averaged:
             share_buffers(model, self._world)  # DDP leaves it out without gradients
-        put_back: Callable[[], None] = _call if keeps_graph else keep_buffers(model)
+        put_back: Callable[[], None] = (lambda: None) if keeps_graph else keep_buffers(model)
         for place, micro_steps in groupby(parts, key=lambda part: part.place):
             self.seeds.begin_part(place)
             for part in micro_steps:
@@ -206,10 +207,6 @@ class WholeBatchLoss(Objective):
         loss = loss * (self._divisor if self._averaged else 1)
         scaler = self._learner.scaler
         return loss if scaler is None else scaler.scale(loss)
-
-
-def _call(function: Callable[[], Any] = lambda: None) -> Any:
-    return function()
 
 
 def _refuse_weights(loss: Tensor, named: Mapping[str, Tensor]) -> None:
