@@ -17,7 +17,7 @@ _LINE_FROM = 5000
 
 
 @contextmanager
-def counting(what: str, total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
+def counting(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], object]]:
     """Show a bar on standard error; without a terminal, one line if there is much to count.
 
     Yields a function to call, from any thread, with how many more of this rank's `total` are done.

@@ -43,13 +43,9 @@ def may_change(default: T) -> T:
 
 def free_names(*kinds: type | None, virtual_ranks: object = None) -> frozenset[str]:
     """Return the names of the fields that may change on resume."""
+    marks = (True, False) if virtual_ranks is None else (True,)
     every_field = (f for kind in kinds if kind is not None for f in fields(kind))
-    return frozenset(
-        f.name
-        for f in every_field
-        if (always := f.metadata.get("may_change")) is not None
-        and (always or virtual_ranks is None)
-    )
+    return frozenset(f.name for f in every_field if f.metadata.get("may_change") in marks)
 
 
 def field_docs(kind: type) -> dict[str, str]:

@@ -290,12 +290,8 @@ def _factors(plan: Plan, step: int, metrics: Mapping[str, float]) -> list[float]
         remedy = "It is called with (step, total steps); to make a scheduler, name `optimizer`."
         if "metrics" in given:
             remedy = "Before the first validation `metrics` is empty."
-        blame(
-            f"The recipe's schedule failed at step {step} of {total}",
-            error,
-            schedule,
-            remedy=remedy,
-        )
+        what = f"The recipe's schedule failed at step {step} of {total}"
+        blame(what, error, schedule, remedy=remedy)
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         factors = [float(one) for one in (result if isinstance(result, list | tuple) else [result])]
         if factors and all(0 <= factor < math.inf for factor in factors):
@@ -436,7 +432,6 @@ def warmup_steps(plan: Plan, settings: Settings) -> int:
 
 
 def _ramp(settings: Settings, step: int, steps: int) -> float:
-    """Return the factor of a step, counted from 0, in a warm-up of some steps."""
     first = settings.warmup_from
     if step >= steps:
         return 1.0

@@ -182,18 +182,17 @@ def check_loss_fields(recipe: Any) -> None:
             )
 
 
-def check_names(what: str, names: Collection[Any], taken: Collection[str]) -> None:
-    """Check that the names that a function of the recipe returned are free."""
+def check_names(who: str, names: Collection[Any], taken: Collection[str]) -> None:
+    """Check that names are words that are free; `who` begins a message: "The loss returned"."""
     for name in names:
         if not (isinstance(name, str) and name and name.isprintable()):
             raise UserError(
-                f"The recipe's {what} returned the name {name!r}; a name is a word that can be "
-                "printed, such as 'kl'."
+                f"{who} the name {name!r}; a name is a word that can be printed, such as 'kl'."
             )
         if name in taken:
             raise UserError(
-                f"The recipe's {what} returned the name {name!r}, and a record or a metric has "
-                f"that already. Give it another name, such as 'own_{name}'."
+                f"{who} the name {name!r}, and a record or a metric has that already. Give it "
+                f"another name, such as 'own_{name}'."
             )
 
 
@@ -219,21 +218,12 @@ def check_metrics(
             f"Recipe(metrics=…) is a {type(metrics).__name__}; it takes a dict of names: "
             "metrics={'error': my_function}."
         )
+    check_names("Recipe(metrics=…) has", metrics, TAKEN_NAMES)
     for name, metric in metrics.items():
-        if not (isinstance(name, str) and name and name.isprintable()):
-            raise UserError(
-                f"Recipe(metrics=…) names a metric {name!r}; a name is a word that can be "
-                "printed, such as 'f1'."
-            )
         if not hasattr(metric, "compute"):  # training/metrics.py checks those
             _check_function(f"Recipe(metrics=…): {name!r}", metric)
         elif isinstance(metric, type):
             raise _is_class(f"Recipe(metrics=…): {name!r}", metric)
-        if name in TAKEN_NAMES:
-            raise UserError(
-                f"Recipe(metrics=…) names a metric {name!r}, and a record has that already. "
-                f"Give it another name, such as 'own_{name}'."
-            )
     if isinstance(lower, str):
         raise UserError(f"Recipe(lower_is_better={lower!r}) takes a tuple of names: ({lower!r},).")
     if not named_later:

@@ -179,7 +179,6 @@ class _Reach:
             self._include(module, place)
 
     def _include(self, module: str, place: int) -> None:
-        """Let a statement of a module count, and follow what it uses."""
         source = self.sources[module]
         is_new = place not in self.taken[module]
         runs = (self.main_block and not module) or not _is_main(source.statements[place])

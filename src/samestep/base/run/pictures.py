@@ -229,7 +229,6 @@ def read_gallery(run: Path) -> Gallery | None:
 
 
 def _objects(value: Any) -> list[Entry]:
-    """Return the tables of a list; none if it is not a list."""
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 

@@ -44,10 +44,7 @@ class Collating:
             return self._by_default(samples)
         batch = self._by_recipe(self._collate, samples)
         pair = (batch, None) if self._whole else as_pair(self._dataset, batch, self._collate)
-        leaves = tree_leaves(list(pair))
-        if not any(
-            isinstance(leaf, Tensor) or callable(getattr(leaf, "to", None)) for leaf in leaves
-        ):
+        if not any(callable(getattr(leaf, "to", None)) for leaf in tree_leaves(list(pair))):
             raise UserError(
                 f"The collate{defined_at(self._collate)} returned {describe(batch)}: "
                 "there is no tensor in it."
@@ -215,8 +212,6 @@ class _TensorPickler(ForkingPickler):
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Put the tensors back."""
-
     def __init__(self, file: io.BytesIO, whole: Tensor, places: list[_Place]) -> None:
         super().__init__(file)
         self._tensors = [_view(whole, *place) for place in places]

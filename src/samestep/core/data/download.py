@@ -124,7 +124,6 @@ def _made_folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock the folder, so that two programs do not write to one `.part` file."""
     if sys.platform == "win32":
         yield
         return
@@ -227,7 +226,6 @@ class Transfer:
             most = max(most, self._num_bytes())
 
     def _append(self, url: str) -> None:
-        """Ask once for the missing bytes and write what comes."""
         start = self._num_bytes()
         # The bytes as they lie there: a server may offer to unpack or to pack them on the way.
         headers = {"Accept-Encoding": "identity"}

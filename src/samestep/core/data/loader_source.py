@@ -147,7 +147,6 @@ class _Keyed(Dataset[Any]):
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two samples are equal, as far as NumPy can tell."""
     try:
         pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
         return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)

@@ -208,7 +208,6 @@ class Source(ABC):
         return self._call("augment", rows, augment, stored, keys)
 
     def _keys(self, epoch: int, indices: Tensor) -> Tensor:
-        """Return the keys of samples in an epoch, for the augmentation."""
         return sample_keys(self._reading.seed, epoch, indices)
 
     def close(self) -> None:  # noqa: B027 - memory needs no end

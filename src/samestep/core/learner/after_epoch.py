@@ -114,7 +114,7 @@ class AfterEpoch:
             raise UserError(
                 f"{where} {describe(result)}; it must return a dict of numbers by name, or nothing."
             )
-        check_names("after_epoch", result, self._taken)
+        check_names("The recipe's after_epoch returned", result, self._taken)
         for name, value in result.items():
             single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
             if not (single or isinstance(value, Real)):

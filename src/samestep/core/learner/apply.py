@@ -260,7 +260,6 @@ class Measure:
 
 
 def _as_values(value: Any) -> Any:
-    """Return a list of numbers, as one makes of generated texts, as a tensor."""
     if isinstance(value, list) and all(isinstance(number, int | float) for number in value):
         return torch.tensor(value, dtype=torch.float64)
     return value

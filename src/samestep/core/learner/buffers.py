@@ -132,7 +132,6 @@ class StepBuffers:
         return torch.cat(flat).to(self._dtype)
 
     def _bytes(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the bytes of tensors as numbers of a type that holds each exactly."""
         parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         return torch.cat(parts).to(self._dtype) if parts else self._no_bytes
 
@@ -154,7 +153,6 @@ def _marks(places: Sequence[BufferPlace]) -> list[tuple[int, int]]:
 
 
 def _cut(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts of a vector in the shapes of the tensors that it was made of."""
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 

@@ -115,11 +115,9 @@ class ModelTrial:
             load_model(twin, {"model": state})
             return difference(state, map_tensors(hollow, dict(twin.state_dict())))
         except Exception as error:
-            text = (
-                str(error).split(" Use the")[0]
-                if isinstance(error, UserError)
-                else error_text(error)
-            )
+            text = error_text(error)
+            if isinstance(error, UserError):
+                text = str(error).split(" Use the")[0]
             # Its code may read numbers in tensors, which these have not.
             return "" if "meta" in text.lower() else text
 

@@ -48,7 +48,6 @@ class Joint(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Join optimizers in this order."""
         # Without `super().__init__`, which keeps the groups: a member makes new ones as it loads.
         self.optimizers = list(optimizers)
         self.__setstate__({"defaults": {}})

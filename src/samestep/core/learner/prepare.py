@@ -199,7 +199,6 @@ class _Counted(nn.Module):
         self.inner, self.counter = inner, counter
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's outputs."""
         return self.inner(*args, **kwargs)
 
 

@@ -206,7 +206,6 @@ def _holds_tensors(name: str, value: Any) -> bool:
 
 
 def _all_of(whole: Any) -> list[Any]:
-    """Return a scheduler and those that it is made of."""
     return [whole, *(inner for s in getattr(whole, "_schedulers", ()) for inner in _all_of(s))]
 
 

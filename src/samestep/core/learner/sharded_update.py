@@ -61,7 +61,6 @@ class _PartialProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute, and look at the result."""
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in _PRODUCTS and result.dtype in _HALF and is_partial_sum(result):
             self.rounded_to = result.dtype

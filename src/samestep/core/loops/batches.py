@@ -195,7 +195,6 @@ class LoopBatches:
         workers: int,
         drawn: Drawn = ("shuffled", None),
     ) -> OpenedData:
-        """Return the data, opened once."""
         if (before := self._data.get(split)) is not None:
             if before.is_of(data, collate, workers, drawn):
                 return before

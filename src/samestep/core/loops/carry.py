@@ -55,8 +55,6 @@ class RankState:
         with random_numbers(mix(self._seed, 2, step, self._world.rank)):
             try:
                 self._keep(self._carry(**more), f"carry={defined_at(self._carry)} made")
-            except UserError:
-                raise
             except Exception as error:
                 blame("The function for carried state failed", error, self._carry)
 

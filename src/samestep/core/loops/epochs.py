@@ -141,11 +141,8 @@ class LoopEpochs:
 
     def begin(self, order: dict[str, Any], num_steps: int) -> None:
         """Begin an epoch whose data is known; the first one also begins the records of the run."""
-        opened, total, steps = (
-            self._opened,
-            order["global_batch_size"],
-            num_steps * self._num_epochs,
-        )
+        opened, total = self._opened, order["global_batch_size"]
+        steps = num_steps * self._num_epochs
         self._log_every = opened.options.log_every or steps_between_records(steps)
         sizes = {
             "num_samples": order["num_samples"],

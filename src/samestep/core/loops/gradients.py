@@ -373,7 +373,6 @@ def _hooks_of(parameter: Any) -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def _add(parameter: Tensor, old: Tensor | None) -> None:
-    """Add the new gradient to the old one, and call the hooks of the parameter."""
     if parameter.grad is None:
         parameter.grad = old
         return

@@ -208,7 +208,6 @@ class OpenedData:
 
 
 def _ordering(order: OrderName, weights: PerSample | None, data: Any) -> Ordering:
-    """Return the order of a loop's own samples."""
     if order not in get_args(OrderName):
         raise UserError(
             f"run.batches(order={order!r}): the orders are {', '.join(get_args(OrderName))}. "

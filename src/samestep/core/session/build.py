@@ -373,7 +373,6 @@ def average_of(
 def _scheduler_of(
     plan: Plan, settings: Settings, optimizer: torch.optim.Optimizer
 ) -> "Scheduler | None":
-    """Return the recipe's scheduler of PyTorch, if it has one."""
     if plan.makes_scheduler:
         from samestep.core.learner.scheduler import Scheduler  # noqa: PLC0415
 

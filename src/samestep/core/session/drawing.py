@@ -126,7 +126,6 @@ class SampleSubset:
         return len(self.data[0]) if isinstance(self.data, tuple) else len(self.data)
 
     def __getitem__(self, place: int) -> Any:
-        """Return a sample as it is stored."""
         if isinstance(self.data, tuple):
             return self.data[0][place], self.data[1][place]
         return self.data[place]

@@ -128,7 +128,6 @@ def _files_of(index: Path, what: str) -> list[Path]:
 
 
 def _read(path: Path, entry: Entry | None, what: str) -> dict[str, Any]:
-    """Return the weights in a file by their names."""
     if entry is not None:
         return weights_in(load(path.parent, entry, verified=True))
     if files := _files_of(path, what):
@@ -155,7 +154,6 @@ def _read(path: Path, entry: Entry | None, what: str) -> dict[str, Any]:
 
 
 def _fill(model: nn.Module, weights: dict[str, Any], what: str, *, strict: bool) -> tuple[str, ...]:
-    """Load weights into a model; return what did not fit."""
     own = model.state_dict()
     if any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
         return ()

@@ -190,7 +190,6 @@ def _draw_pictures(
 
 
 def _load(work: Work, content: dict[str, Any]) -> None:
-    """Load the weights of a checkpoint into the model, as they are evaluated."""
     load_evaluated(work.learner.model, content)
     work.learner.moment.after(content["position"])
     if work.learner.average is not None:

@@ -277,7 +277,6 @@ def _class_scores(
 
 
 def _rows_of(name: str, tree: Any, count: int) -> list[dict[str, Any]]:
-    """Return each sample's row of a tree of tensors, under a name."""
     if not _has_a_row_each(tree, count):
         raise UserError(
             f"The model's outputs for {count} samples are {describe(tree)}, and predict shows one "

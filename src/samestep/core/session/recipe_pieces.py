@@ -166,7 +166,6 @@ class _Walk:
 
 
 def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield the code of a function, and of each function within it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -254,7 +253,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _constants(code: types.CodeType) -> tuple[Any, ...]:
-    """Return the constants of code, without its docstring."""
     constants = code.co_consts
     may_have = sys.version_info < (3, 13) or code.co_flags & 0x4000000  # CO_HAS_DOCSTRING
     is_doc = may_have and code.co_name[0] != "<" and constants and isinstance(constants[0], str)

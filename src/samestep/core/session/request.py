@@ -162,7 +162,6 @@ def _run_of(target: str) -> Path | None:
 
 
 def _layered(source: str, recipe: Recipe, tables: list[tuple[Path, dict[str, Any]]]) -> Draft:
-    """Return the draft of a recipe with the tables above its own settings."""
     own, _ = typed(dict(recipe.settings), recipe, source)
     layers = [own]
     options = dict[str, object]()
@@ -176,7 +175,6 @@ def _layered(source: str, recipe: Recipe, tables: list[tuple[Path, dict[str, Any
 
 
 def _name_of(source: str) -> str:
-    """Return the name of the recipe that a run names."""
     return Path(source).stem if source.endswith(".py") else source.removeprefix(FROM_PYTHON)
 
 
@@ -349,7 +347,6 @@ def _refuse_unread(start: Draft, options: Any, given: set[str]) -> None:
 
 
 def _names_of(recipe: Recipe) -> set[str]:
-    """Return the names of all settings and options."""
     own = fields(recipe.options) if recipe.options is not None else ()
     return {f.name for f in (*fields(Settings), *own)}
 
@@ -387,7 +384,6 @@ def _check_same(
 
 
 def _check_per_rank(run: Draft, now: object) -> None:
-    """Refuse a batch size per rank that is not the one that the run was begun with."""
     assert run.run is not None
     begun = first_start(run.run)
     total, ranks = begun.get("global_batch_size", 0), begun.get("world_size", 1)
@@ -443,7 +439,6 @@ def changes_since(made_with: str, now: str, request: Request, where: str) -> lis
 def _differing(
     before: Mapping[str, Any], after: Mapping[str, Any], names: Iterable[str]
 ) -> dict[str, Change]:
-    """Return the values of these names that are not the same."""
     pairs = {name: (before.get(name), after.get(name)) for name in names}
     # Two NaNs differ, and are written alike.
     return {n: (a, b) for n, (a, b) in pairs.items() if a != b and repr(a) != repr(b)}

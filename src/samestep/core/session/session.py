@@ -175,7 +175,6 @@ class Session:
 
 
 def _newest_records(path: Path) -> list[Record]:
-    """Return the last records of a run, without those of an earlier attempt."""
     records: list[Record] = []
     for record in RecordFile(path / "events.jsonl").read_all():
         if record["event"] in ("start", "resume"):
@@ -373,7 +372,6 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _copies(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> int:
-    """Return the numbers that an optimizer will keep for each weight of a group."""
     name = type(optimizer).__name__
     if name == "SGD":
         return int(bool(group["momentum"]))

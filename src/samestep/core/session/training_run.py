@@ -152,7 +152,6 @@ def run_elastic(
 
 
 def _warmed_up(request: Request, world: World) -> Splits:
-    """Build the training once, by itself: what it loads and imports is there the next time."""
     alone = World(device=world.device)
     with switched(request.settings, world.device):
         built = build(completed(request, alone), alone)
@@ -282,7 +281,6 @@ def _begin(run: _Run) -> "Loaded | None":
 
 
 def _has_taken_over(run: _Run, membership: "Membership") -> bool:
-    """Continue where the group before was, if a rank of this one holds its training."""
     from samestep.core.session.regrouping import regroup_record, take_over  # noqa: PLC0415
     from samestep.core.session.restoring import remove_unfinished  # noqa: PLC0415
 

@@ -137,7 +137,6 @@ def _is_of_a_module(state: Any) -> bool:
 
 
 def _by_safetensors() -> Callable[[dict[str, Tensor], BinaryIO], None]:
-    """Return the function that writes tensors into an open file."""
     try:
         from safetensors.torch import save_file  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:

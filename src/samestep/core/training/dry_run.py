@@ -148,8 +148,6 @@ def dry_run(
 
 
 class _Trial(NamedTuple):
-    """Copies of what is tried."""
-
     model: nn.Module
     applied: nn.Module
     """What takes the inputs."""
@@ -341,12 +339,14 @@ def _names_of_losses(
 
 
 def _check_names(recipe: Recipe, tried: Tried) -> None:
-    """Check what `loss`, `evaluate_batch` and metric objects have named."""
     measured = tried.measured
-    check_names("metrics", {*tried.computed} - {*recipe.metrics}, TAKEN_NAMES)
+    computed = {*tried.computed} - {*recipe.metrics}
+    check_names("The recipe's metrics returned", computed, TAKEN_NAMES)
     parts = tuple(dict.fromkeys((*tried.parts, *tried.evaluation_parts)))
-    check_names("loss", parts, {*TAKEN_IN_STEPS, *recipe.metrics, *measured})
-    check_names("evaluate_batch", measured, {*TAKEN_NAMES, *recipe.metrics})
+    taken = {*TAKEN_IN_STEPS, *recipe.metrics, *measured}
+    check_names("The recipe's loss returned", parts, taken)
+    taken = {*TAKEN_NAMES, *recipe.metrics}
+    check_names("The recipe's evaluate_batch returned", measured, taken)
     if recipe.loss_weights and not parts:
         raise UserError(
             f"Recipe(loss_weights=…) takes a loss that returns a dict of losses; "

@@ -47,7 +47,6 @@ class ElasticStep(EagerStep):
         return loss, reported
 
     def _of_ranks(self, total: Tensor) -> Tensor:
-        """Return the loss of all ranks."""
         counter = self._learner.counter
         if counter is None or self._learner.over_batch:
             return self._world.reduce(super()._of_ranks(total))

@@ -305,7 +305,6 @@ class Totals:
         sums[-1] += count
 
     def _named(self, sums: dict[str, Tensor], name: str) -> Tensor:
-        """Return the sum of this part of the data."""
         if name not in sums:
             sums[name] = torch.zeros_like(self._sums[:, 0])
         return sums[name][self._part - self._held.start]

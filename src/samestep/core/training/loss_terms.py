@@ -27,7 +27,6 @@ class TermMean(Objective):
     """
 
     def __init__(self, *others: Any) -> None:
-        """Take what `Objective` takes."""
         super().__init__(*others)
         trained = self._learner.model.parameters()
         self._parameters = [p for p in trained if p.requires_grad]

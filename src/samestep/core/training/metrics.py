@@ -222,7 +222,6 @@ class Objects:
 
 
 def _states(metric: Any) -> dict[str, Any]:
-    """Return a metric's accumulated state, on the CPU."""
     return {name: _on(getattr(metric, name), "cpu") for name in metric._reductions}  # noqa: SLF001
 
 
@@ -391,7 +390,6 @@ class _PartMetrics:
         self._seen.append(step)
 
     def _measure_kept(self) -> None:
-        """Measure the kept outputs, batches of one form."""
         seen, self._seen = self._seen, []
         if not seen:
             return
@@ -444,7 +442,6 @@ class _PartMetrics:
 
 
 def _can_join(one: StepOutputs, other: StepOutputs) -> bool:
-    """Whether two batches can be concatenated."""
     for mine, its in ((one.outputs, other.outputs), (one.targets, other.targets)):
         if not (isinstance(mine, Tensor) and isinstance(its, Tensor) and mine.shape == its.shape):
             return False

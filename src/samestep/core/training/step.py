@@ -41,7 +41,6 @@ class EagerStep:
         phases: Phases | None = None,
         objective: "Objective | None" = None,
     ) -> None:
-        """Take steps in micro-steps of at most `batch_size` samples on this rank."""
         self._learner, self._settings, self._world = learner, settings, world
         self._objective = objective or Objective(learner, settings, world)
         self._phases = phases or Phases()
@@ -140,11 +139,9 @@ class EagerStep:
         return reported
 
     def _loss(self, part: Block, weight: Any) -> tuple[Tensor, Tensor]:
-        """Return the scaled loss for a micro-step's backward, and the loss to add to the step's."""
         return self._objective.loss(part, weight)
 
     def _of_ranks(self, total: Tensor) -> Tensor:
-        """Return the step's loss, as far as this rank knows it: its own part."""
         return self._objective.of_rank(total)
 
 

@@ -260,7 +260,6 @@ class VirtualStep(EagerStep):
         return [torch.tensor(used, dtype=self._dtype, device=self._world.device)]
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Take a parameter's gradient from it."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return torch.zeros_like(parameter)

@@ -53,7 +53,6 @@ class WholeBatchLoss(Objective):
     """
 
     def __init__(self, *others: Any, batch_size: int) -> None:
-        """Take what `Objective` takes, and the most samples of a micro-step."""
         super().__init__(*others)
         self._batch_size = batch_size
         self._due: Sequence[tuple[int, OutputGradient]] = ()
@@ -96,7 +95,6 @@ class WholeBatchLoss(Objective):
         return total
 
     def _forward_all(self, parts: Sequence[Block], *, keeps_graph: bool) -> list[Any]:
-        """Return the outputs of all micro-steps."""
         model = self._learner.model
         outputs = []
         if not keeps_graph and self._averaged:

@@ -5,7 +5,6 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,14 +104,14 @@ def killed_by(name: str) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
-def places_of(folder: Path, environment: Mapping[str, str] = os.environ) -> Places:
+def places_of(folder: Path) -> Places:
     """Return the nodes that a job's script names; `folder` is this process's own."""
-    if HOSTS not in environment:
+    if HOSTS not in os.environ:
         return Places(folder=folder)
     return Places(
-        hosts=tuple(environment[HOSTS].split()),
-        per_node=int(environment[PER_NODE]),
-        srun=tuple(shlex.split(environment[SRUN])),
-        address=environment["MASTER_ADDR"],
-        folder=Path(environment[JOB_RUN]),
+        hosts=tuple(os.environ[HOSTS].split()),
+        per_node=int(os.environ[PER_NODE]),
+        srun=tuple(shlex.split(os.environ[SRUN])),
+        address=os.environ["MASTER_ADDR"],
+        folder=Path(os.environ[JOB_RUN]),
     )

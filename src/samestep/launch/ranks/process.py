@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -133,10 +133,10 @@ def _values_file(task: Path, rank: int) -> Path:
 GRACE_S = 5.0
 
 
-def rank_of(environment: Mapping[str, str] = os.environ) -> int:
+def rank_of() -> int:
     """Return the rank in the environment, before anything is checked; 0 without a launcher."""
     try:
-        return detect_launch(environment).rank
+        return detect_launch(os.environ).rank
     except UserError:
         return 0
 

@@ -176,10 +176,10 @@ class Membership:
         """Say that this newcomer can join."""
         self.store.set(ready_key(self.member), "1")
 
-    def has_failed(self, patience_s: float = 1.0) -> bool:
+    def has_failed(self) -> bool:
         """Wait for what the keeper makes of a lost rank; return whether the run has failed."""
         assert self.group is not None
-        until = time.monotonic() + patience_s
+        until = time.monotonic() + 1.0
         while time.monotonic() < until:
             try:
                 if self._newest() > self.group.number:
@@ -246,17 +246,17 @@ def _sockets() -> dict[int, str]:
     return sockets
 
 
-def membership(timeout_s: float, environment: Mapping[str, str] = os.environ) -> Membership | None:
+def membership(timeout_s: float) -> Membership | None:
     """Return this rank's membership if a keeper has started it.
 
     `timeout_s` is how long a collective waits for the slowest rank.
     """
-    if MEMBER not in environment:
+    if MEMBER not in os.environ:
         return None
     resume_collections()
-    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     server = TCPStore(address, port, is_master=False, wait_for_workers=False)
-    return Membership(int(environment[MEMBER]), PrefixStore(PREFIX, server), timeout_s)
+    return Membership(int(os.environ[MEMBER]), PrefixStore(PREFIX, server), timeout_s)
 
 
 def is_newcomer(own: Membership) -> bool:

@@ -219,7 +219,6 @@ def _recorded(ended: Ended, where: Path) -> Ended:
 
 
 def _first_failure(error: ChildFailedError) -> Ended:
-    """Return the first failure, as the user reads it."""
     # SIGTERM is how the agent ends the others: an effect, whatever the clock says.
     rank, failure = min(
         error.failures.items(),

@@ -130,7 +130,6 @@ class _Watcher:
             return False
 
     def _living(self) -> list[RankPulse]:
-        """Return the pulses of the ranks that run, or should."""
         pulses = read_pulses(self._node.folder)
         return [pulse for pulse in pulses if pulse.code is None and state_of(pulse.pid)]
 

@@ -218,7 +218,6 @@ class World(Launch):
 
 
 def _try(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
-    """Return a function's result, or its `UserError`."""
     try:
         return function(), None
     except UserError as error:
@@ -333,9 +332,9 @@ def find_world(
     return World(**vars(launch), device=chosen, backend=connects, notes=tuple(notes))
 
 
-def agent_serves(environment: Mapping[str, str] = os.environ) -> bool:
+def agent_serves() -> bool:
     """Whether torchrun's agent listens behind the master address, so that rank 0 must not."""
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 _num_opened: Counter[tuple[str, int, int]] = Counter()

@@ -325,7 +325,6 @@ def _loops_around(file: str, line: int) -> list[tuple[str, int, int]]:
 
 @functools.cache
 def _loops(file: str) -> list[tuple[int, int]]:
-    """Return the first and last lines of the loops in a file."""
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -340,7 +339,6 @@ def _split(place: str) -> tuple[str, int]:
 
 
 def _place(stand: RankStand) -> str:
-    """Return the user's line where a rank stands, or was last seen."""
     workers = [worker.place for worker in _busy(stand) if worker.place]
     if workers or stand.place:
         return workers[0] if workers else stand.place

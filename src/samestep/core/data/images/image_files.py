@@ -38,7 +38,6 @@ class FileList:
     """(files,), places in the list of classes."""
 
     def __len__(self) -> int:
-        """Return the number of files."""
         return len(self.paths)
 
     def path(self, index: int) -> str:
@@ -228,7 +227,6 @@ def decode_in_threads(
 
 
 def _merge(parts: Iterable[Broken]) -> Broken:
-    """Put together what several have found, in the order of the files."""
     return dict(sorted(broken for part in parts for broken in part.items()))
 
 

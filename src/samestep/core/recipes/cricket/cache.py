@@ -53,12 +53,7 @@ class Matches(NamedTuple):
 
 
 def open_corpus(
-    path: Path,
-    *,
-    folder: Path | None = None,
-    skip_bad: int = 0,
-    jobs: int | None = None,
-    shown: bool = True,
+    path: Path, *, folder: Path | None = None, skip_bad: int = 0, jobs: int | None = None
 ) -> Matches:
     """Return the matches of a folder, an archive or a file, from the cache if they are there.
 
@@ -67,7 +62,6 @@ def open_corpus(
         folder: where read matches are kept; by default ~/.cache/samestep/cricket.
         skip_bad: how many files may be unreadable; they are left out and named.
         jobs: processes that read; by default one for each core that this process may use.
-        shown: whether this process speaks: a progress bar on a terminal.
     """
     source = open_match_files(path)
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -81,7 +75,7 @@ def open_corpus(
         jobs = jobs or len(usable_cores())
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            corpus, note = _build(source, final, jobs, shown=shown)
+            corpus, note = _build(source, final, jobs)
         except OSError as error:
             why = error.strerror or error
             note = f"The matches are read anew by every process: {folder} cannot be used ({why})."
@@ -100,8 +94,7 @@ def _load(path: Path) -> Corpus | None:
         return None
 
 
-def _build(source: MatchFiles, final: Path, jobs: int, *, shown: bool) -> tuple[Corpus, str]:
-    """Read the matches, or wait for another process that does; return them, and a note."""
+def _build(source: MatchFiles, final: Path, jobs: int) -> tuple[Corpus, str]:
     name = final.name.partition("-")[0]
     while True:
         try:
@@ -114,21 +107,20 @@ def _build(source: MatchFiles, final: Path, jobs: int, *, shown: bool) -> tuple[
                 return corpus, ""
             parts = final.with_suffix(".parts")
             parts.mkdir(exist_ok=True)
-            corpus = merge(_read_parts(source, parts, jobs, shown=shown))
+            corpus = merge(_read_parts(source, parts, jobs))
             corpus.save_at(final, parts)
             shutil.rmtree(parts, ignore_errors=True)
             # What was kept by another version, or before the files changed.
             others = [path for path in final.parent.glob(f"{name}-*") if path != final]
             for path in others:
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
+                shutil.rmtree(path, ignore_errors=True)
+                if path.is_file():
                     path.unlink(missing_ok=True)
             what = "What was kept of these matches was of another version, or of other files"
             return corpus, f"{what}: read anew." if others else ""
 
 
-def _read_parts(source: MatchFiles, parts: Path, jobs: int, *, shown: bool) -> list[Corpus]:
+def _read_parts(source: MatchFiles, parts: Path, jobs: int) -> list[Corpus]:
     """Read what is not there yet; return all parts in order."""
     num_files = len(source.list_names())
     starts = range(0, num_files, _FILES_PER_PART)
@@ -144,7 +136,7 @@ def _read_parts(source: MatchFiles, parts: Path, jobs: int, *, shown: bool) -> l
                 yield path, chunk
 
     total = num_files - _FILES_PER_PART * (len(paths) - len(missing))
-    with counting("reading matches", max(total, 0), shown=shown) as count:
+    with counting("reading matches", max(total, 0)) as count:
         _read_all(tasks(), min(jobs, len(missing)), count)
     loaded = (part or _load(path) for path, part in zip(paths, there, strict=True))
     whole = [part for part in loaded if part is not None]

@@ -86,9 +86,8 @@ class BallGraphNetwork(nn.Module):
         for name, layer in self.inputs.items():
             x = layer(graphs[name].x)
             for place, vocabulary in enumerate(IDENTITIES.get(name, ())):
-                known = self.embeddings[vocabulary](
-                    self._partly_unknown(graphs[name].ids[:, place])
-                )
+                ids = self._partly_unknown(graphs[name].ids[:, place])
+                known = self.embeddings[vocabulary](ids)
                 x = x + self.parts[f"{name}_{place}"](known)
             nodes[name] = x.relu()
         for layer in self.layers:

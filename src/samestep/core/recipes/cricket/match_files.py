@@ -109,8 +109,6 @@ Entries = Iterator[tuple[str, int, Callable[[], bytes]]]
 
 
 def _archive(path: Path, stamp: str, entries: Callable[[Path], Entries]) -> MatchFiles:
-    """Return an archive as a source."""
-
     def documents(content: bool) -> Iterator[Document]:
         try:
             for name, size, read in entries(path):

@@ -217,7 +217,6 @@ def _matches_of(options: CricketOptions) -> Matches:
 
 
 def _split_matches(corpus: Corpus, options: CricketOptions) -> dict[str, Array]:
-    """Return the matches of each split."""
     if options.split_by == "random":
         parts = at_random(corpus, options.split_seed)
     else:
@@ -265,7 +264,6 @@ def _horizon(options: CricketOptions) -> int | None:
 
 
 def _graphs(corpus: Corpus, options: CricketOptions) -> GraphSource:
-    """Return matches as graphs with the vocabularies of the run."""
     names = Vocabularies(options.players, options.venues, options.teams)
     earlier = KeptForm(options.form_names, options.form, options.form_usual, options.form_until)
     tables = make_tables(corpus, names, _horizon(options), earlier)

@@ -202,7 +202,6 @@ def _check_version(version: str) -> None:
 
 
 def _check(info: Info, innings: Innings, path: str) -> None:
-    """Check what the types of an innings cannot say."""
     if innings.team not in info.teams:
         raise BadMatchError(
             f"{path}.team is {innings.team!r}; expected one of info.teams: {', '.join(info.teams)}"

@@ -93,14 +93,12 @@ def _all(stacked: Tensor) -> Tensor:
 def runs_errors() -> dict[str, RunsError]:
     """Return the reported errors: over all balls, by phase and by innings."""
     kinds: tuple[Kind, ...] = ("mae", "rmse", "r2", "median_error")
-    return {
-        **{kind: RunsError(kind) for kind in kinds},
-        **{
-            f"mae_{n}": RunsError("mae", 0, v)
-            for v, n in enumerate(("powerplay", "middle", "death"))
-        },
-        **{f"mae_innings_{value + 1}": RunsError("mae", 1, value) for value in (0, 1)},
-    }
+    errors: dict[str, RunsError] = {kind: RunsError(kind) for kind in kinds}
+    for value, phase in enumerate(("powerplay", "middle", "death")):
+        errors[f"mae_{phase}"] = RunsError("mae", 0, value)
+    for value in (0, 1):
+        errors[f"mae_innings_{value + 1}"] = RunsError("mae", 1, value)
+    return errors
 
 
 def errors(predicted: Array, actual: Array) -> dict[str, float]:
@@ -182,7 +180,6 @@ def _numbers(corpus: Corpus, known: Situation, horizon: int | None) -> Array:
 
 
 def _by_trees(numbers: Array, actual: Array, tested: Array, options: dict[str, Any]) -> Array:
-    """Fit gradient-boosted trees on histograms, seeded."""
     from sklearn.ensemble import HistGradientBoostingRegressor  # noqa: PLC0415 - an extra
     from threadpoolctl import threadpool_limits  # noqa: PLC0415 - comes with it
 
