@@ -27,10 +27,7 @@ def quota_cores(root: Path = Path("/")) -> float | None:
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that may still be used; None where the platform does not say.
-
-    The smallest of what the machine has available and what each control group still allows.
-    """
+    """Return the bytes that may still be used; None where the platform does not say."""
     if not sys.platform.startswith("linux"):
         return None
     limits = [_available(root), *(_memory_left(group) for group in _groups("memory", root))]
@@ -125,10 +122,7 @@ _GB_S_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 
 def peak_flops_per_s(device_name: str, precision: str, *, tf32: bool) -> float | None:
-    """Return a device's peak rate in FLOP/s by the name that PyTorch gives it, or None.
-
-    `tf32`: whether float32 products are computed in TF32.
-    """
+    """Return a device's peak rate in FLOP/s by the name that PyTorch gives it, or None."""
     for maker in _MAKERS:
         device_name = device_name.removeprefix(maker)
     rates = _RATES.get(device_name)

@@ -209,10 +209,7 @@ def check_lower(lower: tuple[str, ...], measured: Collection[str]) -> None:
 def check_metrics(
     metrics: Mapping[str, Any], lower: tuple[str, ...], *, named_later: bool = False
 ) -> None:
-    """Check that the metrics' names are free, and that only metrics are named a second time.
-
-    With `named_later` a function will return more of them.
-    """
+    """Check that the metrics' names are free, and that only metrics are named a second time."""
     if not isinstance(metrics, Mapping):
         raise UserError(
             f"Recipe(metrics=…) is a {type(metrics).__name__}; it takes a dict of names: "

@@ -161,8 +161,7 @@ def check_free(path: Path) -> Path:
     if path.resolve() == Path(path.resolve().anchor) or (others and not ours):
         raise UserError(
             f"--run-dir {path} is not a run, and holds {len(others)} other files or folders: "
-            f"{listed(others)}. Name a new directory, "
-            "such as runs/first."
+            f"{listed(others)}. Name a new directory, such as runs/first."
         )
     return path
 

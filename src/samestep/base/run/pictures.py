@@ -20,10 +20,7 @@ _COLOUR_TYPES = {1: 0, 3: 2}  # grey, and red green blue
 
 
 def png(pixels: bytes, width: int, height: int, channels: int) -> bytes:
-    """Return a PNG file of rows from the top, each of pixels from the left, each of its channels.
-
-    One channel is grey; three are red, green and blue.
-    """
+    """Return a PNG of rows from the top, of pixels from the left, of 1 (grey) or 3 channels."""
     row = width * channels
     assert len(pixels) == row * height
     # Each row begins with the filter that it was written with; 0 is none.
@@ -63,10 +60,7 @@ class Album:
     def add(
         self, entry: Entry, files: Mapping[str, bytes] | None = None, image: str | None = None
     ) -> None:
-        """Keep a picture with its files, or a note in its place where there is no room for it.
-
-        `image` names the file that trackers take.
-        """
+        """Keep a picture with its files, or a note in its place where there is no room for it."""
         files = files or {}
         length = sum(map(len, files.values())) + len(json.dumps(entry))
         if length > self._left:

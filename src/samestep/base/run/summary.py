@@ -156,10 +156,7 @@ class GrowingSummary:
             known.seconds = (known.seconds or 0.0) + record["train_seconds"]
 
     def complete(self) -> Summary:
-        """Return the summary, with losses and best; UserError if the checkpoints' index is damaged.
-
-        The best is that of the checkpoints, if it is known.
-        """
+        """Return the summary with losses and best; UserError if the index is damaged."""
         known, epochs, steps = self.known, self._of_epochs, self._of_steps
         curve = epochs if len(epochs) >= _FEW_EPOCHS or len(steps) <= _MANY_STEPS else steps
         curve = curve or steps  # no epoch has ended

@@ -91,10 +91,7 @@ class Ordering:
         return TokenCut(tuple(sizes), int(self.batch_tokens // lengths[-1]))
 
     def ends(self, seed: int, epoch: int) -> list[int] | None:
-        """Return the end of each step in an epoch's order; None if steps are equally large.
-
-        The last one may then be smaller.
-        """
+        """Return the end of each step in an epoch's order; None if steps are equally large."""
         if self.token_cut is None:
             return None
         shuffled = _shuffled(len(self.token_cut.sizes), mix(seed, _DRAWS, epoch))

@@ -258,10 +258,7 @@ def _needed(name: str, recipe: Recipe, flag: str) -> PerSample:
 
 
 def per_sample(name: str, given: PerSample, data: Any, giver: str = "Recipe") -> Tensor:
-    """Return a number for each training sample, (samples,) float64, none negative.
-
-    They are an argument, of this name, of the `giver`.
-    """
+    """Return a number for each training sample, (samples,) float64, none negative."""
     what, at = f"{giver}({name}=…)", defined_at(given) if callable(given) else ""
     size = len(data[0] if isinstance(data, tuple) else data)
     try:
@@ -360,10 +357,7 @@ def open_split(
     lap: Lap = untimed,
     split: str = "",
 ) -> Source:
-    """Return the source of one of a recipe's splits, as a training with these settings reads it.
-
-    The split "training" is read in the order that the settings ask for.
-    """
+    """Return the source of one of a recipe's splits, as a training with these settings reads it."""
     trains = split == "training" and not is_stream(data)
     ordering, collate = SHUFFLED, recipe.collate
     if isinstance(data, Unpacked):

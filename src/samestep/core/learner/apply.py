@@ -75,10 +75,7 @@ class Applied(nn.Module):
 def applied(
     model: nn.Module, recipe: Recipe, moment: "Moment | None" = None, *, compiles: bool = False
 ) -> nn.Module:
-    """Return the module that takes the recipe's inputs: the model, or its call by `forward`.
-
-    `compiles`: whether it will be compiled.
-    """
+    """Return the module that takes the recipe's inputs: the model, or its call by `forward`."""
     if recipe.forward is None:
         return model
     forward = timed(recipe.forward, moment or Moment())
@@ -116,12 +113,10 @@ def takes_keywords(model: nn.Module, inputs: dict[Any, Any]) -> bool:
 
 @dataclass
 class Moment:
-    """The training step that is being taken, or the newest one, for what names it."""
+    """The training step that is taken, or the newest one, for what names it; counted from 0."""
 
     step: int = 0
-    """Counted from 0."""
     epoch: int = 0
-    """Counted from 0."""
 
     def after(self, position: Mapping[str, Any]) -> None:
         """Take the newest step of a training that stands at a position, as a checkpoint has it."""

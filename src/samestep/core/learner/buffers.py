@@ -58,8 +58,6 @@ class StepBuffers:
         In the first step, whether each was changed; then how far the floating-point ones moved, and
         the bytes of the others, only from virtual rank 0.
         """
-        if not self._all:
-            return []
         floats, others = _tensors_at(self._floats), _tensors_at(self._others)
         pairs = zip(_marks(self._marked), self._marks, strict=True)
         changed = [now != before for now, before in pairs]
@@ -94,8 +92,6 @@ class StepBuffers:
     @torch.no_grad()
     def settle(self, total: Tensor, present: int) -> None:
         """Set the buffers to the result of all virtual ranks that have samples."""
-        if not self._all:
-            return
         changed: list[bool] = []
         if not self._known:
             changed = (total[: len(self._all)] > 0).tolist()

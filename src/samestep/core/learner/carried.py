@@ -127,10 +127,7 @@ class Carried:
         return map_leaves(torch.clone, narrow(self._rows, slots.start - self._first, len(slots)))
 
     def leave(self, slots: range, tree: Any, who: Callable[[], str]) -> None:
-        """Take what a forward has left of some slots, without its graph.
-
-        `who` says for a message who has returned it.
-        """
+        """Take what a forward has left of some slots, without its graph."""
         _check(tree, len(slots), who, "it must be")
         before, after = tree_leaves(self._rows), tree_leaves(tree)
         forms = [[tuple(leaf.shape[1:]) for leaf in leaves] for leaves in (before, after)]

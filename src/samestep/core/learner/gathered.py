@@ -86,10 +86,7 @@ _FIELD = 'Recipe(loss_over="batch")'
 
 
 def rows_of(tree: Any, rows: int, what: str, field: str = _FIELD) -> list[Tensor]:
-    """Return the tensors of a tree, each with a row for each sample; a single number repeats.
-
-    `what` it is, and the `field` that asks for it, are for messages.
-    """
+    """Return the tensors of a tree, each with a row for each sample; a single number repeats."""
     columns = []
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, Tensor):

@@ -192,10 +192,7 @@ def build(
 def _build_model(
     request: Request, world: World, dtype: torch.dtype, moment: Moment
 ) -> "tuple[nn.Module, nn.Module, ModelTrial, InitialWeights | None]":
-    """Return the model, shared out if it is to be, what takes the inputs, its trial, its weights.
-
-    The last are those of --init-from.
-    """
+    """Return the model, what takes inputs (shared out if wanted), its trial, --init-from."""
     settings, recipe = request.settings, request.recipe
     seed_alike(settings.seed)
     new, placed = partial(recipe.build_model, request.options), made_by(recipe.model)(prepare)

@@ -120,10 +120,7 @@ class PictureSource:
         return next(there, None)
 
     def ask(self, some: SampleSubset) -> Iterator[tuple[Any, Any, int]]:
-        """Yield outputs, targets (with `forward` the batch) and the number of samples, by batch.
-
-        It ends with the batch in which `_ASK_S` is over.
-        """
+        """Yield outputs, targets (with `forward` the batch) and the number of samples, by batch."""
         until, work = time.monotonic() + _ASK_S, self.work
         settings, device = replace(work.settings, num_workers=0), work.world.device
         size = min(evaluation_batch(settings, work.plan.evaluated_at_once), _MOST_PER_BATCH)
@@ -140,10 +137,7 @@ class PictureSource:
 def picture_records(
     source: PictureSource, path: Path, step: int, agreement: Agreement
 ) -> list[Record]:
-    """Draw the pictures of a run; return a record for each that trackers take, or that failed.
-
-    A stop signal ends it.
-    """
+    """Draw the pictures of a run; return a record for each that trackers take, or that failed."""
     settings = source.work.settings
     if not settings.pictures or agreement.signum:
         return []

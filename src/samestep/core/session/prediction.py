@@ -117,10 +117,7 @@ def _is_pair(sample: Any) -> bool:
 
 
 def predict_files(opened: TrainedModel, files: Sequence[Path], *, top: int) -> Iterator[Prediction]:
-    """Yield a model's prediction for each row of each file, in order; broken rows are only named.
-
-    `top` is how many classes to name for each row.
-    """
+    """Yield a prediction for each row of each file, in order; broken rows are only named."""
     waiting = _rows(opened, files)
     while rows := list(islice(waiting, _ROWS_PER_BATCH)):
         samples = [sample for row, sample in rows if row.problem is None]
@@ -138,10 +135,7 @@ def predict_split(
     data_dir: str | None = None,
     skip_bad: int | None = None,
 ) -> Iterator[Prediction]:
-    """Yield a model's prediction for each sample of a split, in the order of the data.
-
-    Outputs are computed as in an evaluation; `open_data` says what the other arguments are.
-    """
+    """Yield a model's prediction for each sample of a split, in the order of the data."""
     data = open_data(opened, split, data_dir=data_dir, skip_bad=skip_bad, virtual_ranks=False)
     opened, settings, device = data.model, data.model.settings, data.model.device
     model = applied(opened.model, opened.recipe)

@@ -317,10 +317,7 @@ def _recipe_pieces(start: Draft) -> "Pieces":
 def _with_sizes_of(
     run: Draft, merged: Mapping[str, object], flags: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the settings of a repeated command with the batch sizes of the run that it resumes.
-
-    Its flags may ask for other micro-steps.
-    """
+    """Return the settings of a repeated command with the batch sizes of the run that it resumes."""
     of_run = merge_layers(*run.layers)
     asked = _SIZES[:2] if of_run.get("virtual_ranks") is not None else _SIZES
     sizes = {name: of_run[name] for name in _SIZES if name in of_run}
@@ -452,10 +449,7 @@ def _shown(value: object) -> str:
 
 
 def to_toml(request: Request, plan: Plan) -> str:
-    """Return the settings, with the batch sizes of the plan, as the text of settings.toml.
-
-    `samestep train RUN` starts from them.
-    """
+    """Return the settings, with the batch sizes of the plan, as the text of settings.toml."""
     table = as_table(request.settings)
     table.pop("run_dir", None)  # the file lies in it
     if plan.by_tokens is None:

@@ -254,10 +254,7 @@ def measure_by_name(
     first: Mapping[str, Any],
     read: Callable[[Source], Evaluable] = lambda source: source,
 ) -> dict[str, float]:
-    """Return `NAME/loss`, `NAME/METRIC` of several validation sets, of which the first is measured.
-
-    Without several it is empty.
-    """
+    """Return `NAME/loss`, `NAME/METRIC` of the validation sets; the first is measured already."""
     values: dict[str, float] = {}
     for name, source in work.by_name.items():
         of_it = first if source is work.validation else evaluate_work(work, read(source))

@@ -195,10 +195,7 @@ class Objects:
     def values(
         self, world: World, without: Container[str] = (), states: Sequence[States] | None = None
     ) -> dict[str, float]:
-        """Return each metric over all samples of all ranks; every rank calls it.
-
-        `without` names metrics to leave out; `states` replaces this rank's own.
-        """
+        """Return each metric over all samples of all ranks; every rank calls it."""
         if not self._metrics:
             return {}
         ranks = world.gather(self.states() if states is None else states)

@@ -47,10 +47,7 @@ class OutputGradient:
 
 
 class WholeBatchLoss(Objective):
-    """A loss over the outputs of the whole global batch.
-
-    Before the first micro-step, the loss goes back to the outputs of each of them.
-    """
+    """A loss over the outputs of the whole global batch."""
 
     def __init__(self, *others: Any, batch_size: int) -> None:
         super().__init__(*others)

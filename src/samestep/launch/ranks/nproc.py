@@ -80,10 +80,7 @@ def start_nproc(
     oversubscribe: bool = False,
     elastic: Callable[[int], Any] | None = None,
 ) -> int | None:
-    """Start the ranks of `--nproc`; return their exit code, or None where this process works.
-
-    `elastic` says for a number of ranks how they outlive each other: see `keeper.Elastic`.
-    """
+    """Start the ranks of `--nproc`; return their exit code, or None where this process works."""
     if os.environ.get(PARENT) or os.environ.get(MEMBER):
         return None
     if elastic is not None:

@@ -247,10 +247,7 @@ def _sockets() -> dict[int, str]:
 
 
 def membership(timeout_s: float) -> Membership | None:
-    """Return this rank's membership if a keeper has started it.
-
-    `timeout_s` is how long a collective waits for the slowest rank.
-    """
+    """Return this rank's membership if a keeper has started it."""
     if MEMBER not in os.environ:
         return None
     resume_collections()

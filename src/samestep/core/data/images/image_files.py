@@ -206,10 +206,7 @@ def decode_in_threads(
     num_threads: int,
     count: Callable[[int], object] = lambda _: None,
 ) -> Broken:
-    """Decode some files and keep each by its place; return those that cannot be decoded.
-
-    `count` is called with each number of files that are done.
-    """
+    """Decode some files and keep each by its place; return those that cannot be decoded."""
 
     def work(some: Sequence[int]) -> Broken:
         broken = {}

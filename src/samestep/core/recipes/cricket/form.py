@@ -56,10 +56,7 @@ def keep_form(corpus: Corpus, train: Array) -> KeptForm:
 
 
 def form(corpus: Corpus, kept: KeptForm | None) -> Array:
-    """Return the features (innings, 11) of what was known on the day before each match.
-
-    For later days the ratings continue from the kept ones.
-    """
+    """Return the features (innings, 11) of what was known on the day before each match."""
     kept = kept or KeptForm()
     usual = kept.usual or _USUAL * (OVERS * _WICKETS)
     rows = np.zeros((len(corpus.innings["start"]), WIDTH), np.float32)
