@@ -266,11 +266,19 @@ def _make_learner(
     tried: Tried,
 ) -> tuple[Learner, Callable[[nn.Parameter | None], nn.Module]]:
     """Put a built model on all ranks, and give it what changes it; return how it was put there."""
-    if compiles == "model" and any_sharded(model):
+    sharded = any_sharded(model)
+    if compiles == "model" and sharded:
         from samestep.core.learner.sharding import compile_blocks  # noqa: PLC0415
 
         compile_blocks(takes)
-    wrapped = partial(_wrapped, takes, model, settings, world, compiles, wrap_model)
+
+    def wrapped(counter: nn.Parameter | None) -> nn.Module:
+        inner = takes
+        if compiles == "model" and not sharded:
+            # First compile, then wrap: DDP breaks a graph that starts outside it.
+            inner = cast("nn.Module", torch.compile(takes, dynamic=False))
+        return wrap_model(inner, world, settings, counter)
+
     terms = terms_of(recipe)
     numbers = int(terms is not None) + (1 + len(tried.parts) if world.elastic else 0)
     counter = make_counter(model, world, settings, numbers)
@@ -298,7 +306,7 @@ def _make_learner(
         over_batch=recipe.loss_over == "batch",
         # Of mixed samples they would say nothing.
         measured=bool(in_training(recipe.metrics)) and recipe.batch_transform is None,
-        sharded=any_sharded(model),
+        sharded=sharded,
         alone=ours and isinstance(train, MemorySource),
         average=average_of(model, settings, optimizer, frozen=recipe.after_epoch is not None),
         scaler=make_scaler(settings.precision, world.device),
@@ -337,22 +345,6 @@ def _make_steps(
         recipe.after_epoch, bare.model, bare.optimizer, world, seed, taken, again.renew
     )
     return bare, again, called
-
-
-def _wrapped(
-    takes: nn.Module,
-    model: nn.Module,
-    settings: Settings,
-    world: World,
-    compiles: Compiles,
-    wrap_model: Wrap,
-    counter: nn.Parameter | None,
-) -> nn.Module:
-    """Return the model, compiled if it is to be, on all ranks."""
-    if compiles == "model" and not any_sharded(model):
-        # First compile, then wrap: DDP breaks a graph that starts outside it.
-        takes = cast("nn.Module", torch.compile(takes, dynamic=False))
-    return wrap_model(takes, world, settings, counter)
 
 
 def average_of(
