@@ -83,18 +83,18 @@ def find_code(file: Path) -> Code:
     file = file.resolve()
     root = file.parent
     names = list[str]()
-    kept = {file.name}
-    linked = dict[str, str]()
+    tracked = {file.name}
+    left_out = dict[str, str]()
     top = _git(file.parent, "rev-parse", "--show-toplevel").rstrip("\n")
     if top and file.is_relative_to(top):
         root = Path(top)
-        names, kept, linked = _known_to_git(root)
+        names, tracked, left_out = _known_to_git(root)
     relative = file.relative_to(root).as_posix()
     in_git = relative in names
     if not in_git:  # no repository, or one that ignores the file
         root, relative = file.parent, file.name
-        kept = {relative}
-        names, linked = _in_folder(root)
+        tracked = {relative}
+        names, left_out = _in_folder(root)
     chosen, sizes = [], Counter[str]()
     for name in names:
         path = root / name
@@ -102,17 +102,18 @@ def find_code(file: Path) -> Code:
             chosen.append(name)
         elif path.is_file():
             num_bytes = path.stat().st_size
-            if name == relative or not (why := _why_left_out(path, num_bytes, known=name in kept)):
+            why = _why_left_out(path, num_bytes, known=name in tracked)
+            if why and name != relative:
+                left_out[name] = why
+            else:
                 chosen.append(name)
                 sizes[name] = num_bytes
-            else:
-                linked[name] = why
     _check_size(root, chosen, sizes)
     return Code(
         root=root,
         file=relative,
         files=tuple(chosen),
-        linked=_outermost(linked, _folders_of(chosen)),
+        linked=_outermost(left_out, _folders_of(chosen)),
         size=sizes.total(),
         commit=_git(root, "rev-parse", "HEAD").strip() if in_git else "",
         diff=_git(root, "diff", "--no-ext-diff", "--no-color", "HEAD") if in_git else "",

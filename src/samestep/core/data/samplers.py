@@ -79,22 +79,22 @@ class SamplerOrder:
                 _key(part, key, epoch)
             most = _length(self._sampler)
             limit = _TIMES_THE_DATA * self._size if most is None else most
-            given = [*islice(self._sampler, limit + 1)]
+            indices = [*islice(self._sampler, limit + 1)]
         except Exception as error:
             blame(f"{self._name} failed", error, self._sampler)
         finally:
             torch.set_rng_state(states[0])
             random.setstate(states[1])
             np.random.set_state(states[2])  # noqa: NPY002
-        if len(given) > limit:
+        if len(indices) > limit:
             what = "has no end" if most is None else f"says that it has {most} and gives more"
             raise UserError(
                 f"{self._name} {what}: an epoch must have its number of samples. Give it a "
                 "__len__ that is right."
             )
-        if given and isinstance(given[0], list | tuple):
-            given = self._of_batches([[*batch] for batch in given])
-        order = torch.tensor([self._place(index) for index in given], dtype=torch.int64)
+        if indices and isinstance(indices[0], list | tuple):
+            indices = self._of_batches([[*batch] for batch in indices])
+        order = torch.tensor([self._place(index) for index in indices], dtype=torch.int64)
         if not len(order):
             raise UserError(f"{self._name} gives no samples.")
         return order

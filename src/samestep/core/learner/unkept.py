@@ -109,7 +109,7 @@ def of_data(
     makers = [f"{n}{defined_at(maker)}" for n, maker in named.items() if maker is not None]
     if train.collates and recipe.collate is None:
         makers.append("collate")
-    found: dict[str, tuple[str, ...]] = {"data": (), "among": ()}
+    names: dict[str, tuple[str, ...]] = {"data": (), "among": ()}
     marks: list[float] = []
 
     with contextlib.suppress(Exception):  # the first step tells how it fails
@@ -119,17 +119,17 @@ def of_data(
             batch = read(first)
             if not _equal_batches(batch, read(first)):
                 readers = () if kept else (f"data set {_kind(data)}",)
-                found["data"] = (*readers, *makers)
+                names["data"] = (*readers, *makers)
             else:
                 marks = _marks(batch)
-                found["among"] = () if _equal_batches(batch, read(last), len(last)) else (*makers,)
-        mixes = recipe.batch_transform is not None and not found["data"]
+                names["among"] = () if _equal_batches(batch, read(last), len(last)) else (*makers,)
+        mixes = recipe.batch_transform is not None and not names["data"]
         if mixes and not _repeats(train.peek(_TRIED), recipe, settings, world):
-            found["data"] = (f"batch_transform{defined_at(recipe.batch_transform)}",)
-    every, samples = zip(*world.gather((found, marks)), strict=True)
+            names["data"] = (f"batch_transform{defined_at(recipe.batch_transform)}",)
+    every, samples = zip(*world.gather((names, marks)), strict=True)
     if all(samples):
         check_same_samples(samples)
-    return {n: tuple(dict.fromkeys(name for of in every for name in of[n])) for n in found}
+    return {n: tuple(dict.fromkeys(name for of in every for name in of[n])) for n in names}
 
 
 def _marks(batch: Batch) -> list[float]:

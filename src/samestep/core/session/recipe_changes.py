@@ -114,24 +114,24 @@ def keep_recipe(
     `pieces` describe a recipe made in Python. Take them before its functions run and fill caches.
     """
     if source.endswith(".py"):
-        kept, text = run / RECIPE_COPY, Path(recipe.file).read_text(encoding="utf-8")
+        copy, text = run / RECIPE_COPY, Path(recipe.file).read_text(encoding="utf-8")
     elif source.startswith(FROM_PYTHON):
-        kept, pieces = run / _PIECES, pieces or pieces_of(recipe)
+        copy, pieces = run / _PIECES, pieces or pieces_of(recipe)
         table = {"record": _RECORD, "python": _PYTHON, "pieces": pieces}
         text = json.dumps(table, indent=2) + "\n"
     else:
         return
     number = None
-    if kept.exists() and changed:
-        number = sum(1 for _ in run.glob(f"{kept.stem}_before_*{kept.suffix}")) + 1
-        kept.rename(kept.with_stem(f"{kept.stem}_before_{number}"))
-    is_copy = recipe.file == str(kept.resolve())
-    if kept.suffix == ".py" and not is_copy and (changed or kept_modules(run) is None):
+    if copy.exists() and changed:
+        number = sum(1 for _ in run.glob(f"{copy.stem}_before_*{copy.suffix}")) + 1
+        copy.rename(copy.with_stem(f"{copy.stem}_before_{number}"))
+    is_copy = recipe.file == str(copy.resolve())
+    if copy.suffix == ".py" and not is_copy and (changed or kept_modules(run) is None):
         keep_modules(run, modules_of(Path(recipe.file)), number)
-    if not kept.exists():
-        write_text(kept, text)
-        if kept.suffix == ".py":
-            shutil.copymode(recipe.file, kept)
+    if not copy.exists():
+        write_text(copy, text)
+        if copy.suffix == ".py":
+            shutil.copymode(recipe.file, copy)
 
 
 def keep_script(run: Path, script: Path) -> None:

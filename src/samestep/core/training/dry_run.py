@@ -106,11 +106,11 @@ def dry_run(
     classes = recipe.counted_classes(splits) if splits.test is not None else ()
     if alone is not None:
         with _as_tried(recipe, trial, takes, model):
-            _check_alone(alone, trial.model, tried, train, precision, world)
+            _check_alone(alone, trial, train, precision, world)
     with _as_tried(recipe, trial, takes, model):
-        parts, kept = None, None
+        parts, loss_state = None, None
         if apart:
-            parts, kept = _trained_on(recipe, train, trial, settings, world)
+            parts, loss_state = _trained_on(recipe, train, trial, settings, world)
         forward = partial(outputs_of, tried, batch.inputs, precision, world.device, recipe.model)
         named = partial(_names_of_losses, recipe, trial, batch.targets, forward)
         try:
@@ -125,20 +125,19 @@ def dry_run(
         with autocast(precision, world.device):
             loss_of = evaluating(recipe, trial.judged)
             _check_pairs(loss_of, outputs, batch.targets, judged)
-            if kept is None:
-                kept = of_loss(trial.loss, loss_of, outputs, batch.targets)
-            find_unkept = partial(
-                _unkept, kept, trial.model, tried, evaluated, precision, world, recipe.forward
-            )
+            if loss_state is None:
+                loss_state = of_loss(trial.loss, loss_of, outputs, batch.targets)
+            of_model = partial(_of_model, trial, recipe.forward, evaluated, precision, world)
             if told_later:
                 names = named(outputs) if parts is None else parts
-                return Tried(metrics, names, forward_flops=flops, unkept=find_unkept())
+                unkept = Unkept(loss_state, **of_model())
+                return Tried(metrics, names, forward_flops=flops, unkept=unkept)
             measure = measure_of(recipe, trial.model) if measures else None
             terms = terms_of(recipe)
             totals = Totals(loss_of, trial.metrics, world, classes, terms, measure=measure)
             totals.add(outputs, batch)
             computed = tuple(totals.objects.check())
-        unkept = find_unkept()
+        unkept = Unkept(loss_state, **of_model())
     judged_parts, measured = tuple(totals.parts), tuple(totals.measured)
     tried_out = Tried(metrics, judged_parts, judged_parts, measured, flops, unkept, computed)
     if parts is not None:
@@ -250,44 +249,32 @@ def of_one_sample(plan: Plan, settings: Settings) -> UserError | None:
 
 
 def _check_alone(
-    alone: UserError,
-    model: nn.Module,
-    applied: nn.Module,
-    train: Source,
-    precision: Precision,
-    world: World,
+    alone: UserError, trial: _Trial, train: Source, precision: Precision, world: World
 ) -> None:
     """Check that batch normalisation can train on one sample, as it can on an image."""
-    model.train()
-    if not any(m.training for m in batch_norms(model).values()):
+    trial.model.train()
+    if not any(m.training for m in batch_norms(trial.model).values()):
         return
     with random_numbers(0):
         inputs = train.peek(1).inputs
     try:
-        outputs_of(applied, inputs, precision, world.device)
+        outputs_of(trial.applied, inputs, precision, world.device)
     except UserError as error:  # the first step tells of others
         if "Expected more than 1 value per channel" in str(error):
             raise alone from error
 
 
-def _unkept(
-    loss: tuple[str, ...],
-    model: nn.Module,
-    applied: nn.Module,
-    evaluated: Source,
-    precision: Precision,
-    world: World,
-    function: object,
-) -> Unkept:
-    """Return the state that no checkpoint holds: of the loss, and of a copy of the model."""
-    unkept = Unkept(loss)
+def _of_model(
+    trial: _Trial, function: object, evaluated: Source, precision: Precision, world: World
+) -> dict[str, tuple[str, ...]]:
+    """Return the state of the model that no checkpoint holds, as `Unkept` names it."""
 
     def forward(samples: int) -> Any:
-        return outputs_of(applied, evaluated.peek(samples).inputs, precision, world.device)
+        return outputs_of(trial.applied, evaluated.peek(samples).inputs, precision, world.device)
 
-    applied.train()
-    unkept = unkept._replace(**of_buffers(model, forward, _SAMPLES, world))
-    return unkept._replace(forward=of_forward(model, function, forward, _FEW))
+    trial.applied.train()
+    buffers = of_buffers(trial.model, forward, _SAMPLES, world)
+    return {**buffers, "forward": of_forward(trial.model, function, forward, _FEW)}
 
 
 @contextlib.contextmanager

@@ -387,21 +387,21 @@ class _PartMetrics:
         self._seen.append(step)
 
     def _measure_kept(self) -> None:
-        seen, self._seen = self._seen, []
-        if not seen:
+        steps, self._seen = self._seen, []
+        if not steps:
             return
-        outputs, targets, samples, _part = seen[0]
-        if len(seen) > 1:
-            outputs = torch.cat([step.outputs for step in seen])
-            targets = torch.cat([step.targets for step in seen])
-        count = samples * len(seen)
+        outputs, targets, samples, _part = steps[0]
+        if len(steps) > 1:
+            outputs = torch.cat([step.outputs for step in steps])
+            targets = torch.cat([step.targets for step in steps])
+        count = samples * len(steps)
         with torch.no_grad():
             self.objects.update(outputs, targets)
             values = [values_of(n, f, outputs, targets, count) for n, f in self.functions.items()]
             if values:
                 # Of each step by itself, so that the sum does not depend on what was put together.
                 rows = torch.stack([value.to(self._home).double() for value in values])
-                self._unread.append(rows.view(len(values), len(seen), samples).sum(dim=2).T)
+                self._unread.append(rows.view(len(values), len(steps), samples).sum(dim=2).T)
 
     def settle(self) -> None:
         """Update the sums; the host waits for the device."""
