@@ -44,7 +44,6 @@ class Summary(msgspec.Struct, kw_only=True):
     state: State
     """In the file, `running` until an end is recorded: only the run's lock tells a killed one."""
     reason: str = ""
-    """Why it ended so."""
     recipe: str = ""
     started: float | None = None
     """When it began, in seconds since 1970."""
@@ -71,7 +70,6 @@ class Summary(msgspec.Struct, kw_only=True):
     checkpoint_step: int | None = None
     """The step of the newest checkpoint."""
     metric: str | None = None
-    """The monitored metric."""
     mode: Mode | None = None
     """Whether a lower or a higher value is better."""
     value: float | None = None

@@ -28,7 +28,6 @@ T = TypeVar("T")
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _KINDS = ("cpu", "cuda", "mps")
-"""Kinds of devices that samestep trains on."""
 _OF_A_STEP = 3
 """A backward computes twice what a forward does: a gradient by the inputs and one by the weights.
 So count PaLM (arXiv 2204.02311, appendix B) and Megatron-LM; what is recomputed does not count."""

@@ -151,7 +151,6 @@ class LoopSession:
         self.passed: list[Sequence[Tensor] | torch.optim.Optimizer] = []
         """Of the running batch: what each `run.backward` was for, and which optimizers stepped."""
         self._stepped: set[int] = set()
-        """The ids of the optimizers that have stepped."""
         self._left_out: set[str] = set()
         """What was said to be in no checkpoint."""
         self._resumed: tuple[str, list[str]] | None = None

@@ -84,7 +84,6 @@ class Built:
     threads: int
     """CPU threads of this rank."""
     unkept: Unkept
-    """What no checkpoint holds."""
     initial: "InitialWeights | None" = None
     """What the weights were before the first step, if model() has not made them."""
 

@@ -42,7 +42,6 @@ class Position:
     stream_ended: bool = False
     """Whether all of the running epoch's stream is trained."""
     samples: int = 0
-    """Samples trained."""
     samples_before: int = 0
     """The value of `samples` when the running epoch began."""
     seconds: float = 0.0
@@ -168,11 +167,8 @@ class Work:
     classes: tuple[str, ...] = ()
     """Names of the classes, if the data has them."""
     measure: Measure | None = None
-    """The recipe's `evaluate_batch`."""
     batch_transform: "BatchTransform | None" = None
-    """The recipe's `batch_transform`."""
     after_epoch: "AfterEpoch | None" = None
-    """The recipe's `after_epoch`."""
     cost: ModelCost = field(default_factory=ModelCost)
     """What a sample costs to train."""
     trial: ModelTrial

@@ -93,7 +93,6 @@ class Pulse:
             file.flush()
             self._be_mapped(mmap.mmap(file.fileno(), _SIZE))
         self.now: Visit | None = None
-        """The innermost call that the rank is in."""
         self._calls = 0
         self._code = _RUNS
         self.phase = _STEPPING
