@@ -79,20 +79,13 @@ def _test(
     request: Request, built: Built, session: Session, agreement: Agreement
 ) -> dict[str, Any] | None:
     """Evaluate the best whole checkpoint; return what was measured, None after a stop signal."""
-    from samestep.core.session.restoring import load_first  # noqa: PLC0415 - no step waits for it
-
     work, state, splits = built.work, built.state, built.splits
     world, settings, started = work.world, work.settings, time.perf_counter()
-    folder = session.path / "checkpoints"
     problems: list[str] = []
-    mesh = mesh_of(work.learner.model)
-    best = load_first(world, folder, lambda: read_index(folder).ranked(), problems, mesh)
-    if best is not None:
-        _load(work, best.content)
-        best = best._replace(content={})  # the rest of the file is not needed any more
+    checkpoint = _load_best(work, session, world, problems)
     assert splits.test is not None
-    plain = replace(request.recipe, augment=None)
-    source = open_split(splits.test, world, plain, settings, data_dtype(settings.precision))
+    dtype = data_dtype(settings.precision)
+    source = open_split(splits.test, world, request.recipe, settings, dtype)
     part = Interruptible(source, agreement)
     if work.measure is not None:  # it may find other things to measure than in a validation
         work = replace(work, measure=replace(work.measure, names=()))
@@ -100,7 +93,7 @@ def _test(
     if signum := agreement.on(part.left_for):
         stop_by(state, signum)
         return None
-    test = {**values, "checkpoint": best.entry.path if best else "last"}
+    test = {**values, "checkpoint": checkpoint}
     record = {"event": "evaluation", "split": "test", "epoch": state.position.epoch}
     record |= {"step": state.position.step, **test, "seconds": time.perf_counter() - started}
     session.emit({**record, "problems": problems})
@@ -164,9 +157,8 @@ def _draw_pictures(
 ) -> None:
     """Draw the run's pictures with the weights that were tested, or else with the best ones."""
     from samestep.core.session import picture_making  # noqa: PLC0415 - no step waits for them
-    from samestep.core.session.restoring import load_first  # noqa: PLC0415
 
-    work, folder = built.work, session.path / "checkpoints"
+    work = built.work
     tested = None if test is None else str(test["checkpoint"])
 
     def load_best() -> str:
@@ -174,11 +166,7 @@ def _draw_pictures(
         if tested is not None:  # the first time, the model still holds them
             name, tested = tested, None
             return name
-        best = load_first(World(), folder, lambda: read_index(folder).ranked(), [])
-        if best is None:
-            return "last"
-        _load(work, best.content)
-        return best.entry.path
+        return _load_best(work, session, World(), [])
 
     recipe = request.recipe
     source = picture_making.PictureSource(
@@ -189,8 +177,17 @@ def _draw_pictures(
         session.emit(record)
 
 
-def _load(work: Work, content: dict[str, Any]) -> None:
-    load_evaluated(work.learner.model, content)
-    work.learner.moment.after(content["position"])
-    if work.learner.average is not None:
-        work.learner.average.hold()
+def _load_best(work: Work, session: Session, world: World, problems: list[str]) -> str:
+    """Load the weights of the best whole checkpoint; return its name, "last" if there is none."""
+    from samestep.core.session.restoring import load_first  # noqa: PLC0415 - no step waits for it
+
+    folder, learner = session.path / "checkpoints", work.learner
+    mesh = mesh_of(learner.model)
+    best = load_first(world, folder, lambda: read_index(folder).ranked(), problems, mesh)
+    if best is None:
+        return "last"
+    load_evaluated(learner.model, best.content)
+    learner.moment.after(best.content["position"])
+    if learner.average is not None:
+        learner.average.hold()
+    return best.entry.path

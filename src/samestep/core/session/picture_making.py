@@ -124,8 +124,8 @@ class PictureSource:
         until, work = time.monotonic() + _ASK_S, self.work
         settings, device = replace(work.settings, num_workers=0), work.world.device
         size = min(evaluation_batch(settings, work.plan.evaluated_at_once), _MOST_PER_BATCH)
-        plain, dtype = replace(self.recipe, augment=None), data_dtype(settings.precision)
-        source = open_split(some.data, World(device=device), plain, settings, dtype)
+        dtype = data_dtype(settings.precision)
+        source = open_split(some.data, World(device=device), self.recipe, settings, dtype)
         model = applied(self.model(), self.recipe)
         for batch in source.evaluation(size):
             outputs = outputs_of(model, batch.inputs, settings.precision, device)

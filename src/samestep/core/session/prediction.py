@@ -57,7 +57,7 @@ def open_predictor(
             "give it Recipe(read=…), a function of the options and a path."
         )
     torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
-    return replace(opened, recipe=replace(recipe, augment=None))
+    return opened
 
 
 def open_predictions(

@@ -128,8 +128,7 @@ def evaluate_run(
     )
     values = measured(source)
     for of, data in splits.by_name.items() if split == "validation" else ():
-        alone = replace(recipe, augment=None)
-        of_it = measured(open_split(data, world, alone, settings, opened.dtype), classes=())
+        of_it = measured(open_split(data, world, recipe, settings, opened.dtype), classes=())
         values |= {f"{of}/{key}": of_it[key] for key in of_it if key != "samples"}
     about: dict[str, Any] = {"recipe": recipe.name, "split": split}
     about |= {"checkpoint": opened.entry.path, "step": opened.entry.step}
@@ -174,7 +173,7 @@ def open_data(
             "other data with --data-dir; where all of it is new, use --split test."
         )
     torch.set_num_threads(choose_threads(settings.threads, opened.model, len(usable_cores()), 1))
-    source = open_split(data, world, replace(recipe, augment=None), settings, opened.dtype)
+    source = open_split(data, world, recipe, settings, opened.dtype)
     return _OpenedData(replace(opened, recipe=recipe, options=options), splits, source, world)
 
 
