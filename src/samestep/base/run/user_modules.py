@@ -365,14 +365,12 @@ class _Copies(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
         levels = {module: module.count(".") - name.count(".") for module in inner}
-        spec.submodule_search_locations = list(
-            dict.fromkeys(
-                str(at.parents[levels[module] - (at.name != "__init__.py")])
-                for of in (files, originals)
-                for module in inner
-                for at in (of[module],)
-            )
+        places = (
+            str(of[module].parents[levels[module] - (of[module].name != "__init__.py")])
+            for of in (files, originals)
+            for module in inner
         )
+        spec.submodule_search_locations = list(dict.fromkeys(places))
         return spec
 
 

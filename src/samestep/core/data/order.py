@@ -479,7 +479,7 @@ def split_indices(num_samples: int, fractions: tuple[float, ...], seed: int) -> 
         fractions: of each part but the last, which takes the rest.
         seed: of the shuffle.
     """
-    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+    order = _shuffled(num_samples, seed)
     sizes = [int(num_samples * fraction) for fraction in fractions]
     sizes.append(num_samples - sum(sizes))
     if min(sizes) < 1:

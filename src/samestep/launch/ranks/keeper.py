@@ -303,7 +303,7 @@ class Keeper:
         return self.places.node_of(self.living[member].slot)
 
     def _name_next(self, began: float, gone: list[str] | None = None) -> None:
-        (stay, come) = self._next_members()
+        stay, come = self._next_members()
         self._awaited = None
         # Ranks of one node follow each other, those of the first member's node first.
         nodes = [self._node_of(member) for member in (*stay, *come)]
