@@ -26,7 +26,7 @@ from samestep.launch.ranks.world import World
 
 T = TypeVar("T")
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _KINDS = ("cpu", "cuda", "mps")
 _OF_A_STEP = 3
 """A backward computes twice what a forward does: a gradient by the inputs and one by the weights.
@@ -44,14 +44,9 @@ def data_dtype(precision: Precision) -> torch.dtype:
     return torch.float64 if precision == "fp64" else torch.float32
 
 
-def autocast_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the type that autocast computes in, or None where there is no autocast."""
-    return _AUTOCAST.get(precision)
-
-
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
     """Return the context of a forward pass."""
-    dtype = autocast_dtype(precision)
+    dtype = AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
@@ -148,7 +143,7 @@ def _in_single(original: Callable[..., Tensor], update: Tensor, *given: Any, **m
 
     with patched((Tensor, "bfloat16", copied)):
         updated = original(update, *given, **more)
-    if updated.dtype in _AUTOCAST.values():
+    if updated.dtype in AUTOCAST.values():
         raise UserError(f"--newton-schulz fp32: the Muon of torch {torch.__version__} rounds anew.")
     return updated
 

@@ -15,7 +15,7 @@ from samestep.core.data.keyed_random import RankSeeds
 from samestep.core.data.order import Block, cut_block, cut_rows
 from samestep.core.learner.agreement import may_draw
 from samestep.core.learner.apply import call, with_parts
-from samestep.core.learner.device import autocast, autocast_dtype
+from samestep.core.learner.device import AUTOCAST, autocast
 from samestep.core.learner.optimizer import Update, clip_gradients
 from samestep.core.learner.prepare import without_sync
 from samestep.core.training.metrics import StepOutputs, remedy_of
@@ -172,7 +172,7 @@ class Objective:
         self.seeds = seeds or RankSeeds(settings.seed, world)
         self._call_model = call_model or plain_call(learner)
         self._precision = settings.precision
-        self._casts = autocast_dtype(settings.precision) is not None
+        self._casts = settings.precision in AUTOCAST
         self._divisor = 1 if world.virtual_ranks else world.world_size
         """What DDP divides gradients by, which the weights undo; virtual ranks' are added up."""
         self.agreed = False
