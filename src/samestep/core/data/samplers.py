@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from samestep.base.errors import UserError, blame, defined_at
-from samestep.core.data.keyed_random import mix, seed_reading
+from samestep.core.data.keyed_random import host_seeded, mix
 
 _DRAWS = 0x5A3B1E
 """Keeps what a sampler draws apart from what samples draw for their augmentation."""
@@ -72,20 +72,15 @@ class SamplerOrder:
     def _ask(self, epoch: int) -> Tensor:
         """Ask the sampler for an epoch, with all that it may draw from seeded by it."""
         key = mix(self._seed, _DRAWS, epoch)
-        states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
         try:
-            seed_reading(key)
-            for part in _samplers_and_generators(self._sampler):
-                _key(part, key, epoch)
-            most = _length(self._sampler)
-            limit = _TIMES_THE_DATA * self._size if most is None else most
-            indices = [*islice(self._sampler, limit + 1)]
+            with host_seeded(key):
+                for part in _samplers_and_generators(self._sampler):
+                    _key(part, key, epoch)
+                most = _length(self._sampler)
+                limit = _TIMES_THE_DATA * self._size if most is None else most
+                indices = [*islice(self._sampler, limit + 1)]
         except Exception as error:
             blame(f"{self._name} failed", error, self._sampler)
-        finally:
-            torch.set_rng_state(states[0])
-            random.setstate(states[1])
-            np.random.set_state(states[2])  # noqa: NPY002
         if len(indices) > limit:
             what = "has no end" if most is None else f"says that it has {most} and gives more"
             raise UserError(

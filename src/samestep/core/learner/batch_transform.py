@@ -4,21 +4,18 @@ Every rank is sent the whole global batch, changes it with the same random numbe
 its own rows of the result.
 """
 
-import contextlib
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import call
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.settings import Settings
 from samestep.base.trees import describe, map_tensors, narrow, tree_leaves
-from samestep.core.data.keyed_random import mix, seed_reading, seed_torch
+from samestep.core.data.keyed_random import host_seeded, mix, seed_torch
 from samestep.core.data.order import Block
 from samestep.core.learner.device import data_dtype
 from samestep.core.learner.gathered import gather_rows, joined, rebuilt, rows_of
@@ -96,7 +93,10 @@ class BatchTransform:
         """
         given = (inputs,) if self._whole else (inputs, targets)
         # Six parts: nothing else that is drawn is seeded alike.
-        with _drawing(mix(self._seed, 2, epoch, step, 0, 0), self._world.device):
+        drawn, device = mix(self._seed, 2, epoch, step, 0, 0), self._world.device
+        with host_seeded(drawn):
+            if device.type != "cpu":  # each forward seeds it anew
+                seed_torch(drawn, device)
             try:
                 changed = self._function(*given)
             except Exception as error:
@@ -117,24 +117,6 @@ class BatchTransform:
 
     def _cast(self, leaf: Tensor) -> Tensor:
         return leaf.to(self._dtype) if leaf.is_floating_point() else leaf
-
-
-@contextlib.contextmanager
-def _drawing(drawn: int, device: torch.device) -> Iterator[None]:
-    """Seed every generator; those of the host are as they were afterwards.
-
-    A third of the time of `random_numbers`, once per step; each forward seeds the device's.
-    """
-    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    seed_reading(drawn)
-    if device.type != "cpu":
-        seed_torch(drawn, device)
-    try:
-        yield
-    finally:
-        random.setstate(kept[0])
-        np.random.set_state(kept[1])  # noqa: NPY002
-        torch.set_rng_state(kept[2])
 
 
 def _rows(tree: Any, start: int, count: int, size: int) -> Any:
