@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from samestep.base.errors import UserError, listed
-from samestep.base.file_kinds import names_recipe
+from samestep.base.file_kinds import names_recipe, trains_by_trainer
 from samestep.base.nearby import nearby
 from samestep.base.run import code_copy
 from samestep.base.run.directory import is_run, new_run_path
@@ -75,8 +75,19 @@ class Workload:
         return replace(self, run=run, command=command)
 
 
-def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Workload:
-    """Return the workload named by a recipe's name, a file or a run directory."""
+def runs_trainer(workload: Workload) -> bool:
+    """Whether a workload runs a script that trains by a Trainer of its own."""
+    file = workload.file
+    return workload.kind == "script" and file is not None and trains_by_trainer(file, file.parent)
+
+
+def find_workload(
+    text: str, arguments: list[str], recipes: list[str], *, as_recipe: bool = False
+) -> Workload:
+    """Return the workload named by a recipe's name, a file or a run directory.
+
+    With `as_recipe` a script that builds a Trainer is one; its arguments follow a second `--`.
+    """
     path = Path(text)
     if text in recipes:  # it wins over a file or a folder of this name
         is_file = continues = False
@@ -95,13 +106,23 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
                 f"{again if script.is_file() else ''}"
             )
     if is_file and not _is_recipe_file(path):
-        return Workload(
+        as_it_is = Workload(
             name=path.stem,
             kind="script",
             run=new_run_path(path.stem).absolute(),
             command=(str(path.absolute()), *arguments),
             file=path.absolute(),
         )
+        if not as_recipe:
+            return as_it_is
+        as_recipe = not runs_trainer(as_it_is)
+    if as_recipe:
+        raise UserError(
+            "--as-recipe is for a script that builds a Hugging Face Trainer and calls its train(), "
+            f"and {text} does not. Leave it out."
+        )
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    arguments, of_script = arguments[:cut], arguments[cut:]
     if any(word.split("=")[0] == "--nproc" for word in arguments):
         raise UserError("--nproc is for one machine; a job takes --nodes and --ntasks-per-node.")
     what = str(path.absolute()) if is_file or continues else text
@@ -118,7 +139,7 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
     resume = ["--resume", *store]
     if text not in recipes:  # its file may be edited meanwhile
         resume.append("--recipe-of-run")
-    command = ("-m", "samestep", "train", what, *rest, *run_dir, *resume)
+    command = ("-m", "samestep", "train", what, *rest, *run_dir, *resume, *of_script)
     file = path.absolute() if is_file else None
     return Workload(name=name, kind="recipe", run=run, command=command, file=file)
 

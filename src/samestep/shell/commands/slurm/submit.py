@@ -26,6 +26,7 @@ from samestep.cluster.slurm.submission import (
     find_workload,
     make_script,
     read_array,
+    runs_trainer,
     submit,
     submit_array,
     with_home_expanded,
@@ -71,6 +72,9 @@ class SubmitFlags(UncheckedOptions):
     array: Annotated[str | None, InShell("TASKS")] = None
     """Submit a job array, each task with its own run directory: 0-9, or 0-9%2 for two at a time. %a
     in the arguments stands for the task's number: --array 0-4 -- --seed %a."""
+    as_recipe: Switch = False
+    """Train what a script gives to a Hugging Face Trainer, as `samestep train` does, instead of
+    running the script. Its own arguments follow a second `--`."""
     dry_run: Switch = False
     """Print the job's script instead of submitting it."""
     script: Annotated[Path | None, InShell("FILE", short=("-o",))] = None
@@ -104,11 +108,11 @@ def main(arguments: list[str]) -> int:
     options = apply_flags(defaults, command, files)
     if command.array is not None:
         return _submit_array(target, flags[cut + 1 :], options, command)
-    workload = find_workload(target, flags[cut + 1 :], list(RECIPES))
+    workload = find_workload(target, flags[cut + 1 :], list(RECIPES), as_recipe=command.as_recipe)
     _check_training(workload, options, target, dry_run=command.dry_run)
     options = with_home_expanded(options)
     job = make_script(workload, options, Path.cwd())
-    show_notes(advice(options, workload.kind))
+    show_notes([*advice(options, workload.kind), *_note_on_trainer(workload)])
     if command.dry_run or command.script is not None:
         return _keep(job, command)
     number, script = submit(job)
@@ -126,6 +130,14 @@ def main(arguments: list[str]) -> int:
         f"Watch it with: samestep slurm status {number}\n"
     )
     return 0
+
+
+def _note_on_trainer(workload: Workload) -> list[str]:
+    if not runs_trainer(workload):
+        return []
+    name = f"{workload.name}.py"
+    how = f"With --as-recipe the job trains what that was given, as `samestep train {name}` does."
+    return [f"Each rank runs {name} with its own Trainer. {how}"]
 
 
 def _check_training(
@@ -159,7 +171,10 @@ def _submit_array(target: str, words: list[str], options: JobOptions, command: S
     jobs: dict[int, JobScript] = {}
     for task in tasks:
         workload = find_workload(
-            target, [word.replace("%a", str(task)) for word in words], [*RECIPES]
+            target,
+            [word.replace("%a", str(task)) for word in words],
+            [*RECIPES],
+            as_recipe=command.as_recipe,
         )
         if is_run(workload.run):
             raise UserError(f"--array begins new runs, and {shown_path(workload.run)} is one.")
@@ -175,7 +190,7 @@ def _submit_array(target: str, words: list[str], options: JobOptions, command: S
             _check_training(workload, options, target)
         jobs[task] = make_script(workload, options, Path.cwd())
     assert folder is not None
-    show_notes(advice(options, workload.kind))
+    show_notes([*advice(options, workload.kind), *_note_on_trainer(workload)])
     if command.dry_run:
         text = array_text(jobs, folder, at_once)
         first = jobs[tasks[0]]
