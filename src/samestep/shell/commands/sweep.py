@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.base import flags
 from samestep.base.errors import UserError
+from samestep.base.file_kinds import trains_by_trainer
 from samestep.base.run.directory import is_run
 from samestep.base.run.files import shown_path
 from samestep.base.settings import Settings
@@ -224,6 +225,8 @@ def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, setting
     options = with_home_expanded(apply_flags(defaults, asked, files))
     check_ranks(options, settings)
     show_notes(advice(options, "recipe"))
+    file = Path(sweep.recipe)
+    of_trainer = sweep.recipe not in RECIPES and trains_by_trainer(file, file.parent)
     sweep.begin()
     with hold_sweep(sweep):
         going = {job.run.resolve() for job in my_jobs() if job.run and not job.ended}
@@ -232,7 +235,7 @@ def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, setting
             run = sweep.run_dir(name).absolute()
             if sweep.status(name) != "completed" and run.resolve() not in going:
                 training = [*sweep.words(point), "--run-dir", str(run)]
-                work = find_workload(sweep.recipe, training, [*RECIPES])
+                work = find_workload(sweep.recipe, training, [*RECIPES], as_recipe=of_trainer)
                 jobs[task] = make_script(replace(work, name=sweep.folder.name), options, Path.cwd())
         if not jobs:
             sys.stdout.write("Every training has completed or has a job.\n")
