@@ -35,7 +35,7 @@ from samestep.shell.api.arguments import check_positive
 from samestep.shell.api.sweeps import check_trainings, make_plan, sweep
 from samestep.shell.cli import HELP
 from samestep.shell.commands.forms import Form, Switch, kind_of, parse, show_notes
-from samestep.shell.commands.target import own_flags, parse_target
+from samestep.shell.commands.target import cut_at_dashes, own_flags, parse_target
 
 if TYPE_CHECKING:
     from samestep.core.session.request import Request
@@ -74,10 +74,10 @@ FORM = Form(
 
 def main(arguments: list[str]) -> int:
     """Begin a sweep, or continue it; return the exit code."""
-    of_sweep = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    of_sweep, of_job = cut_at_dashes(arguments)
     if not of_sweep or HELP & {*of_sweep}:
         parse_target(FORM, arguments)
-    target, *words = own_flags(arguments)
+    target, *words = own_flags(of_sweep)
     if target.startswith("-"):
         raise UserError(f"Name what to sweep before {target}: a recipe or a recipe file.")
     if target not in RECIPES and is_run(Path(target)):
@@ -85,12 +85,11 @@ def main(arguments: list[str]) -> int:
             f"{target} is a run, and a sweep begins new ones. Name its recipe, and take its "
             f"settings with --config {target}/settings.toml."
         )
-    cut = words.index("--") if "--" in words else len(words)
-    mine, rest = _split(words[:cut])
+    mine, rest = _split(words)
     shared, axes = read_axes(rest)
     command = parse(FORM, mine, target)
     check_positive(at_once=command.at_once, sample=command.sample, nproc=command.nproc)
-    if words[cut:] and not command.slurm:
+    if "--" in arguments and not command.slurm:
         raise UserError("What follows after `--` are flags of a job: they need --slurm.")
     if command.slurm and command.nproc > 1:
         raise UserError("--nproc is for one machine; a job takes --ntasks-per-node after `--`.")
@@ -101,7 +100,7 @@ def main(arguments: list[str]) -> int:
     chooser = OptunaChoice(plan) if command.optuna else None
     settings = _check(plan, command.nproc)
     if command.slurm:
-        return _submit_all(plan, words[cut + 1 :], command.at_once, settings)
+        return _submit_all(plan, of_job, command.at_once, settings)
     device, oversubscribe = settings.device, settings.oversubscribe
     at_once, gpus = num_at_once(command.at_once, command.nproc, device, oversubscribe=oversubscribe)
     plan.begin()
