@@ -83,7 +83,7 @@ class Hooks:
             (probes.LOADER_ITER, self._on_iter),
             (probes.NEXT_BATCH, self._on_batch),
             (probes.BACKWARD, self._on_backward),
-            (probes.SAVE, self._on_save),
+            (probes.SAVE, lambda _: self._timed("checkpoint")),
             (probes.TRAIN_OR_EVAL, self._on_train_or_eval),
             (probes.MODULE_CALL, self._on_module_call),
             (probes.ZERO_GRAD, self._on_zero_grad),
@@ -239,9 +239,6 @@ class Hooks:
     def _on_zero_grad(self, _call: ProbedCall) -> Around:
         if self._between:
             yield from self._timed("optimizer")
-
-    def _on_save(self, _call: ProbedCall) -> Around:
-        yield from self._timed("checkpoint")
 
     def _timed(self, phase: str) -> Around:
         self._lap_or_evaluation()

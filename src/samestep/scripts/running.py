@@ -106,11 +106,11 @@ class ScriptRanks:
 
     def share(self, text: str) -> str:
         """Return rank 0's text on every rank."""
-        if self.world_size == 1:
-            return text
-        if self.rank == 0:
+        if self.rank:
+            return self._get("shared", "for rank 0 to prepare")
+        if self.world_size > 1:
             self._put("shared", text)
-        return self._get("shared", "for rank 0 to prepare") if self.rank else text
+        return text
 
     def leave(self) -> None:
         """Leave the store once all ranks are here, so that the script can listen at its address."""

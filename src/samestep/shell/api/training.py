@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 from samestep.base.errors import UserError, blame
 from samestep.base.flags import NumRanks
 from samestep.base.run.records import RecordFile
+from samestep.base.run.store import address_of, check_mirror
 from samestep.base.run.summary import first_start
 from samestep.base.settings import Settings
 from samestep.base.startup import forget_signals
+from samestep.base.tracker_choice import check_installed, chosen
 from samestep.core.session.request import Request
 from samestep.core.session.session import Outcome, Sink
 from samestep.core.session.training_run import Shown, engine_named, run_elastic, run_session
@@ -211,27 +213,20 @@ class _Reporter:
     def _start(self, going_on: Path | None) -> None:
         on_record = self.request.recipe.on_record
         self.sinks = (self.screen.show, *([partial(_tell, on_record)] if on_record else ()))
-        settings = self.request.settings
-        if settings.track:
-            from samestep.base.tracker_choice import chosen  # noqa: PLC0415 - of those that track
-        if settings.track and chosen(settings.track):
+        settings, name, tell = self.request.settings, self.request.recipe.name, self.screen.tell
+
+        def stopped() -> bool:
+            return bool(self.received.signum)
+
+        if chosen(settings.track):
             from samestep.show.tracking.processes import TrackerProcesses  # noqa: PLC0415
 
-            trackers = TrackerProcesses(
-                settings,
-                self.request.recipe.name,
-                self.screen.tell,
-                stopped=lambda: bool(self.received.signum),
-            )
-            self.open_trackers.enter_context(trackers)
-            self.sinks += (trackers.take,)
-        if settings.mirror is not None:
-            from samestep.base.run.store import address_of  # noqa: PLC0415 - of those that copy
-        if settings.mirror is not None and address_of(settings.mirror) is not None:
+            trackers = TrackerProcesses(settings, name, tell, stopped)
+            self.sinks += (self.open_trackers.enter_context(trackers).take,)
+        if address_of(settings.mirror) is not None:
             from samestep.show.mirroring import Mirror  # noqa: PLC0415
 
-            stopped = lambda: bool(self.received.signum)  # noqa: E731
-            mirror = Mirror(settings, self.screen.tell, stopped)
+            mirror = Mirror(settings, tell, stopped)
             self.sinks += (self.open_trackers.enter_context(mirror).take,)
         if going_on is not None:
             self.speak()
@@ -273,12 +268,8 @@ def train_as_rank(
         check_engine(request)
     engine = engine_named(settings.engine)
     if member is None and settings.track:
-        from samestep.base.tracker_choice import check_installed, chosen  # noqa: PLC0415
-
         world.on_main(lambda: check_installed(chosen(settings.track)))
     if member is None and settings.mirror is not None:
-        from samestep.base.run.store import check_mirror  # noqa: PLC0415
-
         world.on_main(lambda: check_mirror(settings.mirror, new=not request.resume))
     with catch_signals(again) as received, contextlib.ExitStack() as open_trackers:
         reporter = _Reporter(request, screen, begin, speak, received, open_trackers)

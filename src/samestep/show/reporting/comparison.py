@@ -110,6 +110,10 @@ class Comparison:
             (is_so for is_so in known if is_so is not None), metric.endswith("loss")
         )
         """Whether the metric is to fall."""
+        self.pick_best = min if self.smaller else max
+        self.best = [
+            self.pick_best((point.value for point in curve), default=None) for curve in self.curves
+        ]
         self.reached: list[Goal | None] = []
         """Empty without a target."""
         if target is not None:
@@ -422,6 +426,9 @@ def _change(name: str, before: dict[str, Path], after: dict[str, Path]) -> CodeC
     first, second = _lines(old), _lines(new)
     if first is None or second is None:
         return CodeChange(file=name, change=change)
+    functions: list[str] = []
+    if change == "edited" and name.endswith(".py"):
+        functions = code_pieces.differences(file_pieces(before[name]), file_pieces(after[name]))
     lines = [*difflib.unified_diff(first, second, f"a/{name}", f"b/{name}", lineterm="")]
     body = lines[2:]
     return CodeChange(
@@ -430,13 +437,8 @@ def _change(name: str, before: dict[str, Path], after: dict[str, Path]) -> CodeC
         added=sum(line.startswith("+") for line in body),
         removed=sum(line.startswith("-") for line in body),
         diff="\n".join(lines),
-        functions=tuple(_functions(before[name], after[name])) if change == "edited" else (),
+        functions=tuple(functions),
     )
-
-
-def _functions(before: Path, after: Path) -> list[str]:
-    is_python = before.suffix == after.suffix == ".py"
-    return code_pieces.differences(file_pieces(before), file_pieces(after)) if is_python else []
 
 
 def _lines(content: bytes | None) -> list[str] | None:

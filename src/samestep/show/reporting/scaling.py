@@ -185,11 +185,9 @@ def sweep_charts(comparison: Comparison) -> list[SettingChart]:
     if len({run.path.resolve().parent for run in comparison.runs}) > 1:
         return []
     points = [settings_in_sweep(run.path) for run in comparison.runs]
-    best = max if not comparison.smaller else min
-    values = [best((p.value for p in curve), default=None) for curve in comparison.curves]
     rows = [
         (name, point, value)
-        for name, point, value in zip(comparison.names, points, values, strict=True)
+        for name, point, value in zip(comparison.names, points, comparison.best, strict=True)
         if value is not None and math.isfinite(value)
     ]
     if len(rows) < 2 or not all(points):
@@ -217,7 +215,7 @@ def _chart(
         share = (value - low) / span if high > low else 0.5
         return round(HEIGHT - BOTTOM - 8 - (HEIGHT - TOP - BOTTOM - 16) * share, 2)
 
-    name, point, value = (min if comparison.smaller else max)(rows, key=lambda row: row[2])
+    name, point, value = comparison.pick_best(rows, key=lambda row: row[2])
     dots = [
         Dot(
             places[point[flag]],
