@@ -41,18 +41,14 @@ _REDRAW_EVERY_S = 0.2
 class BarState:
     """What the bar tells."""
 
-    plan: Record
-    """The `start` record."""
-    step_samples: float
-    """Samples of most steps."""
+    plan: Record  # the `start` record
+    step_samples: float  # samples of most steps
     step: int = 0
-    now: int = 1
-    """The epoch of the latest record that names one."""
+    now: int = 1  # the epoch of the latest record that names one
     loss: float | None = None
     metric: str = ""
     """The monitored metric at the latest evaluation, as it is shown."""
-    rate: float | None = None
-    """Samples per second, smoothed."""
+    rate: float | None = None  # samples per second, smoothed
     evaluating: bool = False
 
     def after(self, record: Record) -> "BarState":

@@ -32,10 +32,8 @@ class EndedTraining:
     """How one training of a sweep ended."""
 
     name: str
-    status: str
-    """completed, stopped or failed"""
-    text: str = ""
-    """Its best value, or what it said when it failed."""
+    status: str  # completed, stopped or failed
+    text: str = ""  # its best value, or what it said when it failed
 
 
 @dataclass(frozen=True)

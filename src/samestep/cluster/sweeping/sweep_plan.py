@@ -39,11 +39,9 @@ class SweepPlan:
 
     folder: Path
     recipe: str
-    flags: tuple[str, ...]
-    """The words that all trainings share."""
+    flags: tuple[str, ...]  # the words that all trainings share
     axes: Mapping[str, tuple[str, ...]]
-    sample: int | None = None
-    """Train this many points, drawn at random, instead of all."""
+    sample: int | None = None  # train this many points, drawn at random, instead of all
     optuna: bool = False
     """Whether Optuna chooses the sample as the sweep continues, instead of one random draw."""
     seed: int = 42

@@ -34,14 +34,11 @@ class TrainingSize:
     num_samples: int
     """Training samples, an epoch of them: some full batches and an incomplete one."""
     global_batch: int
-    rest: int
-    """Samples of the incomplete last batch."""
-    full: int
-    """Full batches of an epoch."""
+    rest: int  # samples of the incomplete last batch
+    full: int  # full batches of an epoch
     drop_last: bool
     num_evaluated: int
-    ranks: int
-    """The largest number of ranks."""
+    ranks: int  # the largest number of ranks
 
     @property
     def steps(self) -> int:

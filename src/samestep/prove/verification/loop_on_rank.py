@@ -82,10 +82,8 @@ class LoopTask:
     training: ShortTraining
     most_ranks: int
     device: Device
-    doubles: bool
-    """Whether all is computed in float64."""
-    precision: Precision = "fp32"
-    """What it computes in otherwise, once that is known."""
+    doubles: bool  # whether all is computed in float64
+    precision: Precision = "fp32"  # what it computes in otherwise, once that is known
     statistics: Mapping[str, list[Tensor]] = field(default_factory=dict)
     """Batch normalisation → the statistics at which it is held."""
     arithmetic: Arithmetic | None = None
@@ -96,12 +94,9 @@ class Pass(NamedTuple):
     """A backward pass, before anything is added up over ranks."""
 
     loss: float
-    terms: float
-    """By what its loss weighs among those of the ranks."""
-    gradient: NDArray[np.float64]
-    """All parameters in a row, of large ones some values."""
-    step: int
-    """Counted from 1."""
+    terms: float  # by what its loss weighs among those of the ranks
+    gradient: NDArray[np.float64]  # all parameters in a row, of large ones some values
+    step: int  # counted from 1
 
 
 def run_script(task: LoopTask, output: RecipeOutput, log: Path) -> NoReturn:

@@ -44,10 +44,8 @@ class Call:
 
     target: str | None
     """A recipe's name, its file, or the directory of a run; None if `recipe` is given instead."""
-    recipe: Recipe | None = None
-    """Instead of a target, or for a run that has no file of it."""
-    keywords: Mapping[str, Any] = field(default_factory=dict)
-    """Settings and the recipe's options."""
+    recipe: Recipe | None = None  # instead of a target, or for a run that has no file of it
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # settings and the recipe's options
     config: Path | None = None
     resume: bool | str = False
     allow_change: tuple[str, ...] = ()

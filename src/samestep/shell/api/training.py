@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING, Any
 from samestep.base.errors import UserError, blame
 from samestep.base.flags import NumRanks
 from samestep.base.run.records import RecordFile
-from samestep.base.run.store import address_of, check_mirror
 from samestep.base.run.summary import first_start
 from samestep.base.settings import Settings
 from samestep.base.startup import forget_signals
-from samestep.base.tracker_choice import check_installed, chosen
 from samestep.core.session.request import Request
 from samestep.core.session.session import Outcome, Sink
 from samestep.core.session.training_run import Shown, engine_named, run_elastic, run_session
@@ -200,8 +198,7 @@ class _Reporter:
     speak: Callable[[], None]
     received: ReceivedSignal
     open_trackers: contextlib.ExitStack
-    sinks: tuple[Sink, ...] = ()
-    """Screen, trackers and the mirror, on rank 0."""
+    sinks: tuple[Sink, ...] = ()  # screen, trackers and the mirror, on rank 0
 
     def shown(self, world: World, going_on: Path | None = None) -> Shown:
         """Return the run's sinks in this world; it is `going_on` if it was begun before."""
@@ -218,16 +215,18 @@ class _Reporter:
         def stopped() -> bool:
             return bool(self.received.signum)
 
-        if chosen(settings.track):
+        if settings.track:
             from samestep.show.tracking.processes import TrackerProcesses  # noqa: PLC0415
 
             trackers = TrackerProcesses(settings, name, tell, stopped)
             self.sinks += (self.open_trackers.enter_context(trackers).take,)
-        if address_of(settings.mirror) is not None:
+        if settings.mirror is not None:
+            from samestep.base.run.store import address_of  # noqa: PLC0415 - of those that copy
             from samestep.show.mirroring import Mirror  # noqa: PLC0415
 
-            mirror = Mirror(settings, tell, stopped)
-            self.sinks += (self.open_trackers.enter_context(mirror).take,)
+            if address_of(settings.mirror) is not None:
+                mirror = Mirror(settings, tell, stopped)
+                self.sinks += (self.open_trackers.enter_context(mirror).take,)
         if going_on is not None:
             self.speak()
             if plan := first_start(going_on):  # else the rank 0 before has died before it wrote it
@@ -268,8 +267,12 @@ def train_as_rank(
         check_engine(request)
     engine = engine_named(settings.engine)
     if member is None and settings.track:
+        from samestep.base.tracker_choice import check_installed, chosen  # noqa: PLC0415
+
         world.on_main(lambda: check_installed(chosen(settings.track)))
     if member is None and settings.mirror is not None:
+        from samestep.base.run.store import check_mirror  # noqa: PLC0415
+
         world.on_main(lambda: check_mirror(settings.mirror, new=not request.resume))
     with catch_signals(again) as received, contextlib.ExitStack() as open_trackers:
         reporter = _Reporter(request, screen, begin, speak, received, open_trackers)

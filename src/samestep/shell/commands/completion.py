@@ -55,14 +55,10 @@ class Completed(NamedTuple):
 class Words(NamedTuple):
     """All that can be completed."""
 
-    flags: dict[str, tuple[Completed, ...]]
-    """Of each verb, with its group's name."""
-    recipes: dict[str, tuple[Completed, ...]]
-    """The flags of each recipe's options."""
-    training: list[str]
-    """The verbs that take those, too."""
-    inner: dict[str, list[str]]
-    """Verb → the words that may follow: its own verbs, or kinds."""
+    flags: dict[str, tuple[Completed, ...]]  # of each verb, with its group's name
+    recipes: dict[str, tuple[Completed, ...]]  # the flags of each recipe's options
+    training: list[str]  # the verbs that take those, too
+    inner: dict[str, list[str]]  # verb → the words that may follow: its own verbs, or kinds
 
 
 def main(arguments: list[str]) -> int:

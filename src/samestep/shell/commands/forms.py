@@ -45,10 +45,8 @@ class Form:
     """A dataclass whose fields are the arguments and flags. Its docstring is what help says first,
     with {} for the target if there is one."""
     examples: tuple[str, ...]
-    settings: bool = False
-    """Whether the settings of a training are flags, too."""
-    no_effect: Collection[str] = ()
-    """The settings that the verb itself decides."""
+    settings: bool = False  # whether the settings of a training are flags, too
+    no_effect: Collection[str] = ()  # the settings that the verb itself decides
 
 
 @dataclass(frozen=True)

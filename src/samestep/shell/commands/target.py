@@ -204,13 +204,10 @@ def names_given(flags: list[str]) -> set[str]:
 class ScriptTarget:
     """The words of a command line, by whose they are."""
 
-    name: str
-    """A file, or the name of a module."""
+    name: str  # a file, or the name of a module
     module: bool
-    flags: list[str]
-    """Those of the verb."""
-    words: list[str]
-    """Those of the script, which follow `--`."""
+    flags: list[str]  # those of the verb
+    words: list[str]  # those of the script, which follow `--`
 
     def check_importable(self) -> None:
         """Check that a module is there, as `python -m` would find it here."""

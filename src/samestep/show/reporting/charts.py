@@ -43,13 +43,10 @@ class Curve:
 
     label: str
     role: Role
-    run: int
-    """Which of the page's runs it is of."""
+    run: int  # which of the page's runs it is of
     x: tuple[float, ...]
-    y: tuple[float | None, ...]
-    """None is a gap: the value was NaN, infinite, or not recorded."""
-    gaps: int
-    """How many of all recorded values those are."""
+    y: tuple[float | None, ...]  # None is a gap: the value was NaN, infinite, or not recorded
+    gaps: int  # how many of all recorded values those are
     summary: tuple[float, float, float, float]
     """The first value, the least, the greatest and the last, of all that are finite."""
 
@@ -60,10 +57,8 @@ class Chart:
 
     id: str
     title: str
-    x: str
-    """What the x axis counts."""
-    y: str
-    """Unit of the values; empty if they have none."""
+    x: str  # what the x axis counts
+    y: str  # unit of the values; empty if they have none
     curves: list[Curve]
     kind: Literal["lines", "stack"] = "lines"
 

@@ -46,8 +46,7 @@ class SettingDifference:
     name: str
     values: tuple[str, ...]
     """One a run: `?` where the run does not tell, `–` where it is not set."""
-    decides: bool
-    """Whether it makes another training of it."""
+    decides: bool  # whether it makes another training of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,34 +54,26 @@ class SameTraining:
     """How far a run is from the one it is held against, by the losses that both have recorded."""
 
     verdict: Literal["equal", "rounding", "apart", "unknown"]
-    why: str = ""
-    """Why nothing can be said, for `unknown`."""
+    why: str = ""  # why nothing can be said, for `unknown`
     steps: int = 0
-    epochs: int = 0
-    """Epochs whose mean training loss both have recorded."""
+    epochs: int = 0  # epochs whose mean training loss both have recorded
     evaluations: int = 0
     """Evaluations on the validation set that both have recorded, if they are compared."""
     evaluated_otherwise: int | None = None
     """The first step at which evaluations differ though training losses stay alike: they are
     measured otherwise, and left out."""
-    evaluations_apart: float = 0.0
-    """Largest difference of such evaluations' losses."""
-    largest: float = 0.0
-    """Largest difference of the loss."""
-    largest_at: int = 0
-    """The step of it."""
+    evaluations_apart: float = 0.0  # largest difference of such evaluations' losses
+    largest: float = 0.0  # largest difference of the loss
+    largest_at: int = 0  # the step of it
     largest_norm: float | None = None
     """Largest relative difference of the gradient norm, if both have it."""
     first_apart: int | None = None
     """The first step with a loss that differs by more than rounding."""
-    last_alike: int | None = None
-    """The last recorded step before it."""
+    last_alike: int | None = None  # the last recorded step before it
     weights_sha256: str = ""
     """Of the weights after the last step for which both have recorded it, if it is the same."""
-    weights_step: int | None = None
-    """That step; None if there is none."""
-    tolerance: float = 0.0
-    """What rounding explains, relative to the largest loss."""
+    weights_step: int | None = None  # that step; None if there is none
+    tolerance: float = 0.0  # what rounding explains, relative to the largest loss
 
 
 class Comparison:
@@ -370,8 +361,7 @@ class CodeChange:
     change: Literal["edited", "new", "gone"]
     added: int = 0
     removed: int = 0
-    diff: str = ""
-    """Unified; empty where a file is not text, or too long."""
+    diff: str = ""  # unified; empty where a file is not text, or too long
     functions: tuple[str, ...] = ()
     """Functions, classes and values that are not the same in both versions of a Python file."""
 

@@ -17,8 +17,7 @@ class Point(NamedTuple):
     """One value of a curve, and where in the training it was measured."""
 
     step: int
-    samples: float
-    """Samples trained until then, over all ranks."""
+    samples: float  # samples trained until then, over all ranks
     seconds: float
     """Seconds of training steps until then; evaluations, checkpoints and compiling left out."""
     value: float
@@ -168,16 +167,12 @@ class Throughput:
     lowest: float
     highest: float
     steps_per_s: float
-    basis: str
-    """What it was measured over."""
+    basis: str  # what it was measured over
     ms_per_step: float
     us_per_sample: float
-    flops_per_s: float | None = None
-    """Model FLOPs of all ranks, if they were counted."""
-    mfu: float | None = None
-    """The part of what the GPUs can do at most, if they are known."""
-    peak_memory_bytes: int | None = None
-    """The most that a rank held, if it was recorded."""
+    flops_per_s: float | None = None  # model FLOPs of all ranks, if they were counted
+    mfu: float | None = None  # the part of what the GPUs can do at most, if they are known
+    peak_memory_bytes: int | None = None  # the most that a rank held, if it was recorded
 
     @property
     def beyond_samples(self) -> str:
@@ -192,8 +187,7 @@ class Goal:
 
     step: int
     samples: float
-    seconds: float
-    """Of training steps."""
+    seconds: float  # of training steps
     with_pauses: float | None
     """With the evaluations, checkpoints and compiling until then, if the records tell."""
 

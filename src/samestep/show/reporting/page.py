@@ -36,8 +36,7 @@ class Page:
     """A page, and what a browser may do with it."""
 
     html: str
-    policy: str
-    """Its Content-Security-Policy."""
+    policy: str  # its Content-Security-Policy
 
 
 def render(report: Report, *, live: bool = False) -> Page:

@@ -39,8 +39,7 @@ class StepTime:
     """The group that takes most of a step: compute, waits, all_reduce or other."""
     verdict: str
     table: Table
-    between: Table | None
-    """Evaluations, checkpoints and compiling."""
+    between: Table | None  # evaluations, checkpoints and compiling
 
 
 def step_time(run: RunData) -> StepTime | None:

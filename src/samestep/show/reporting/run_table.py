@@ -30,8 +30,7 @@ _FILES = ("events.jsonl", "settings.toml", "result.json")
 class ListedRun(Summary, kw_only=True):
     """A run in short, and where it is."""
 
-    name: str
-    """The directory, relative to the folder that was listed."""
+    name: str  # the directory, relative to the folder that was listed
     run_dir: Path
 
 

@@ -42,10 +42,8 @@ class Scaling:
     title: str
     text: str
     points: list[SpeedPoint]
-    ideal: tuple[float, float, float, float]
-    """The line of the ideal: x and y of both ends."""
-    ticks: list[tuple[float, str]]
-    """Places on the y axis, with their labels."""
+    ideal: tuple[float, float, float, float]  # the line of the ideal: x and y of both ends
+    ticks: list[tuple[float, str]]  # places on the y axis, with their labels
     table: Table
     lost: Table
 

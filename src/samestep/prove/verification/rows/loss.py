@@ -26,10 +26,8 @@ class LossOfParts(NamedTuple):
     full: float
     """Relative difference from their mean for the full batches, or from their sum where that is
     what the recipe says of its loss."""
-    uneven: float
-    """The same for the incomplete batch."""
-    cause: Cause = causes.NOT_A_MEAN
-    """What it means if full batches differ beyond rounding."""
+    uneven: float  # the same for the incomplete batch
+    cause: Cause = causes.NOT_A_MEAN  # what it means if full batches differ beyond rounding
     over_batch: bool = False
     """Whether the recipe says that it is made over the whole batch: it is not compared then."""
 

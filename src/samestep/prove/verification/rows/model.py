@@ -39,10 +39,8 @@ _LOSS = "the loss"
 class ProcessOutputs:
     """What one process makes of its own model and of some samples."""
 
-    model: str
-    """Its class."""
-    weights: dict[str, Tensor]
-    """A few values of each, as built."""
+    model: str  # its class
+    weights: dict[str, Tensor]  # a few values of each, as built
     samples: list[str]
     calls: list[ModuleCall]
     """Of the model's modules and, at last, of the loss, with a few values of each tensor."""

@@ -37,8 +37,7 @@ class ModuleDifference(NamedTuple):
     """Where two forward passes differ first."""
 
     module: str
-    difference: float
-    """Relative to the largest output."""
+    difference: float  # relative to the largest output
     before: str = ""
     """The first module within it whose inputs differ: the difference is made before that one."""
 
@@ -51,8 +50,7 @@ class ModuleDifference(NamedTuple):
 class ModuleCall(NamedTuple):
     """The inputs and outputs of a module in a forward pass."""
 
-    name: str
-    """Empty for the model itself."""
+    name: str  # empty for the model itself
     inputs: list[Tensor]
     outputs: list[Tensor]
 
@@ -179,8 +177,7 @@ class OutsideState:
     """Such attributes that checkpoints hold, as a module's extra state."""
     optimizer: list[str] = field(default_factory=list)
     """What each step of the optimizer changes outside its `state`."""
-    draws: list[str] = field(default_factory=list)
-    """What the optimizer draws from, with the line."""
+    draws: list[str] = field(default_factory=list)  # what the optimizer draws from, with the line
     learned: list[str] = field(default_factory=list)
     """Parameters that get a gradient and are not the model's."""
     asks: dict[str, str] = field(default_factory=dict)

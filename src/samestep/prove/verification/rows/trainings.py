@@ -108,12 +108,9 @@ class Arithmetic(NamedTuple):
 
     wide: bool
     """Whether it computes in float64 also where its code asks for a narrower type."""
-    kind: str
-    """The narrowest type that it computes in."""
-    unit: float
-    """One rounding in that type, relative."""
-    of_weights: float = 2.0**-53
-    """… and in the type of the weights."""
+    kind: str  # the narrowest type that it computes in
+    unit: float  # one rounding in that type, relative
+    of_weights: float = 2.0**-53  # … and in the type of the weights
 
     def hold(self, tested: RecipeUnderTest, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer compute in float64 throughout, if it can and that is compared."""
