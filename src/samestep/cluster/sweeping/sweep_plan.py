@@ -20,11 +20,9 @@ from samestep.base.errors import UserError, what_to_install
 from samestep.base.run.directory import SWEEP, is_run
 from samestep.base.run.files import read_object, shown_path, write_text
 
-LOGS = ".logs"
-"""In the sweep's folder: what each training printed."""
+LOGS = ".logs"  # in the sweep's folder: what each training printed
 _FORMAT = 1
-MOST = 1000
-"""Of more trainings, the user is asked first."""
+MOST = 1000  # of more trainings, the user is asked first
 _MOST_TO_CHOOSE = 10_000
 _LONGEST_NAME = 120
 _OPTUNA_TRIES = 100

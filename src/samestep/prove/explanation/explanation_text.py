@@ -14,8 +14,7 @@ from samestep.prove.explanation.rank_memory import MemoryPart, RankMemory
 from samestep.prove.explanation.schedule import Share, StepShares, saves_the_best
 
 _INDENT = 15
-_SHOWN = 4
-"""Groups of ranks, parts of a sum, and files that are shown."""
+_SHOWN = 4  # groups of ranks, parts of a sum, and files that are shown
 _ORDERS = {
     "sequential": "each sample once, in the order of the data (--order sequential)",
     "columns": "each sample once; each slot of a step reads on where it was in the step before "
@@ -27,8 +26,7 @@ _ORDERS = {
     "by length": "shuffled, with samples of similar length in each batch (--group-by-length)",
 }
 
-Rows = Iterator[tuple[str, str]]
-"""Each line's name and text."""
+Rows = Iterator[tuple[str, str]]  # each line's name and text
 
 
 def text_of(explained: Explanation) -> str:

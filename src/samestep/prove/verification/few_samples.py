@@ -23,8 +23,7 @@ _TO_HALVE = 6
 # Only a prime's own number of ranks shares it out evenly.
 _EVALUATED = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 _MOST_BROKEN = 100
-_OF_STREAM = 512
-"""Elements of a stream that are used: the first ones."""
+_OF_STREAM = 512  # elements of a stream that are used: the first ones
 
 
 @dataclass(frozen=True, kw_only=True)

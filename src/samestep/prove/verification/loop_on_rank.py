@@ -58,16 +58,14 @@ from samestep.prove.verification.short_trainings import (
 )
 from samestep.prove.verification.trace import Trace, sample_hashes, values_by_name, values_of
 
-PASSES = "passes"
-"""What a rank's report calls its backward passes."""
+PASSES = "passes"  # what a rank's report calls its backward passes
 STATISTICS = "statistics"
 """… and the means and variances at which batch normalisation is frozen."""
 GLOBAL_BATCH = "global batch"
 READ_AGAIN = "read again"
 GROUPS = "groups"
 """… and the numbers in the groups of the optimizers: step → of each group by name."""
-_SCALE = 2.0**10
-"""Where a gradient scaler begins at most."""
+_SCALE = 2.0**10  # where a gradient scaler begins at most
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,17 +9,14 @@ from samestep.base.settings import Precision, Settings, in_precision
 from samestep.core.learner.side_effects import Kind
 from samestep.prove.verification.few_samples import TrainingSize
 
-MAIN = "main"
-"""The short training that all rows rest on."""
+MAIN = "main"  # the short training that all rows rest on
 NUDGED = "nudged"
 """The same on one process from weights off by one rounding, where float64 is not possible."""
 NUDGED_GRADIENT = "nudged gradient"
 """The same on one process, where each step of the optimizer gets a gradient off by a rounding."""
 OPTIMIZER_ROW = "optimizer"
-OWN_PRECISION = "precision"
-"""The same in the precision of the user's settings."""
-NUDGED_IN_OWN = "nudged in own precision"
-"""… and there with such gradients: of a loop of one's own."""
+OWN_PRECISION = "precision"  # the same in the precision of the user's settings
+NUDGED_IN_OWN = "nudged in own precision"  # … and there with such gradients: of a loop of one's own
 _SLOWER = 0.01
 _ALWAYS: dict[str, Any] = {
     **dict.fromkeys(

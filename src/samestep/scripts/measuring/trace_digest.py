@@ -36,8 +36,7 @@ INDEX = "index by a tensor on the CPU"
 READ = "aten::_local_scalar_dense"
 """A number is read from a tensor: `.item()`, `float()`, `int()`, `bool()`."""
 
-COLLATE = "collate_fn of DataLoader"
-"""The mark that hooks set around it."""
+COLLATE = "collate_fn of DataLoader"  # the mark that hooks set around it
 _MATMUL = re.compile(
     r"mm\b|addmm|bmm|matmul|linear|conv|gemm|attention|cutlass|xmma|wgrad|dgrad|flash|einsum",
     re.IGNORECASE,

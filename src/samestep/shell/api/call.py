@@ -171,8 +171,7 @@ def as_in_fresh_process() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-CALL_FILE = "--call-file"
-"""Precedes the file of a call in the arguments of a rank."""
+CALL_FILE = "--call-file"  # precedes the file of a call in the arguments of a rank
 RECORDS = "records.jsonl"
 """The file next to it in which rank 0 leaves the records of a training for the caller."""
 _DEEPEST = 8

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from samestep.scripts.checking.check_report import CheckReport
     from samestep.shell.api.trained_run import TrainedRun
 
-DEFAULT_RANKS = 2
-"""Ranks on which a script is checked by default."""
+DEFAULT_RANKS = 2  # ranks on which a script is checked by default
 
 
 @with_settings(GivenSettings)

@@ -31,8 +31,7 @@ from samestep.shell.cli import HELP, OWN, example_text, module_of, show
 if TYPE_CHECKING:
     from rich.console import Console
 
-Source = Callable[..., Any]
-"""A function or a dataclass."""
+Source = Callable[..., Any]  # a function or a dataclass
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 

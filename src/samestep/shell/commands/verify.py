@@ -25,8 +25,7 @@ from samestep.shell.api.on_ranks import run_verify, verify
 from samestep.shell.commands.forms import Form, Switch, kind_of, parse, print_json, rich_console
 from samestep.shell.commands.target import cut_at_dashes, names_given, own_flags, parse_target
 
-_OLD_NAME = re.compile(r"^--world[-_]sizes(?==|$)")
-"""Of --nproc: it is taken for one more release."""
+_OLD_NAME = re.compile(r"^--world[-_]sizes(?==|$)")  # of --nproc: it is taken for one more release
 # Ranks that wait for each other are a finding: verify reports them after this time.
 _TIMEOUT_S = 120.0
 

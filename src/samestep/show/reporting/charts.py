@@ -16,10 +16,8 @@ from samestep.base.table import Table
 from samestep.base.words import number
 from samestep.show.reporting.run_data import RunData
 
-MOST_POINTS = 2000
-"""Points of a curve: more than a chart has pixels."""
-_FEWEST = 400
-"""Points of a curve, however many runs there are."""
+MOST_POINTS = 2000  # points of a curve: more than a chart has pixels
+_FEWEST = 400  # points of a curve, however many runs there are
 MOST_CHARTS = 60
 _OF_A_STEP = {
     *("event", "step", "epoch", "samples", "seconds", "loss", "lr", "grad_norm"),

@@ -349,8 +349,7 @@ def _losses(run: RunData) -> dict[tuple[str, int], Record]:
     }
 
 
-_LONGEST = 500_000
-"""Bytes of a file that is still compared by line."""
+_LONGEST = 500_000  # bytes of a file that is still compared by line
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,7 @@ from samestep.show.reporting.run_data import TRAIN_LOSS
 
 _WIDTH = 80
 _LABEL, _LEAST_VALUE = 24, 12
-_MOST_DIFF = 60
-"""Lines of differing code that a terminal shows."""
+_MOST_DIFF = 60  # lines of differing code that a terminal shows
 _MOST_NAMES = 5
 T = TypeVar("T")
 

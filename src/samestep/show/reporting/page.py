@@ -27,8 +27,7 @@ from samestep.show.reporting.collect import Report, collect
 
 _HERE = Path(__file__).parent
 _JSON_ESCAPES = str.maketrans({"<": r"\u003c", ">": r"\u003e", "&": r"\u0026"})
-_EVERY_MS = 2000
-"""How often a page that is watched asks for news."""
+_EVERY_MS = 2000  # how often a page that is watched asks for news
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,10 +36,8 @@ def picture(path: Path) -> Iterator[Any]:
         plt.close(figure)
 
 
-_MOST_CLASSES = 100
-"""Of more the cells would be smaller than a pixel or two."""
-_MOST_NUMBERS = 20
-"""With more classes, the counts do not fit into the cells."""
+_MOST_CLASSES = 100  # of more the cells would be smaller than a pixel or two
+_MOST_NUMBERS = 20  # with more classes, the counts do not fit into the cells
 
 
 def confusion_of(record: Mapping[str, Any]) -> list[list[int]] | None:

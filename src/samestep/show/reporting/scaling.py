@@ -153,8 +153,7 @@ def _lost(rows: list[dict[str, Any]]) -> Table:
 
 _LOG_FROM = 8.0
 """The largest value over the least from which an axis is logarithmic."""
-_LEAST_APART = 34.0
-"""Between two labels of the x axis."""
+_LEAST_APART = 34.0  # between two labels of the x axis
 
 
 class Dot(NamedTuple):
