@@ -184,11 +184,11 @@ def _as_python_prints(error: Exception, script: Path) -> str:
 def to_stderr() -> Iterator[None]:
     """Send what is printed inside, also by C code, to standard error."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    standard_output = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(standard_output, 1)
+        os.close(standard_output)

@@ -337,9 +337,9 @@ def keep_options(run: Path, options: JobOptions) -> None:
 
 def kept_options(run: Path) -> UncheckedOptions | None:
     """Return the options of a run's last job, but those for one job; None if they are unknown."""
-    kept = read_object(run / OPTIONS)
+    saved = read_object(run / OPTIONS)
     try:
-        values = {k: option_value(k, v, "") for k, v in kept.items() if k in _TYPES}
+        values = {k: option_value(k, v, "") for k, v in saved.items() if k in _TYPES}
     except UserError:
         return None
     if not values:

@@ -200,13 +200,13 @@ def cut_numbers(recipe: Recipe, whole: Splits, few: Splits) -> Recipe:
     if len(collates) == 1:
         cut["collate"] = recipe.collate or collates.pop()
     for name in ("weights", "lengths"):
-        if (given := getattr(recipe, name)) is not None:
-            every = per_sample(name, given, whole.train)
+        if (numbers := getattr(recipe, name)) is not None:
+            every = per_sample(name, numbers, whole.train)
             taken = getattr(few.train, "indices", None) or spread(
                 len(every), num_samples(few.train)
             )
-            kept = every[torch.tensor(taken)]
-            cut[name] = kept if bool(kept.any()) else kept + 1  # some may be drawn
+            picked = every[torch.tensor(taken)]
+            cut[name] = picked if bool(picked.any()) else picked + 1  # some may be drawn
     return replace(recipe, **cut) if cut else recipe
 
 

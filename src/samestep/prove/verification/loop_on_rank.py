@@ -340,8 +340,8 @@ class WatchedRun(OwnRun):
             for group in optimizer.param_groups
             for p in group["params"]
         )
-        kept = self._trace.gradients.setdefault(self._trace.begun, {})
-        kept |= values_by_name(gradients) | kept  # what came first stays
+        first_gradients = self._trace.gradients.setdefault(self._trace.begun, {})
+        first_gradients |= values_by_name(gradients) | first_gradients  # what came first stays
 
     def _watch_step(self, *, begins: bool) -> None:
         if begins:

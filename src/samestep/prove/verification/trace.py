@@ -110,8 +110,8 @@ def values_by_name(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Valu
 
     All ranks call it: those of a sharded tensor are put together.
     """
-    kept = ((name, whole(t)) for name, t in named if t is not None)
-    return {name: values_of(t) for name, t in kept if t.is_floating_point() and t.numel()}
+    whole_tensors = ((name, whole(t)) for name, t in named if t is not None)
+    return {name: values_of(t) for name, t in whole_tensors if t.is_floating_point() and t.numel()}
 
 
 def _weights_of(model: nn.Module) -> dict[str, Values]:

@@ -318,8 +318,8 @@ def common(one: Spans, other: Spans, keep: np.ufunc = np.logical_and) -> Spans:
     """Return the time that is in both, or what `keep` makes of whether it is in each."""
     one, other = (spans[spans[:, 0] < spans[:, 1]] for spans in (one, other))
     edges = np.unique(np.concatenate([one.ravel(), other.ravel()]))
-    kept = keep(find(one, edges[:-1]) >= 0, find(other, edges[:-1]) >= 0)
-    return np.asarray(np.column_stack([edges[:-1], edges[1:]])[kept])
+    is_kept = keep(find(one, edges[:-1]) >= 0, find(other, edges[:-1]) >= 0)
+    return np.asarray(np.column_stack([edges[:-1], edges[1:]])[is_kept])
 
 
 def without(spans: Spans, taken: Spans) -> Spans:

@@ -109,8 +109,8 @@ def request_of(call: Call, function: str = "train") -> Request:
             raise UserError(f"{where}: recipe_of_run has no effect without resume=True.")
         recipe = own_recipe(call.target, call.keywords.get("run_dir")) or recipe
     start = draft(call.target, call.config, recipe)
-    given = {name: plain_value(value) for name, value in call.keywords.items()}
-    settings, options = typed(given, start.recipe, where)
+    plain = {name: plain_value(value) for name, value in call.keywords.items()}
+    settings, options = typed(plain, start.recipe, where)
     below = start.options()
     return finish(
         start,

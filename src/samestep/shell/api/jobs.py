@@ -119,11 +119,11 @@ def submit(
     """
     check_may_start("submit")
     of_job = {field.name for field in fields(UncheckedOptions)}
-    given = {name: v for name, v in options_and_settings.items() if name in of_job}
+    job_options = {name: v for name, v in options_and_settings.items() if name in of_job}
     settings = {name: v for name, v in options_and_settings.items() if name not in of_job}
     path = None if isinstance(what, Recipe) or what in RECIPES else Path(what)
     defaults, files = options_before(path)
-    options = apply_flags(defaults, _job_options(defaults, given), files)
+    options = apply_flags(defaults, _job_options(defaults, job_options), files)
     if isinstance(what, Recipe):
         if arguments:
             raise UserError("arguments= is for a script; a recipe takes settings.")

@@ -181,11 +181,6 @@ def _names(flags: tuple[Completed, ...]) -> str:
     return " ".join(flag.name for flag in flags)
 
 
-def zsh(words: Words) -> str:
-    """Return the script for zsh, which can run one for bash."""
-    return _ZSH + bash(words, _ZSH_END)
-
-
 def fish(words: Words) -> str:
     """Return the script for fish."""
     seen = "__fish_seen_subcommand_from"
@@ -223,4 +218,5 @@ def _fish_flag(flag: Completed) -> str:
     return f"-l {flag.name.removeprefix('--')}{takes}"
 
 
-SCRIPTS = {"bash": bash, "zsh": zsh, "fish": fish}
+# zsh can run a script for bash.
+SCRIPTS = {"bash": bash, "zsh": lambda words: _ZSH + bash(words, _ZSH_END), "fish": fish}

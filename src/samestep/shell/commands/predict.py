@@ -69,23 +69,23 @@ def main(
     )
     if plot is not None:
         prediction.check_draws(model)
-    kept: list[Prediction] = []
+    to_write: list[Prediction] = []
     code = 0
     shown = _Shown()
     for block in _blocks(predictions):
         code = code or int(any(row.problem is not None for row in block))
         if not (plot is None and out is None):
-            kept += block
+            to_write += block
         if json:
             sys.stdout.writelines(dumps(prediction.as_table(row)) + "\n" for row in block)
         elif out is None:
             shown.show(block)
     if out is not None:
-        _write_table(out, [*map(prediction.as_table, kept)])
-        sys.stdout.write("" if json else f"wrote    {len(kept):,} predictions to {out}\n")
+        _write_table(out, [*map(prediction.as_table, to_write)])
+        sys.stdout.write("" if json else f"wrote    {len(to_write):,} predictions to {out}\n")
     if plot is not None and not code:
         with picture(plot) as figure:
-            prediction.draw(model, files[0], [row.values for row in kept], figure)
+            prediction.draw(model, files[0], [row.values for row in to_write], figure)
     return code
 
 
@@ -97,7 +97,9 @@ def _check(
         raise UserError("Name the files to predict: samestep predict RUN FILE…; or --split test.")
     check_positive(top=given.top)
     if out is not None:
-        _check_table_file(out)
+        check_output(out, "--out", (".csv", ".jsonl", ".parquet"))
+        if out.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+            raise UserError(f"--out {out} needs the package pyarrow: pip install pyarrow")
     if plot is not None:
         if len(files) != 1:
             raise UserError("--plot draws one file; predict the others in separate commands.")
@@ -164,12 +166,6 @@ class _Shown:
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
-
-
-def _check_table_file(path: Path) -> None:
-    check_output(path, "--out", (".csv", ".jsonl", ".parquet"))
-    if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise UserError(f"--out {path} needs the package pyarrow: pip install pyarrow")
 
 
 def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:

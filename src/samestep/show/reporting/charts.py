@@ -118,15 +118,15 @@ def make_curve(
     if not finite.any():
         return None
     whole = values[finite]
-    kept = _thin(places, values, most)
+    indices = _thin(places, values, most)
     return Curve(
         label=label,
         role=role,
         run=run,
-        x=tuple(map(_short_float, places[kept].tolist())),
+        x=tuple(map(_short_float, places[indices].tolist())),
         y=tuple(
             _short_float(v) if ok else None
-            for v, ok in zip(values[kept].tolist(), finite[kept], strict=True)
+            for v, ok in zip(values[indices].tolist(), finite[indices], strict=True)
         ),
         gaps=int(len(values) - finite.sum()),
         summary=(float(whole[0]), float(whole.min()), float(whole.max()), float(whole[-1])),
@@ -144,18 +144,18 @@ def _thin(x: Floats, y: Floats, most: int) -> NDArray[np.intp]:
     edges = np.linspace(x[0], x[-1], most // 2)
     starts = np.append(np.searchsorted(x, edges[:-1]), len(x))
     finite = np.isfinite(y)
-    kept = {0, len(x) - 1}
+    indices = {0, len(x) - 1}
     for begin, end in itertools.pairwise(starts.tolist()):
         there = finite[begin:end]
         if not there.any():
-            kept.update((begin,) if end > begin else ())
+            indices.update((begin,) if end > begin else ())
             continue
         part = y[begin:end]
-        kept.add(begin + int(np.argmin(np.where(there, part, np.inf))))
-        kept.add(begin + int(np.argmax(np.where(there, part, -np.inf))))
+        indices.add(begin + int(np.argmin(np.where(there, part, np.inf))))
+        indices.add(begin + int(np.argmax(np.where(there, part, -np.inf))))
         if not there.all():
-            kept.add(begin + int(np.argmin(there)))
-    return np.array(sorted(kept))
+            indices.add(begin + int(np.argmin(there)))
+    return np.array(sorted(indices))
 
 
 def grouped_means(rows: Floats, most: int = MOST_POINTS // 2) -> tuple[Floats, NDArray[np.intp]]:

@@ -376,11 +376,14 @@ def code_changes(one: Path, other: Path) -> list[CodeChange] | None:
     if kept_code(one) and kept_code(other):
         before, after = dict(_files(one / CODE)), dict(_files(other / CODE))
     else:
-        kept = _main_file(one), _main_file(other)
-        if kept[0] is None or kept[1] is None:
+        main_files = _main_file(one), _main_file(other)
+        if main_files[0] is None or main_files[1] is None:
             return None
-        name = next((path.name for path in kept if path and path.parent.name == CODE), kept[0].name)
-        before, after = {name: kept[0]}, {name: kept[1]}
+        name = next(
+            (path.name for path in main_files if path and path.parent.name == CODE),
+            main_files[0].name,
+        )
+        before, after = {name: main_files[0]}, {name: main_files[1]}
         modules = [copied for run in (one, other) if (copied := kept_modules(run)) is not None]
         if len(modules) == 2:
             for known, copied in zip((before, after), modules, strict=True):

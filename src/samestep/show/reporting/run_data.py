@@ -205,9 +205,9 @@ def _facts(
     facts |= {name: environment[name] for name in ("host", "cores_usable") if name in environment}
     versions = environment.get("versions")
     facts |= versions if isinstance(versions, dict) else {}
-    kept = path / "recipe.py"
-    if kept.is_file():
-        facts["recipe.py"] = f"sha256 {hashlib.sha256(kept.read_bytes()).hexdigest()[:8]}…"
+    recipe_file = path / "recipe.py"
+    if recipe_file.is_file():
+        facts["recipe.py"] = f"sha256 {hashlib.sha256(recipe_file.read_bytes()).hexdigest()[:8]}…"
     return facts
 
 

@@ -104,12 +104,12 @@ def _differences_from_parts(
         for start, number in ((0, rows - last), (rows - last, last)):
             part = tested.part(block, start, number)
             if tested.recipe.collate is None:
-                given = _narrow(outputs, start, number)
+                part_outputs = _narrow(outputs, start, number)
             else:  # rows put together anew may be padded otherwise
-                given = tested.forward(model, part.inputs)
+                part_outputs = tested.forward(model, part.inputs)
             weight = float(terms(part.inputs, part.targets)) if terms else number
             if weight:  # a mean over nothing may be NaN, and counts nothing
-                losses.append((float(tested.loss(given, part.targets)), weight))
+                losses.append((float(tested.loss(part_outputs, part.targets)), weight))
     if not losses:
         return 0.0, 0.0
     mean = sum(loss * weight for loss, weight in losses) / sum(weight for _, weight in losses)

@@ -54,8 +54,8 @@ def _compute(tested: RecipeUnderTest, _world: World) -> ProcessOutputs:
     if held is not None:
         loss = tested.loss(held.outputs, held.block.targets)
         calls.append(ModuleCall(_LOSS, tree_leaves(held.outputs), [loss]))
-    kept = [ModuleCall(c.name, [*map(_few, c.inputs)], [*map(_few, c.outputs)]) for c in calls]
-    return ProcessOutputs(type(model).__name__, weights, tested.hashes(), kept)
+    in_short = [ModuleCall(c.name, [*map(_few, c.inputs)], [*map(_few, c.outputs)]) for c in calls]
+    return ProcessOutputs(type(model).__name__, weights, tested.hashes(), in_short)
 
 
 def _few(tensor: Tensor) -> Tensor:

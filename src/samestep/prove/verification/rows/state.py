@@ -308,8 +308,8 @@ def _described(leaf: Tensor, model: nn.Module, loss: object) -> str:
         ("the global", getattr(type(model).forward, "__globals__", {})),
     )
     for owner, names in places:
-        for name, kept in names.items():
-            if any(each is leaf for each in (kept if isinstance(kept, list | tuple) else (kept,))):
+        for name, held in names.items():
+            if any(each is leaf for each in (held if isinstance(held, list | tuple) else (held,))):
                 return f"{owner} {name}"
     return f"a parameter of shape {tuple(leaf.shape)}"
 

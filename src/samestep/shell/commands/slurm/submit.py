@@ -209,10 +209,10 @@ def _check_flags(target: str, flags: list[str]) -> None:
 
 def _keep(job: JobScript, command: SubmitFlags) -> int:
     text = script_text(job)
-    kept = command.script
-    if kept is not None and kept.exists() and not (kept.is_file() and _MARK in kept.read_bytes()):
+    file = command.script
+    if file is not None and file.exists() and not (file.is_file() and _MARK in file.read_bytes()):
         raise UserError(
-            f"--script {kept} exists, and samestep has not written it. Name another file for the "
+            f"--script {file} exists, and samestep has not written it. Name another file for the "
             "job's script."
         )
     if command.script is None:
