@@ -376,10 +376,7 @@ def _check_patiently(options: JobOptions, partition: str | None) -> None:
 
 
 def _refuse_second_job(run: Path, options: JobOptions, queue: Sequence[QueuedJob]) -> bool:
-    """Refuse a second job of a run, unless it comes after those that have not ended.
-
-    Return whether there are such jobs.
-    """
+    """Refuse a job that does not wait for the run's others; return whether there are any."""
     after = {text.partition(":")[0] for text in options.after}
     of_run = (job for job in queue if job.run and job.run.resolve() == run.resolve())
     going = [job for job in of_run if not job.ended]

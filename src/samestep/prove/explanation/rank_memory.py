@@ -261,16 +261,13 @@ def least_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> RankMemo
 
 
 def fitting(
-    memory: RankMemory, device: str, ranks_here: int, free: int | None, *, complete: bool
+    memory: RankMemory, device: str, ranks_here: int, free_bytes: int | None, *, complete: bool
 ) -> StrategyMemory:
-    """Return whether the ranks of a node, each with this memory, fit on this machine.
-
-    `free` is what it has free on the CPU, in bytes.
-    """
+    """Return whether the ranks of a node, each with this memory, fit on this machine."""
     available = None
     together = memory.total
     if device == "cpu":
-        available, together = free, (memory.total + RANK_BYTES) * ranks_here
+        available, together = free_bytes, (memory.total + RANK_BYTES) * ranks_here
     elif device == "cuda" and torch.cuda.is_available():
         available = torch.cuda.mem_get_info()[1]
     return StrategyMemory(

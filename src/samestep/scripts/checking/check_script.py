@@ -84,10 +84,7 @@ def job_of(script: Path, arguments: Sequence[str], *, module: bool, steps: int, 
 
 
 def report_on(seen: Seen, output: list[str], script: Path, began: float) -> CheckReport:
-    """Return the report on a script that was run.
-
-    Raises UserError if it could not be checked.
-    """
+    """Return the report on a script that was run; UserError if it could not be checked."""
     mistakes, not_seen = apply_rules(seen) if seen.ranks else ([], [])
     if not any(mistake.severity == "error" for mistake in mistakes):
         refuse_failures(seen, output, script)

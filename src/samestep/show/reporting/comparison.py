@@ -336,10 +336,7 @@ def _evaluated_otherwise(measured: list[tuple[str, int, float]], most: float) ->
 
 
 def _losses(run: RunData) -> dict[tuple[str, int], Record]:
-    """Return the records that have a loss of this training, by their kind and step.
-
-    The test is of the best checkpoint, wherever that was.
-    """
+    """Return the records that have a loss of this training, by kind and step; not of the test."""
     return {
         (kind, record["step"]): record
         for kind in ("step", "epoch", "evaluation")

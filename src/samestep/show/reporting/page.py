@@ -156,10 +156,7 @@ NAME = "report.html"
 def write_report(
     paths: Sequence[Path], output: Path | None = None, target: float | None = None
 ) -> Path:
-    """Write the page of some runs, and return its path.
-
-    By default it is `report.html` in the directory of a single run, else in the current one.
-    """
+    """Write the page of some runs; return its path, by default in the directory of a single run."""
     single = len(paths) == 1 and paths[0].is_dir()
     file = output or (paths[0] / NAME if single else Path(NAME))
     if file.is_dir():

@@ -56,10 +56,7 @@ def has_confusion(record: Mapping[str, Any]) -> bool:
 
 
 def confusion_png(names: Sequence[str], rows: Sequence[Sequence[int]]) -> bytes | None:
-    """Return a heat map as a PNG file: row by target, column by prediction, coloured by the row.
-
-    None where matplotlib is not installed.
-    """
+    """Return a heat map as PNG: row by target, column by prediction; None without matplotlib."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
     except ImportError:

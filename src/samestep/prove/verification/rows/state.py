@@ -202,10 +202,7 @@ def find_hidden(tested: RecipeUnderTest) -> dict[str, Any]:
 
 
 def restoring(model: nn.Module, *, checkpointed: bool) -> Callable[[], None]:
-    """Return a function that restores a model's weights, buffers and extra state.
-
-    A buffer may have another size by then, and extra state may be of any kind.
-    """
+    """Return a function that restores weights, buffers of any size, extra state of any kind."""
     tensors: list[tuple[dict[str, Any], str, Tensor | None]] = []
     extra: list[tuple[nn.Module, Any]] = []
     for module in model.modules():
