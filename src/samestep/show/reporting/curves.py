@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from samestep.base.run.records import IN_ORDER, Record
-from samestep.base.words import short
 from samestep.show.reporting.run_data import TRAIN_LOSS, RunData
 
 ROWS = 6
@@ -173,12 +172,6 @@ class Throughput:
     flops_per_s: float | None = None  # model FLOPs of all ranks, if they were counted
     mfu: float | None = None  # the part of what the GPUs can do at most, if they are known
     peak_memory_bytes: int | None = None  # the most that a rank held, if it was recorded
-
-    @property
-    def beyond_samples(self) -> str:
-        """What else people quote, such as "1.2T FLOP/s, 41% MFU"; empty if nothing is known."""
-        flops = [] if self.flops_per_s is None else [f"{short(self.flops_per_s)} FLOP/s"]
-        return ", ".join([*flops, *([] if self.mfu is None else [f"{self.mfu:.1%} MFU"])])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,8 +40,10 @@ def header(run: RunData) -> Pairs:
 
 
 def _speed(speed: Throughput) -> str:
-    rate = f"{short(speed.samples_per_s)} samples/s over {speed.basis}"
-    return f"{rate}, {speed.beyond_samples}" if speed.beyond_samples else rate
+    rates = [f"{short(speed.samples_per_s)} samples/s over {speed.basis}"]
+    rates += [] if speed.flops_per_s is None else [f"{short(speed.flops_per_s)} FLOP/s"]
+    rates += [] if speed.mfu is None else [f"{speed.mfu:.1%} MFU"]
+    return ", ".join(rates)
 
 
 def last_step(run: RunData) -> int:
