@@ -129,8 +129,7 @@ class _Chain:
 
     script: Path
     words: list[str]
-    kept: Path
-    """Where the files are kept as they were at the first kill."""
+    kept: Path  # where the files are kept as they were at the first kill
     run: Run
     whole: Attempt
     scratch: Scratch

@@ -34,8 +34,7 @@ _OF_ONE_PROCESS = (
 )
 # A guess at who starts the ranks: a wrong one costs a start.
 _STARTS, _IS_STARTED = re.compile(r"\b(spawn|start_processes|Process)\("), re.compile(r"RANK\b")
-_LAST_LINES = 400
-"""Characters at the end of a traceback that say what was raised."""
+_LAST_LINES = 400  # characters at the end of a traceback that say what was raised
 _NEEDS_GPU = re.compile(r"cuda|nccl|gpu|nvidia|accelerator", re.IGNORECASE)
 
 

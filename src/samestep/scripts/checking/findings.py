@@ -21,13 +21,11 @@ Severity = Literal["error", "warning", "advice"]
 class Found:
     """What a rule found: where in the user's code, and the numbers that were seen."""
 
-    where: str
-    """`file.py:41`; empty if no line of the script is to blame."""
+    where: str  # `file.py:41`; empty if no line of the script is to blame
     evidence: str
     remedy: str = ""
     """What to change; lines that begin with `- ` and `+ ` are a small diff."""
-    severity: Severity | None = None
-    """If other than the rule's own."""
+    severity: Severity | None = None  # if other than the rule's own
     comes_from: Mapping[str, str] = field(default_factory=dict)
     """Where the cause may be, if not at `where`: what is made there → `file.py:12`."""
 
@@ -54,8 +52,7 @@ class Rule:
     code: str
     severity: Severity
     title: str
-    why: str
-    """Why it matters, in one sentence."""
+    why: str  # why it matters, in one sentence
     page: str
     apply: RuleFunction
     least_ranks: int
@@ -64,10 +61,8 @@ class Rule:
     """Whether it speaks only where no other rule explains the step: codes SS1xx to SS3xx."""
 
 
-RESUME = "SS8"
-"""The family of codes that only `check --resume` judges."""
-RULES: dict[str, Rule] = {}
-"""By code; the modules of `rules/` fill it as they are imported."""
+RESUME = "SS8"  # the family of codes that only `check --resume` judges
+RULES: dict[str, Rule] = {}  # by code; the modules of `rules/` fill it as they are imported
 _PAGES = Path(__file__).parent / "pages"
 
 

@@ -58,8 +58,7 @@ class _Part:
     """This rank's own gradient, before any exchange."""
     left: dict[str, Tensor] = field(default_factory=dict)
     """What the backward pass left, which with DDP is exchanged."""
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    """What the optimizer was given."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # what the optimizer was given
     unseen: str = ""
 
 
