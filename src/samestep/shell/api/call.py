@@ -123,10 +123,7 @@ def request_of(call: Call, function: str = "train") -> Request:
 
 
 def check_may_start(function: str) -> None:
-    """Refuse a call in a process that is itself a rank, a spawned child or a reader of a recipe.
-
-    There it would start ranks endlessly.
-    """
+    """Refuse a call in a rank, a spawned child or a reader of a recipe: it would start for ever."""
     name = f"samestep.{function}()"
     where = ""
     if (file := being_read()) is not None:
