@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.algorithms.join import Join
@@ -86,7 +86,6 @@ class _Turn:
     iterable: bool
     batches: int = 0
     cut: bool = False
-    given: list[Any] = field(default_factory=list)
 
 
 class _Loaders:
