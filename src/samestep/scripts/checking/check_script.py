@@ -23,7 +23,6 @@ from samestep.scripts.checking.ranks_of_script import (
     Starter,
     ranks_seen,
     run_ranks,
-    start_processes,
 )
 from samestep.scripts.checking.scratch import Scratch
 from samestep.scripts.checking.seen import RankSeen, Seen, Stall, asks_for_gpu
@@ -60,9 +59,7 @@ def check_script(
     """
     began = time.perf_counter()
     job = job_of(script, arguments, module=module, steps=steps, nproc=nproc)
-    run = functools.partial(
-        run_ranks, seconds=seconds, stall_s=stall_s, start=start or start_processes
-    )
+    run = functools.partial(run_ranks, seconds=seconds, stall_s=stall_s, start=start)
     job, seen, output = run_as_it_starts(script, job, run, asked=asked)
     uses_gpu = job.substitute or asks_for_gpu(seen)
     if uses_gpu and nproc > 1 and len(output) > 1:  # else the script starts its ranks on one node

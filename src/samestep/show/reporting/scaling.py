@@ -241,8 +241,8 @@ def _places(texts: Sequence[str]) -> dict[str, float]:
     try:
         numbers = [float(text) for text in texts]
     except ValueError:
-        numbers = [float(place) for place in range(len(texts))]
-    if not all(map(math.isfinite, numbers)):
+        numbers = []
+    if not numbers or not all(map(math.isfinite, numbers)):
         numbers = [float(place) for place in range(len(texts))]
     if min(numbers) > 0 and max(numbers) / min(numbers) >= _LOG_FROM:
         numbers = [math.log(value) for value in numbers]

@@ -165,7 +165,7 @@ def stream_is_not_split_over_workers(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find as many equal batches in a row as there are workers, again and again."""
     for reading in (reading for rank in seen.ranks for reading in readings_of(rank)):
         workers = reading.loader.workers
-        batches = [tuple(batch.rows) for batch in reading.batches if not batch.turn]
+        batches = [tuple(batch.rows) for batch in reading.first_pass]
         if not reading.loader.iterable or workers < 2 or len(set(batches)) < 2:
             continue
         rounds = [batches[at : at + workers] for at in range(0, len(batches), workers)]
