@@ -266,10 +266,8 @@ class WatchedRun(OwnRun):
     ) -> Tensor:
         """Keep the loss and the gradient of this rank's share, then do as asked."""
         self._note_draws()
-        batch, step = (
-            self._loop.use_batch("run.backward", trains=True),
-            self._opened.position.step + 1,
-        )
+        batch = self._loop.use_batch("run.backward", trains=True)
+        step = self._opened.position.step + 1
         usable = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
         if usable:
             parameters = parameters_of(trained)
