@@ -215,10 +215,10 @@ def _memory(explained: Explanation) -> Rows:
         parts = explained.plan.world_size * explained.plan.accumulate
         samples = f"about {settings.batch_tokens // parts:,} tokens"
     yield "a batch", f"{size(memory.batch.bytes)}: inputs and targets of a micro-step, {samples}"
-    kept = f"what one forward of {samples} keeps for its backward"
+    activations = f"what one forward of {samples} keeps for its backward"
     if settings.checkpoint_activations:
-        kept += "; inputs of the marked blocks are not in it"
-    yield "activations", f"{size(memory.activations.bytes)}: {kept}"
+        activations += "; inputs of the marked blocks are not in it"
+    yield "activations", f"{size(memory.activations.bytes)}: {activations}"
     yield from _gathered(memory)
     yield "data", _data(explained, memory)
     yield "together", f"{size(memory.total)} per rank"

@@ -146,8 +146,8 @@ def apply_rules(seen: Seen) -> tuple[list[Mistake], list[str]]:
         for f in findings.values()
         if not RULES[f.code].residual
     )
-    kept = [f for f in findings.values() if not (explained and RULES[f.code].residual)]
-    return sorted(kept, key=lambda f: (grave.index(f.severity), f.code)), list(not_seen)
+    unexplained = [f for f in findings.values() if not (explained and RULES[f.code].residual)]
+    return sorted(unexplained, key=lambda f: (grave.index(f.severity), f.code)), list(not_seen)
 
 
 def _place(where: str) -> tuple[str, int]:
@@ -161,7 +161,7 @@ _SILENCED = re.compile(r"#\s*samestep:\s*ignore\[([^\]]*)\]")
 
 def without_silenced(findings: Iterable[Mistake], folder: Path) -> list[Mistake]:
     """Leave out what `# samestep: ignore[SS104]` silences: on the line, or by itself above it."""
-    kept = []
+    left = []
     for finding in findings:
         try:
             lines = (folder / finding.file).read_text().splitlines()[: finding.line][-2:]
@@ -170,5 +170,5 @@ def without_silenced(findings: Iterable[Mistake], folder: Path) -> list[Mistake]
         above = [line for line in lines[:-1] if line.lstrip().startswith("#")]
         comments = _SILENCED.findall("\n".join([*above, *lines[-1:]]))
         if finding.code not in re.findall(r"\w+", " ".join(comments)):
-            kept.append(finding)
-    return kept
+            left.append(finding)
+    return left

@@ -77,9 +77,9 @@ def verb(
         form = Form(verb=name, kind=kind_of(of, function, left_out=own[:1]), examples=examples)
 
         def run(command: object) -> int:
-            given = {key: value for key, value in vars(command).items() if key not in own}
+            taken = {key: value for key, value in vars(command).items() if key not in own}
             more = {key: value for key, value in vars(command).items() if key in own}
-            return function(SimpleNamespace(**given), **more)
+            return function(SimpleNamespace(**taken), **more)
 
         return Verb(form, run)
 

@@ -218,8 +218,8 @@ def _check(sweep: SweepPlan, num_ranks: int) -> Settings:
 def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, settings: Settings) -> int:
     """Submit a job array of the trainings that have neither completed nor a job already."""
     defaults, files = options_before(None)
-    (given,) = flags.parse(words, "samestep slurm submit", UncheckedOptions, below=vars(defaults))
-    asked = UncheckedOptions(**{**vars(defaults), **given})
+    (typed,) = flags.parse(words, "samestep slurm submit", UncheckedOptions, below=vars(defaults))
+    asked = UncheckedOptions(**{**vars(defaults), **typed})
     options = with_home_expanded(apply_flags(defaults, asked, files))
     check_ranks(options, settings)
     show_notes(advice(options, "recipe"))

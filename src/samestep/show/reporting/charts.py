@@ -197,12 +197,12 @@ class Lines:
         self._add_each("mean", "training, epochs", epochs, "metrics")
         splits: tuple[Role, ...] = ("validation", "test")
         for split in splits:
-            found = run.of("evaluation", split)
+            rows = run.of("evaluation", split)
             if split == "test":  # at the end of a run, and of the weights of an earlier step
                 saved = {r["path"].rpartition("/")[2]: r["step"] for r in run.of("checkpoint")}
-                found = [{**r, "step": saved.get(r.get("checkpoint"), r["step"])} for r in found]
-            for name in dict.fromkeys(n for r in found for n in metric_values(r)):
-                self._add(name, split, split, found)
+                rows = [{**r, "step": saved.get(r.get("checkpoint"), r["step"])} for r in rows]
+            for name in dict.fromkeys(n for r in rows for n in metric_values(r)):
+                self._add(name, split, split, rows)
         if best := run.best_evaluation:
             self._add(run.best["metric"], "best", f"best, epoch {best.get('epoch')}", [best])
         for name, label in _MEMORY.items():
@@ -258,8 +258,8 @@ def _numbers(values: Sequence[object] | Floats) -> Floats:
         return np.asarray(values, dtype=float)  # None becomes NaN
     except OverflowError:  # an integer of hundreds of digits: no training has written it
         huge = sys.float_info.max
-        kept = [None if isinstance(v, int) and abs(v) > huge else v for v in values]
-        return np.asarray(kept, dtype=float)
+        finite = [None if isinstance(v, int) and abs(v) > huge else v for v in values]
+        return np.asarray(finite, dtype=float)
 
 
 def charts_of(

@@ -208,19 +208,19 @@ def restoring(model: nn.Module, *, checkpointed: bool) -> Callable[[], None]:
     for module in model.modules():
         left_out = module._non_persistent_buffers_set if checkpointed else ()  # noqa: SLF001
         for held in (module._parameters, module._buffers):  # noqa: SLF001
-            kept = {k: None if t is None else t.detach().clone() for k, t in held.items()}
-            tensors += [(held, name, kept[name]) for name in kept if name not in left_out]
+            copies = {k: None if t is None else t.detach().clone() for k, t in held.items()}
+            tensors += [(held, name, copies[name]) for name in copies if name not in left_out]
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             extra.append((module, copy.deepcopy(module.get_extra_state())))
 
     @torch.no_grad()
     def restore() -> None:
-        for held, name, kept in tensors:
+        for held, name, value in tensors:
             now = held.get(name)
-            if now is None or kept is None or now.shape != kept.shape:
-                held[name] = None if kept is None else kept.clone()
+            if now is None or value is None or now.shape != value.shape:
+                held[name] = None if value is None else value.clone()
             else:
-                now.copy_(kept)
+                now.copy_(value)
         for module, state in extra:
             module.set_extra_state(copy.deepcopy(state))
 

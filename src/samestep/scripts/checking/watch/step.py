@@ -224,10 +224,10 @@ class _Steps:
             self._note_gradients(optimizer, held)
         if held.scale > 1.0 and not self._in_scaler:
             self._recorder.once(ev.ScaledStep(held.scale))
-        kept = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, _CASTS))
-        if kept and self._casts_before == self._casts_dropped:
+        caches = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, _CASTS))
+        if caches and self._casts_before == self._casts_dropped:
             self._recorder.once(ev.AutocastKept())
-        self._casts_before = self._casts_dropped if kept else -1
+        self._casts_before = self._casts_dropped if caches else -1
 
     def _note_gradients(self, optimizer: Optimizer, held: _Held) -> None:
         if not held.backwards:
