@@ -16,13 +16,13 @@ from torch import Tensor
 
 from samestep.base.errors import UserError
 
-_SINGLE = frozenset([str, bytes, int, float, bool, type(None)])
+_SINGLE = frozenset([Tensor, str, bytes, int, float, bool, type(None)])
 """Types that are leaves without a look at what they offer."""
 
 
 def tree_leaves(tree: Any) -> list[Any]:
     """Return the leaves of a tree in a fixed order."""
-    if isinstance(tree, Tensor) or type(tree) in _SINGLE:
+    if type(tree) in _SINGLE or isinstance(tree, Tensor):
         return [tree]
     inside = _inside(tree)
     if inside is None:
@@ -35,12 +35,12 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
     Of a graph only its tensors are leaves.
     """
-    if isinstance(tree, Tensor) or type(tree) in _SINGLE:
+    if type(tree) in _SINGLE or isinstance(tree, Tensor):
         return function(tree)
-    each = partial(map_leaves, function)
     if isinstance(tree, tuple | list):
-        parts = map(each, tree)
+        parts = [map_leaves(function, part) for part in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    each = partial(map_leaves, function)
     if _is_graph(tree):
         return copy.copy(tree).apply(function)
     if isinstance(tree, dict | UserDict):
@@ -74,12 +74,14 @@ def split_rows(tree: Any, rows: int) -> Sequence[Any]:
 
 def num_rows(tree: Any) -> int | None:
     """Return the rows that all tensors of a batch have, or the graphs of one; None if unclear."""
+    if isinstance(tree, Tensor):
+        return len(tree) if tree.dim() else None
+    if type(tree) in _SINGLE:
+        return None
     graphs = getattr(tree, "num_graphs", None)
     if isinstance(graphs, int):
         return graphs
-    if isinstance(tree, Tensor):
-        return len(tree) if tree.dim() else None
-    inside = () if type(tree) in _SINGLE else _inside(tree) or ()
+    inside = _inside(tree) or ()
     numbers = {rows for part in inside if (rows := num_rows(part)) is not None}
     return numbers.pop() if len(numbers) == 1 else None
 

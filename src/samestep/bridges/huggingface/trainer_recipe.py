@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import find_labels
 
-from samestep.base.errors import UserError, defined_at, listed
+from samestep.base.errors import UserError, listed
 from samestep.base.settings import Settings
 from samestep.base.trees import num_rows
 from samestep.bridges.huggingface.callbacks import (
@@ -362,7 +362,7 @@ class _ForTrainer:
             if (tokens := self.generated(model, batch)) is not None:
                 return tokens
             items = self._items(batch) if "num_items_in_batch" in takes else {}
-            with keeps_trained(model, f"compute_loss{defined_at(trainer.compute_loss)}"):
+            with keeps_trained(model, "compute_loss", trainer.compute_loss):
                 found = trainer.compute_loss(model, dict(batch), return_outputs=True, **items)
             return self.found(model, batch, *found)
 

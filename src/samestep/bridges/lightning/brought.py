@@ -335,8 +335,7 @@ class _Brought:
                 call(module, "on_train_epoch_start")
                 keep_modes(module)
             in_kept_modes(module)
-            where = f"training_step{defined_at(type(module).training_step)}"
-            with keeps_trained(module, where):
+            with keeps_trained(module, "training_step", type(module).training_step):
                 outputs, _ = called(module, "training_step", value, trainer.nth(step), 0)
             detached = {n: v.detach() if isinstance(v, Tensor) else v for n, v in outputs.items()}
             trainer.newest = detached, value, trainer.nth(step)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError, defined_at
+from samestep.core.learner.model_state import modules_of
 
 _STAGES = ("train_", "training_", "val_", "valid_", "validation_", "test_")
 NTH = "dataloader_idx_"
@@ -131,4 +132,4 @@ def plain_name(name: str, nth: int | None = None) -> str:
 def metrics_of(module: nn.Module) -> list[Any]:
     """Return the metrics of torchmetrics in a module."""
     known = sys.modules.get("torchmetrics")
-    return [one for one in module.modules() if isinstance(one, known.Metric)] if known else []
+    return [m for m in modules_of(module) if isinstance(m, known.Metric)] if known else []

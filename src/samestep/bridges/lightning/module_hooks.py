@@ -20,7 +20,7 @@ def call(module: Any, name: str, *arguments: Any) -> None:
         UserError: it fails, or freezes parameters.
     """
     hook = getattr(module, name)
-    with keeps_trained(module, f"The LightningModule's {name}{defined_at(hook)}"):
+    with keeps_trained(module, f"The LightningModule's {name}", hook):
         try:
             hook(*arguments)
         except Exception as error:

@@ -17,6 +17,7 @@ from samestep.base.run.records import TAKEN_NAMES
 from samestep.base.trees import describe
 from samestep.core.data.keyed_random import mix
 from samestep.core.learner.agreement import check_same, random_numbers
+from samestep.core.learner.model_state import parameters_of
 from samestep.core.learner.optimizer_state import equal_values, groups_of
 from samestep.core.recipe_checks import check_names
 from samestep.launch.ranks.mesh import any_sharded, whole
@@ -36,17 +37,19 @@ class EpochEnd:
 
 
 @contextmanager
-def keeps_trained(model: nn.Module, what: str) -> Iterator[None]:
-    """Refuse what freezes or unfreezes parameters within this: the step would not follow.
+def keeps_trained(model: nn.Module, what: str, function: object) -> Iterator[None]:
+    """Refuse a function that freezes or unfreezes parameters: the step would not follow.
 
     Raises:
-        UserError: it is another set of parameters that is trained afterwards; `what` is to blame.
+        UserError: it is another set of parameters that is trained afterwards; `what` names the
+            function.
     """
-    before = [p.requires_grad for p in model.parameters()]
+    parameters = parameters_of(model)
+    before = [p.requires_grad for p in parameters]
     yield
-    if before != [p.requires_grad for p in model.parameters()]:
+    if before != [p.requires_grad for p in parameters]:
         raise UserError(
-            f"{what} freezes or unfreezes parameters during an epoch.",
+            f"{what}{defined_at(function)} freezes or unfreezes parameters during an epoch.",
             remedy="Freeze them as the model is made, and unfreeze them after an epoch: "
             "Recipe(after_epoch=…), or on_train_epoch_end of a LightningModule.",
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError
+from samestep.core.learner import model_state
 from samestep.launch.ranks.world import World
 
 Trained = nn.Module | torch.optim.Optimizer | Tensor
@@ -34,22 +35,12 @@ def parameters_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _parameters_of_module(module: nn.Module) -> list[Any]:
-    """Return `module.parameters()`, without the name that PyTorch makes for each, in each step."""
-    if type(module).parameters is not nn.Module.parameters:
-        return [*module.parameters()]
-    own: list[Any] = [p for p in module._parameters.values() if p is not None]  # noqa: SLF001
-    for child in module._modules.values():  # noqa: SLF001
-        own += _parameters_of_module(child) if child is not None else ()
-    return own
-
-
 def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:
     """Return the trainable parameters of modules, optimizers and parameters, each once."""
     by_id: dict[int, Tensor] = {}
     for part in trained:
         if isinstance(part, nn.Module):
-            parameters: list[Any] = _parameters_of_module(part)
+            parameters: list[Any] = [*model_state.parameters_of(part)]
         elif isinstance(part, torch.optim.Optimizer):
             parameters = parameters_in(part)
         elif isinstance(part, Tensor):
