@@ -110,7 +110,7 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
         run, name = path.absolute(), path.absolute().name
     else:
         name = path.stem if path.suffix == ".py" else text
-        wanted, arguments = _without_run_dir(arguments)
+        wanted, arguments = without_run_dir(arguments)
         run = Path(wanted).absolute() if wanted else new_run_path(name).absolute()
         run_dir = ("--run-dir", str(run))
     store = [b for a, b in itertools.pairwise(arguments) if a == "--resume" and "://" in b]
@@ -131,7 +131,7 @@ def is_script(run: Path) -> bool:
         return False
 
 
-def _without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
+def without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Split --run-dir from the training's flags."""
     run_dir, rest = None, []
     words = iter(arguments)
@@ -139,7 +139,7 @@ def _without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == "--run-dir":  # both are read as the same flag
             run_dir = value if equals else next(words, "")
-            if not run_dir:
+            if not run_dir or run_dir.startswith("--"):
                 raise UserError("--run-dir needs a directory behind it.")
         else:
             rest.append(word)

@@ -20,6 +20,7 @@ from samestep.cluster.slurm.submission import (
     make_script,
     submit_array,
     with_home_expanded,
+    without_run_dir,
 )
 from samestep.cluster.sweeping.side_by_side import EndedTraining, hold_sweep, num_at_once, run_here
 from samestep.cluster.sweeping.sweep_plan import (
@@ -151,18 +152,8 @@ def _plan(
             raise UserError(f"--{flag} is of one run: a sweep has several, and resumes by itself.")
     if "run-dir" in axes:
         raise UserError("--run-dir is the sweep's one folder; it cannot have several values.")
-    folder: Path | None = None
-    seed, words = 42, list[str]()
-    pairs = iter(shared)
-    for word in pairs:
-        name = word.replace("_", "-")
-        if name == "--run-dir":
-            value = next(pairs, "")
-            if not value or value.startswith("--"):
-                raise UserError("--run-dir needs a directory behind it.")
-            folder = Path(value)
-            continue
-        words.append(word)
+    run_dir, words = without_run_dir(shared)
+    seed = 42
     if "seed" in axes or "--seed" in words:
         given = axes["seed"] if "seed" in axes else words[words.index("--seed") + 1 :]
         seed = int(given[0]) if given and given[0].isdigit() else seed
@@ -172,7 +163,7 @@ def _plan(
         target if target in RECIPES else str(Path(target).absolute()),
         words,
         axes,
-        folder=folder,
+        folder=Path(run_dir) if run_dir else None,
         sample=command.sample,
         optuna=command.optuna,
         seed=seed,

@@ -197,12 +197,12 @@ class Lines:
         self._add_each("mean", "training, epochs", epochs, "metrics")
         splits: tuple[Role, ...] = ("validation", "test")
         for split in splits:
-            rows = run.of("evaluation", split)
+            found = run.of("evaluation", split)
             if split == "test":  # at the end of a run, and of the weights of an earlier step
                 saved = {r["path"].rpartition("/")[2]: r["step"] for r in run.of("checkpoint")}
-                rows = [{**r, "step": saved.get(r.get("checkpoint"), r["step"])} for r in rows]
-            for name in dict.fromkeys(n for r in rows for n in metric_values(r)):
-                self._add(name, split, split, rows)
+                found = [{**r, "step": saved.get(r.get("checkpoint"), r["step"])} for r in found]
+            for name in dict.fromkeys(n for r in found for n in metric_values(r)):
+                self._add(name, split, split, found)
         if best := run.best_evaluation:
             self._add(run.best["metric"], "best", f"best, epoch {best.get('epoch')}", [best])
         for name, label in _MEMORY.items():
