@@ -35,7 +35,7 @@ from samestep.base.trees import map_tensors, tree_leaves
 from samestep.core.data.keyed_random import seed_rank
 from samestep.core.data.recipe_data import per_sample
 from samestep.core.learner.side_effects import ALL_KINDS, Draws, RandomDraws, batch_norms
-from samestep.core.loops.gradients import Trained, parameters_of
+from samestep.core.loops.gradients import Trained, parameters_in, parameters_of
 from samestep.core.loops.kept_state import precision_of
 from samestep.core.loops.loop_data import OwnBatch
 from samestep.core.loops.loop_session import Options
@@ -213,7 +213,7 @@ class WatchedRun(OwnRun):
             if isinstance(part, nn.Module) and self._task.doubles:
                 part.double()
             if isinstance(part, torch.optim.Optimizer) and self._task.doubles:
-                for parameter in (p for group in part.param_groups for p in group["params"]):
+                for parameter in parameters_in(part):
                     parameter.data = parameter.data.double()
         # Where an epoch is all that the script wants, it is cut to a few batches here.
         for epoch in super().epochs(max(num_epochs, 2), state=state):
@@ -335,8 +335,7 @@ class WatchedRun(OwnRun):
         groups += map(_numbers_of, optimizer.param_groups)
         gradients = (
             (names.get(id(p), "a parameter outside the state"), p.grad)
-            for group in optimizer.param_groups
-            for p in group["params"]
+            for p in parameters_in(optimizer)
         )
         first_gradients = self._trace.gradients.setdefault(self._trace.begun, {})
         first_gradients |= values_by_name(gradients) | first_gradients  # what came first stays
