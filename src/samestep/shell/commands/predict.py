@@ -6,7 +6,6 @@ It shows rows as they come, so it uses the generators that `samestep.predict` is
 import csv
 import importlib.util
 import io
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json import dumps
@@ -178,7 +177,7 @@ def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 
     def write(file: BinaryIO) -> None:
         if path.suffix == ".jsonl":
-            file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+            file.writelines(dumps(row).encode() + b"\n" for row in rows)
         elif path.suffix == ".csv":
             _write_csv(file, flat)
         else:
@@ -210,7 +209,7 @@ def _write_parquet(file: BinaryIO, rows: list[dict[str, Any]]) -> None:
             typed = pa.array(values)
             parquet.write_table(pa.table({name: typed[:0]}), pa.BufferOutputStream())
         except (pa.ArrowException, OverflowError):  # such as a tuple of a number and a list
-            return pa.array([None if value is None else json.dumps(value) for value in values])
+            return pa.array([None if value is None else dumps(value) for value in values])
         return typed
 
     parquet.write_table(pa.table({name: column(name) for name in _columns(rows)}), file)
@@ -221,7 +220,7 @@ def _write_csv(file: BinaryIO, rows: list[dict[str, Any]]) -> None:
     writer = csv.DictWriter(text, _columns(rows))
     writer.writeheader()
     for row in rows:
-        plain = {k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in row.items()}
+        plain = {k: dumps(v) if isinstance(v, list | dict) else v for k, v in row.items()}
         writer.writerow(plain)
     text.flush()
     text.detach()
