@@ -131,7 +131,7 @@ def find_workload(
         run, name = path.absolute(), path.absolute().name
     else:
         name = path.stem if path.suffix == ".py" else text
-        wanted, arguments = _without_run_dir(arguments)
+        wanted, arguments = without_run_dir(arguments)
         run = Path(wanted).absolute() if wanted else new_run_path(name).absolute()
         run_dir = ("--run-dir", str(run))
     store = [b for a, b in itertools.pairwise(arguments) if a == "--resume" and "://" in b]
@@ -152,7 +152,7 @@ def is_script(run: Path) -> bool:
         return False
 
 
-def _without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
+def without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Split --run-dir from the training's flags."""
     run_dir, rest = None, []
     words = iter(arguments)
@@ -160,7 +160,7 @@ def _without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == "--run-dir":  # both are read as the same flag
             run_dir = value if equals else next(words, "")
-            if not run_dir:
+            if not run_dir or run_dir.startswith("--"):
                 raise UserError("--run-dir needs a directory behind it.")
         else:
             rest.append(word)
@@ -397,10 +397,7 @@ def _check_patiently(options: JobOptions, partition: str | None) -> None:
 
 
 def _refuse_second_job(run: Path, options: JobOptions, queue: Sequence[QueuedJob]) -> bool:
-    """Refuse a second job of a run, unless it comes after those that have not ended.
-
-    Return whether there are such jobs.
-    """
+    """Refuse a job that does not wait for the run's others; return whether there are any."""
     after = {text.partition(":")[0] for text in options.after}
     of_run = (job for job in queue if job.run and job.run.resolve() == run.resolve())
     going = [job for job in of_run if not job.ended]

@@ -34,7 +34,7 @@ from samestep.cluster.slurm.submission import (
 from samestep.core.recipes import RECIPES
 from samestep.shell.cli import example_text, show_general_help
 from samestep.shell.commands.forms import Form, Switch, parse, show_notes
-from samestep.shell.commands.target import with_value
+from samestep.shell.commands.target import cut_at_dashes, with_value
 
 _GROUPS = {
     "job_name": "job",
@@ -97,18 +97,17 @@ def main(arguments: list[str]) -> int:
     target, *flags = arguments
     if target.startswith("-"):
         raise UserError(f"Name what to submit before {target}: a recipe, a run or a script.")
-    cut = flags.index("--") if "--" in flags else len(flags)
-    flags = [*with_value(flags[:cut], "--elastic", "[0-9].*", "auto"), *flags[cut:]]
-    cut = flags.index("--") if "--" in flags else len(flags)
-    _check_flags(target, flags[:cut])
+    flags, words = cut_at_dashes(flags)
+    flags = with_value(flags, "--elastic", "[0-9].*", "auto")
+    _check_flags(target, flags)
     # A recipe's name wins over a folder of this name.
     defaults, files = options_before(None if target in RECIPES else Path(target))
     default = SubmitFlags(**vars(defaults))
-    command: SubmitFlags = parse(FORM, flags[:cut], target, default, _GROUPS)
+    command: SubmitFlags = parse(FORM, flags, target, default, _GROUPS)
     options = apply_flags(defaults, command, files)
     if command.array is not None:
-        return _submit_array(target, flags[cut + 1 :], options, command)
-    workload = find_workload(target, flags[cut + 1 :], list(RECIPES), as_recipe=command.as_recipe)
+        return _submit_array(target, words, options, command)
+    workload = find_workload(target, words, list(RECIPES), as_recipe=command.as_recipe)
     _check_training(workload, options, target, dry_run=command.dry_run)
     options = with_home_expanded(options)
     job = make_script(workload, options, Path.cwd())
@@ -225,10 +224,10 @@ def _check_flags(target: str, flags: list[str]) -> None:
 
 def _keep(job: JobScript, command: SubmitFlags) -> int:
     text = script_text(job)
-    kept = command.script
-    if kept is not None and kept.exists() and not (kept.is_file() and _MARK in kept.read_bytes()):
+    file = command.script
+    if file is not None and file.exists() and not (file.is_file() and _MARK in file.read_bytes()):
         raise UserError(
-            f"--script {kept} exists, and samestep has not written it. Name another file for the "
+            f"--script {file} exists, and samestep has not written it. Name another file for the "
             "job's script."
         )
     if command.script is None:
