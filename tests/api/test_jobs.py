@@ -73,7 +73,7 @@ def test_a_recipe_made_in_python_is_trained_with_each_value(here, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _forked_ranks(monkeypatch):
-    monkeypatch.setattr("samestep.scripts.checking.check_script.start_processes", forked)
+    monkeypatch.setattr("samestep.scripts.checking.ranks_of_script.start_processes", forked)
 
 
 def test_a_script_is_checked_from_python_and_its_report_is_data_or_one_error(here):

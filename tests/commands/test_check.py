@@ -20,7 +20,7 @@ EXAMPLES = PAGES.parents[2] / "examples"
 
 @pytest.fixture(autouse=True)
 def _forked_ranks(monkeypatch):
-    monkeypatch.setattr("samestep.scripts.checking.check_script.start_processes", forked)
+    monkeypatch.setattr("samestep.scripts.checking.ranks_of_script.start_processes", forked)
 
 
 def report_of(folder: Path, *severities: str, source: str = BASE, **more) -> CheckReport:

@@ -245,6 +245,17 @@ def test_a_recipes_name_becomes_a_training_and_a_run_goes_on_in_place(here):
     assert found.command == ("-m", "samestep", "train", str(run), *rest)
 
 
+def test_a_script_with_a_trainer_runs_as_it_is_or_is_trained_as_a_recipe(here):
+    Path("mine.py").write_text("from transformers import Trainer\nTrainer().train()\n")
+    assert find("mine.py", "--rows", "3").kind == "script"
+    words = ["--epochs", "5", "--", "--rows", "3"]
+    found = find_workload("mine.py", words, RECIPES, as_recipe=True)
+    trained = ("train", str(here / "mine.py"), "--epochs", "5", "--run-dir", str(found.run))
+    assert found.command[2:] == (*trained, "--resume", "--recipe-of-run", "--", "--rows", "3")
+    with pytest.raises(UserError, match="spiral does not"):
+        find_workload("spiral", [], RECIPES, as_recipe=True)
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [

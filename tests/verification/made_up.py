@@ -80,9 +80,7 @@ def with_facts(evidence: Evidence, *, present: frozenset = frozenset(), **found:
     """
     kept = {name.replace("_", " "): value for name, value in found.items()}
     facts = replace(
-        evidence.facts,
-        present=present,
-        results={"loss": LossOfParts(0.0, 0.0, adds_up=False), **kept},
+        evidence.facts, present=present, results={"loss": LossOfParts(0.0, 0.0), **kept}
     )
     traces, reports = {}, {}
     for start in evidence.starts:

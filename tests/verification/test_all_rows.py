@@ -27,7 +27,7 @@ from samestep.prove.verification.short_trainings import (
 )
 from tests.verification.made_up import checks, computed, different, kept_call, undisturbed
 
-SUM = LossOfParts(0.5, 0.25, adds_up=True)
+SUM = LossOfParts(0.5, 0.25, causes.A_SUM)
 MODULE = ModuleDifference("1", 0.5)
 OUTSIDE = state_row.OutsideState()
 REMEMBERS, MIXED = replace(OUTSIDE, remembers=MODULE), BatchInfluence(MODULE)
@@ -124,7 +124,7 @@ def test_what_is_hidden_explains_the_rest_and_is_no_difference_itself(hidden, ca
     [
         ("augmentation", Changes("augment", batchwise=False), causes.UNKEYED["augment"].name),
         ("loss", SUM, causes.NOT_A_MEAN.name),
-        ("loss", LossOfParts(0.0, 0.5, adds_up=False), causes.UNEVEN_BATCH.name),
+        ("loss", LossOfParts(0.0, 0.5), causes.UNEVEN_BATCH.name),
         ("state", REMEMBERS, causes.OUTSIDE_MODULE.name),
         ("state", replace(OUTSIDE, loss=0.25), causes.IN_LOSS.name),
         ("samples apart", MIXED, causes.MIXED.name),
@@ -427,7 +427,7 @@ def test_a_failure_fails_its_row_and_a_file_of_two_ranks_differs():
         ({"last_batch": {}}, "same"),
         ({"last_batch": {1: "ValueError: one"}}, "note"),
         ({"last_batch": {5: "x"}}, "different"),
-        ({"loss": LossOfParts(0.5, 0.5, adds_up=False)}, "skipped"),  # bent in full batches, too
+        ({"loss": LossOfParts(0.5, 0.5)}, "skipped"),  # bent in full batches, too
     ],
 )
 def test_the_last_batch_fails_alone_or_with_one_sample_alone(found, status):

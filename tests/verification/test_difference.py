@@ -15,7 +15,7 @@ from rich.console import Console
 
 from samestep.base.errors import UserError
 from samestep.prove.verification import trace as traces
-from samestep.prove.verification.causes import Cause
+from samestep.prove.verification.causes import A_SUM, Cause
 from samestep.prove.verification.few_samples import choose_training_size
 from samestep.prove.verification.harness import Verification
 from samestep.prove.verification.result_table import as_table, show
@@ -150,7 +150,7 @@ def shown(found: Verification) -> list[str]:
 
 def bent():
     """Return evidence of a loss that is a sum, with draws from torch."""
-    found = {"loss": LossOfParts(0.5, 0.25, adds_up=True), "dropout": {"rand": "model.py:3"}}
+    found = {"loss": LossOfParts(0.5, 0.25, A_SUM), "dropout": {"rand": "model.py:3"}}
     evidence = undisturbed(present=frozenset({"dropout"}), **found)
     evidence.traces[1, "main"][0].losses[2] += 0.3
     return evidence

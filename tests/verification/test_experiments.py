@@ -60,7 +60,7 @@ FOUND = {
 
 
 def _sums(found):
-    return found.full > 1e-3, found.adds_up
+    return found.full > 1e-3, found.cause == causes.A_SUM
 
 
 def _reader(found):

@@ -7,8 +7,8 @@ loader's `__iter__` and `__next__`, the call of a model, `backward`, `Optimizer.
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -74,22 +74,20 @@ class Hooks:
         """The optimizer whose steps count; None before its first."""
         return self._optimizer() if self._optimizer is not None else None
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> AbstractContextManager[None]:
         """Note the time in PyTorch's functions while inside."""
-        with listening(
+        return listening(
             (probes.BEFORE_STEP, self._before_step),
             (probes.AFTER_STEP, self._after_step),
             (probes.LOADER_ITER, self._on_iter),
             (probes.NEXT_BATCH, self._on_batch),
             (probes.BACKWARD, self._on_backward),
-            (probes.SAVE, self._on_save),
+            (probes.SAVE, lambda _: self._timed("checkpoint")),
             (probes.TRAIN_OR_EVAL, self._on_train_or_eval),
             (probes.MODULE_CALL, self._on_module_call),
             (probes.ZERO_GRAD, self._on_zero_grad),
             (_PROFILER, lambda _: self.on_profiler()),
-        ):
-            yield
+        )
 
     def _on_module_call(self, _call: ProbedCall) -> None:
         """End the time between two steps."""
@@ -240,9 +238,6 @@ class Hooks:
         if self._between:
             yield from self._timed("optimizer")
 
-    def _on_save(self, _call: ProbedCall) -> Around:
-        yield from self._timed("checkpoint")
-
     def _timed(self, phase: str) -> Around:
         self._lap_or_evaluation()
         try:
@@ -270,8 +265,8 @@ def tensors_of(optimizer: Optimizer) -> list[Tensor]:
 
 def step_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
     """Return the closure that a hook's optimizer calls within its step, if any."""
-    given = args[1] if len(args) > 1 else kwargs.get("closure")
-    return given if callable(given) else None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure if callable(closure) else None
 
 
 def _same_data(loader: Any, other: Any) -> bool:

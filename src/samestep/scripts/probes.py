@@ -27,8 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.base.patches import Patch, patched
 
-Around = Generator[None, Any, None]
-"""What a listener returns that continues after the call."""
+Around = Generator[None, Any, None]  # what a listener returns that continues after the call
 Listener = Callable[["ProbedCall"], Around | None]
 
 

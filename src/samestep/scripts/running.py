@@ -106,11 +106,11 @@ class ScriptRanks:
 
     def share(self, text: str) -> str:
         """Return rank 0's text on every rank."""
-        if self.world_size == 1:
-            return text
-        if self.rank == 0:
+        if self.rank:
+            return self._get("shared", "for rank 0 to prepare")
+        if self.world_size > 1:
             self._put("shared", text)
-        return self._get("shared", "for rank 0 to prepare") if self.rank else text
+        return text
 
     def leave(self) -> None:
         """Leave the store once all ranks are here, so that the script can listen at its address."""
@@ -184,11 +184,11 @@ def _as_python_prints(error: Exception, script: Path) -> str:
 def to_stderr() -> Iterator[None]:
     """Send what is printed inside, also by C code, to standard error."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    standard_output = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(standard_output, 1)
+        os.close(standard_output)

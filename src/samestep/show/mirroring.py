@@ -135,8 +135,8 @@ class Mirror:
         others = tuple(e for e in self._there.checkpoints if e.path not in named)
         if not self._keeps_all:
             old = replace(index, checkpoints=tuple(e for e in others if e.step <= step))
-            kept = old.prune(Retention(newest=1)).checkpoints if lacking else ()
-            others = (*kept, *(e for e in others if e.step > step))
+            newest = old.prune(Retention(newest=1)).checkpoints if lacking else ()
+            others = (*newest, *(e for e in others if e.step > step))
         whole = (*others, *(e for e in index.checkpoints if e not in lacking))
         self._copy_files(store)
         whole = tuple(sorted(whole, key=lambda entry: entry.step))

@@ -7,7 +7,7 @@ import html
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,18 +41,14 @@ _REDRAW_EVERY_S = 0.2
 class BarState:
     """What the bar tells."""
 
-    plan: Record
-    """The `start` record."""
-    step_samples: float
-    """Samples of most steps."""
+    plan: Record  # the `start` record
+    step_samples: float  # samples of most steps
     step: int = 0
-    now: int = 1
-    """The epoch of the latest record that names one."""
+    now: int = 1  # the epoch of the latest record that names one
     loss: float | None = None
     metric: str = ""
     """The monitored metric at the latest evaluation, as it is shown."""
-    rate: float | None = None
-    """Samples per second, smoothed."""
+    rate: float | None = None  # samples per second, smoothed
     evaluating: bool = False
 
     def after(self, record: Record) -> "BarState":
@@ -212,20 +208,6 @@ class Screen:
         self._state: BarState | None = None
         self._epoch: Record | None = None
         self._lost, self._told = "", False
-        self._handlers: dict[str, Callable[[Record], None]] = {
-            "start": self._show_start,
-            "going_on": lambda record: self._begin_bar(record["plan"]),  # begun by another rank
-            "resume": self._show_resume,
-            "regroup": self._show_regroup,
-            "tracker": self._show_tracker,
-            "compile": self._show_compile,
-            "progress": self._show_progress,
-            "step": self._show_progress,
-            "epoch": self._show_epoch,
-            "evaluation": self._show_evaluation,
-            "picture": self._show_picture,
-            "baselines": self._show_baselines,
-        }
         self._bar: NotebookBar | TerminalBar | None = None  # it would only fill a file
         if in_notebook():
             self._bar = NotebookBar()
@@ -266,7 +248,7 @@ class Screen:
         is_late = event == "checkpoint" and epoch is not None and record["step"] < epoch["step"]
         if event not in ("evaluation", "progress", "tracker") and not is_late:
             self._flush_epoch()
-        if show := self._handlers.get(event):
+        if show := getattr(self, f"_show_{event}", None):  # of other events nothing is shown
             show(record)
 
     def _print(self, text: str = "") -> None:
@@ -321,6 +303,9 @@ class Screen:
             self._row(name, value, 8)
         self._begin_bar(plan)
 
+    def _show_going_on(self, record: Record) -> None:  # it was begun by another rank
+        self._begin_bar(record["plan"])
+
     def _show_resume(self, record: Record) -> None:
         for problem in record["problems"]:
             self._print(f"[yellow]passed over[/] {escape(problem)}")
@@ -351,6 +336,8 @@ class Screen:
     def _show_progress(self, record: Record) -> None:
         if self._state is not None:
             self._draw(self._state.after(record), refresh=record["event"] == "progress")
+
+    _show_step = _show_progress
 
     def _draw(self, state: BarState, *, refresh: bool) -> None:
         self._state = state
@@ -425,9 +412,9 @@ class Screen:
     def result(self, path: Path, result: dict[str, Any]) -> None:
         """Show the run's result."""
         with self._trying():
-            self._show_result(path, result)
+            self._print_result(path, result)
 
-    def _show_result(self, path: Path, result: dict[str, Any]) -> None:
+    def _print_result(self, path: Path, result: dict[str, Any]) -> None:
         best, test = result["best"], result["test"]
         shown_path = str(self._plan.get("run_dir", path))  # as it was named
         length = self._length(result["steps"], result["epochs"])

@@ -22,8 +22,7 @@ _MEASURED_S = 0.3
 _SIDE, _COPY_BYTES = 8192, 256 << 20
 _POOR = 0.5
 """Of what the data sheet says: less is yellow. Large products reach some 0.7 of it, copies 0.85."""
-_SLOW_COPY_GB_S = 5.0
-"""Less is yellow where the link is not known."""
+_SLOW_COPY_GB_S = 5.0  # less is yellow where the link is not known
 _STATE = ("clocks.sm", "clocks.max.sm", "ecc.errors.uncorrected.volatile.total")
 _LINK = ("pcie.link.gen.max", "pcie.link.width.max")
 _REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")

@@ -68,8 +68,7 @@ class GpuHealth:
     """Why its clocks are below what they could be, where something is wrong."""
     uncorrected: int | None = None
     """Errors of its memory since the driver was loaded that could not be corrected."""
-    others: tuple[int, ...] = ()
-    """Other processes that compute on it."""
+    others: tuple[int, ...] = ()  # other processes that compute on it
 
 
 @dataclass(frozen=True, kw_only=True)

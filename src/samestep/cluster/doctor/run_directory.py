@@ -87,8 +87,8 @@ def _read_run(path: Path) -> dict[str, Any]:
         facts["checkpoint_bytes"] = max(files, key=lambda file: file.st_mtime).st_size
     if "keep_hours" not in settings and ({"keep_top_k", "keep_newest"} & settings.keys()):
         # The newest, or only the last one, and the next.
-        kept = settings.get("keep_top_k", 1) + settings.get("keep_newest", 1)
-        facts["num_checkpoints"] = kept + 1
+        num_kept = settings.get("keep_top_k", 1) + settings.get("keep_newest", 1)
+        facts["num_checkpoints"] = num_kept + 1
     elif "epochs" in settings:
         every = settings.get("checkpoint_every_epochs", 1)
         facts["num_checkpoints"] = -(-settings["epochs"] // every)

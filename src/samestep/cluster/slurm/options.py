@@ -201,6 +201,9 @@ class JobOptions:
         return f"{self.nodes} {nodes} × {count(self.ranks_per_node, 'rank')}"
 
 
+_TYPES = typing.get_type_hints(JobOptions)
+
+
 class UncheckedOptions(JobOptions):
     """What a job asks of Slurm and how its ranks start."""
 
@@ -334,11 +337,10 @@ def keep_options(run: Path, options: JobOptions) -> None:
 
 def kept_options(run: Path) -> UncheckedOptions | None:
     """Return the options of a run's last job, but those for one job; None if they are unknown."""
-    types = typing.get_type_hints(JobOptions)
-    kept = read_object(run / OPTIONS)
+    saved = read_object(run / OPTIONS)
     try:
-        values = {k: _convert(k, v, types[k]) for k, v in kept.items() if k in types}
-    except msgspec.ValidationError:
+        values = {k: option_value(k, v, "") for k, v in saved.items() if k in _TYPES}
+    except UserError:
         return None
     if not values:
         return None
@@ -370,31 +372,32 @@ def _layer(path: Path) -> dict[str, Any]:
     table = document.get("slurm", {})
     if not isinstance(table, dict):
         raise UserError(f"{path}: slurm must be a table: [slurm].")
-    types = typing.get_type_hints(JobOptions)
     values: dict[str, Any] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
-        if name not in types:
+        if name not in _TYPES:
             raise UserError(
-                f"{path}: [slurm] has no key {key!r}. {did_you_mean(name, types)}"
-                f"The keys are: {', '.join(sorted(types))}."
+                f"{path}: [slurm] has no key {key!r}. {did_you_mean(name, _TYPES)}"
+                f"The keys are: {', '.join(sorted(_TYPES))}."
             )
-        try:
-            values[name] = _convert(name, value, types[name])
-        except msgspec.ValidationError as error:  # the value may be a secret
-            must = in_words(types[name])
-            why = f"it must be {must}" if must else error
-            raise UserError(f"{path}: [slurm] {key}: {why}.") from error
+        values[name] = option_value(name, value, f"{path}: [slurm] {key}")
     for name in ("venv", "container"):
         if (place := values.get(name)) and place[0] != "~" and "://" not in place:
             values[name] = str(path.parent / place)
     return values
 
 
-def _convert(name: str, value: Any, kind: Any) -> Any:
-    """Return a value as the type of its option; a number of nodes or a switch needs no quotes."""
+def option_value(name: str, value: Any, where: str) -> Any:
+    """Return a value as the type of its option; a number of nodes or a switch needs no quotes.
+
+    Raises UserError, which begins with `where` and does not show the value: it may be a secret.
+    """
     if name == "nodes" and type(value) is int:
         value = str(value)
     if name == "elastic" and isinstance(value, bool):
         value = "auto" if value else None
-    return msgspec.convert(value, kind)
+    try:
+        return msgspec.convert(value, _TYPES[name])
+    except msgspec.ValidationError as error:
+        must = in_words(_TYPES[name])
+        raise UserError(f"{where}: {f'it must be {must}' if must else error}.") from error

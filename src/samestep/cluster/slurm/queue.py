@@ -130,8 +130,7 @@ class QueuedJob:
     exit_code: str
     log: Path | None
     run: Path | None
-    array_task: str = ""
-    """Its number and task, as 12_3, if it is of a job array."""
+    array_task: str = ""  # its number and task, as 12_3, if it is of a job array
 
     @property
     def target(self) -> str:

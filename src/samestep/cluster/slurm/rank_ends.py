@@ -31,8 +31,7 @@ STDERR = ".stderr-rank-{rank}"
 _START = re.compile(r"samestep: job \d+, start \d+")
 _SRUN = re.compile(r"srun: error: (\S+): tasks? ([0-9,-]+): (.+)")
 _EXITED = re.compile(r"Exited with exit code (\d+)")
-LATE = "samestep: the ranks had not ended"
-"""The job's script says it before it kills them."""
+LATE = "samestep: the ranks had not ended"  # the job's script says it before it kills them
 # From here on Slurm or the script kills; which line Slurm prints depends on its version.
 _ABORTED = re.compile(rf"srun: (Job step aborted|.*Terminating StepId=)|{LATE}")
 _TORCHRUN = re.compile(

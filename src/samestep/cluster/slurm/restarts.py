@@ -275,17 +275,14 @@ class UnfitNodes:
     advice: tuple[str, ...] = ()
 
 
-def read_preflight(run: Path, lines: Sequence[str], first: str, num_nodes: int) -> UnfitNodes:
-    """Read what the check of the nodes has shown, from its table and the log's lines.
-
-    `first` is rank 0's node.
-    """
+def read_preflight(run: Path, lines: Sequence[str], first_node: str, num_nodes: int) -> UnfitNodes:
+    """Read what the check of the nodes has shown, from its table and the log's lines."""
     red = [row for row in read_object(run / PREFLIGHT).get("checks", ()) if row["status"] == "red"]
     red.sort(key=lambda row: not row["hosts"])
     if red:
         nodes = tuple(dict.fromkeys(host for row in red for host in row["hosts"]))
         if num_nodes == 1:
-            nodes = (first,)
+            nodes = (first_node,)
         elif len(nodes) == num_nodes:  # others would be no better
             nodes = ()
         why = "; ".join(f"{row['name']}: {row['found']}" for row in red)
@@ -299,7 +296,7 @@ def read_preflight(run: Path, lines: Sequence[str], first: str, num_nodes: int) 
     if end is not None and (end.comes_again or end.rank == 0):
         nodes = () if end.comes_again else (end.node,)
         return UnfitNodes(why=f"the preflight: {end.sentence}", nodes=nodes)
-    return UnfitNodes(why=f"the preflight did not end on {first}", nodes=(first,))
+    return UnfitNodes(why=f"the preflight did not end on {first_node}", nodes=(first_node,))
 
 
 def go_on_command(run: Path) -> str:

@@ -238,10 +238,7 @@ def status(folder: Path) -> Status:
 
 
 def down(folder: Path) -> bool:
-    """Cancel all jobs, stop all daemons, remove the files; return whether there was anything.
-
-    It also clears away a sandbox that crashed.
-    """
+    """Cancel jobs, end daemons, remove files, also after a crash; return whether any were there."""
     folder = folder.resolve()
     try:
         is_there = folder.is_dir()

@@ -184,8 +184,8 @@ def ask(folder: Path, name: str, *arguments: str) -> str | None:
 def environment(folder: Path) -> dict[str, str]:
     """Return this process's environment for the sandbox: without other clusters, jobs or steps."""
     outside = outside_of_any_job(os.environ)
-    kept = {k: v for k, v in outside.items() if not k.startswith(("SLURM_", "SBATCH_"))}
-    return kept | {"SLURM_CONF": f"{folder}/slurm.conf"}
+    outside_slurm = {k: v for k, v in outside.items() if not k.startswith(("SLURM_", "SBATCH_"))}
+    return outside_slurm | {"SLURM_CONF": f"{folder}/slurm.conf"}
 
 
 def node_states(folder: Path) -> dict[str, str]:

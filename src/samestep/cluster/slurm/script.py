@@ -149,12 +149,12 @@ def sbatch_options(job: JobScript) -> dict[str, str | None]:
         "signal": f"B:USR1@{options.signal_s}",
         "dependency": ",".join(map(dependency, options.after)) or None,
     }
-    given: dict[str, str | None] = {name: str(value) for name, value in values.items() if value}
+    texts: dict[str, str | None] = {name: str(value) for name, value in values.items() if value}
     if options.after:
-        given["kill-on-invalid-dep"] = "yes"
+        texts["kill-on-invalid-dep"] = "yes"
     if options.elastic is not None:  # the job outlives a node
-        given["no-kill"] = None
-    return given | {"requeue" if options.requeue else "no-requeue": None}
+        texts["no-kill"] = None
+    return texts | {"requeue" if options.requeue else "no-requeue": None}
 
 
 def array_text(jobs: Mapping[int, JobScript], folder: Path, at_once: int | None) -> str:

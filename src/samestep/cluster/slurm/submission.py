@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from samestep.base.errors import UserError, listed
-from samestep.base.file_kinds import names_recipe
+from samestep.base.file_kinds import names_recipe, trains_by_trainer
 from samestep.base.nearby import nearby
 from samestep.base.run import code_copy
 from samestep.base.run.directory import is_run, new_run_path
@@ -75,8 +75,19 @@ class Workload:
         return replace(self, run=run, command=command)
 
 
-def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Workload:
-    """Return the workload named by a recipe's name, a file or a run directory."""
+def runs_trainer(workload: Workload) -> bool:
+    """Whether a workload runs a script that trains by a Trainer of its own."""
+    file = workload.file
+    return workload.kind == "script" and file is not None and trains_by_trainer(file, file.parent)
+
+
+def find_workload(
+    text: str, arguments: list[str], recipes: list[str], *, as_recipe: bool = False
+) -> Workload:
+    """Return the workload named by a recipe's name, a file or a run directory.
+
+    With `as_recipe` a script that builds a Trainer is one; its arguments follow a second `--`.
+    """
     path = Path(text)
     if text in recipes:  # it wins over a file or a folder of this name
         is_file = continues = False
@@ -95,13 +106,23 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
                 f"{again if script.is_file() else ''}"
             )
     if is_file and not _is_recipe_file(path):
-        return Workload(
+        as_it_is = Workload(
             name=path.stem,
             kind="script",
             run=new_run_path(path.stem).absolute(),
             command=(str(path.absolute()), *arguments),
             file=path.absolute(),
         )
+        if not as_recipe:
+            return as_it_is
+        as_recipe = not runs_trainer(as_it_is)
+    if as_recipe:
+        raise UserError(
+            "--as-recipe is for a script that builds a Hugging Face Trainer and calls its train(), "
+            f"and {text} does not. Leave it out."
+        )
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    arguments, of_script = arguments[:cut], arguments[cut:]
     if any(word.split("=")[0] == "--nproc" for word in arguments):
         raise UserError("--nproc is for one machine; a job takes --nodes and --ntasks-per-node.")
     what = str(path.absolute()) if is_file or continues else text
@@ -110,7 +131,7 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
         run, name = path.absolute(), path.absolute().name
     else:
         name = path.stem if path.suffix == ".py" else text
-        wanted, arguments = _without_run_dir(arguments)
+        wanted, arguments = without_run_dir(arguments)
         run = Path(wanted).absolute() if wanted else new_run_path(name).absolute()
         run_dir = ("--run-dir", str(run))
     store = [b for a, b in itertools.pairwise(arguments) if a == "--resume" and "://" in b]
@@ -118,7 +139,7 @@ def find_workload(text: str, arguments: list[str], recipes: list[str]) -> Worklo
     resume = ["--resume", *store]
     if text not in recipes:  # its file may be edited meanwhile
         resume.append("--recipe-of-run")
-    command = ("-m", "samestep", "train", what, *rest, *run_dir, *resume)
+    command = ("-m", "samestep", "train", what, *rest, *run_dir, *resume, *of_script)
     file = path.absolute() if is_file else None
     return Workload(name=name, kind="recipe", run=run, command=command, file=file)
 
@@ -131,7 +152,7 @@ def is_script(run: Path) -> bool:
         return False
 
 
-def _without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
+def without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Split --run-dir from the training's flags."""
     run_dir, rest = None, []
     words = iter(arguments)
@@ -139,7 +160,7 @@ def _without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == "--run-dir":  # both are read as the same flag
             run_dir = value if equals else next(words, "")
-            if not run_dir:
+            if not run_dir or run_dir.startswith("--"):
                 raise UserError("--run-dir needs a directory behind it.")
         else:
             rest.append(word)
@@ -376,10 +397,7 @@ def _check_patiently(options: JobOptions, partition: str | None) -> None:
 
 
 def _refuse_second_job(run: Path, options: JobOptions, queue: Sequence[QueuedJob]) -> bool:
-    """Refuse a second job of a run, unless it comes after those that have not ended.
-
-    Return whether there are such jobs.
-    """
+    """Refuse a job that does not wait for the run's others; return whether there are any."""
     after = {text.partition(":")[0] for text in options.after}
     of_run = (job for job in queue if job.run and job.run.resolve() == run.resolve())
     going = [job for job in of_run if not job.ended]

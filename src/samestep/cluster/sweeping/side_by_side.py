@@ -32,10 +32,8 @@ class EndedTraining:
     """How one training of a sweep ended."""
 
     name: str
-    status: str
-    """completed, stopped or failed"""
-    text: str = ""
-    """Its best value, or what it said when it failed."""
+    status: str  # completed, stopped or failed
+    text: str = ""  # its best value, or what it said when it failed
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,7 @@ class _Running:
 def num_at_once(
     asked: int | None, nproc: int, device: str, *, oversubscribe: bool
 ) -> tuple[int, int]:
-    """Return the number of trainings at once, and the GPUs that each has for itself.
-
-    Raises UserError if more are asked for than this machine carries.
-    """
+    """Return the number of trainings at once, and the GPUs of each; UserError if it is too many."""
     gpus = 0
     if device in ("auto", "cuda"):
         import torch  # noqa: PLC0415
@@ -69,10 +64,7 @@ def num_at_once(
 
 
 def hold_sweep(sweep: SweepPlan) -> BinaryIO:
-    """Keep other processes from starting trainings of a sweep, until the file is closed.
-
-    Raises UserError if another one does.
-    """
+    """Hold a sweep until the file is closed; raise UserError if another process runs it."""
     (sweep.folder / LOGS).mkdir(parents=True, exist_ok=True)
     try:
         return hold(sweep.folder / ".sweep.lock")

@@ -20,11 +20,9 @@ from samestep.base.errors import UserError, what_to_install
 from samestep.base.run.directory import SWEEP, is_run
 from samestep.base.run.files import read_object, shown_path, write_text
 
-LOGS = ".logs"
-"""In the sweep's folder: what each training printed."""
+LOGS = ".logs"  # in the sweep's folder: what each training printed
 _FORMAT = 1
-MOST = 1000
-"""Of more trainings, the user is asked first."""
+MOST = 1000  # of more trainings, the user is asked first
 _MOST_TO_CHOOSE = 10_000
 _LONGEST_NAME = 120
 _OPTUNA_TRIES = 100
@@ -39,11 +37,9 @@ class SweepPlan:
 
     folder: Path
     recipe: str
-    flags: tuple[str, ...]
-    """The words that all trainings share."""
+    flags: tuple[str, ...]  # the words that all trainings share
     axes: Mapping[str, tuple[str, ...]]
-    sample: int | None = None
-    """Train this many points, drawn at random, instead of all."""
+    sample: int | None = None  # train this many points, drawn at random, instead of all
     optuna: bool = False
     """Whether Optuna chooses the sample as the sweep continues, instead of one random draw."""
     seed: int = 42
@@ -152,12 +148,12 @@ class SweepPlan:
         if is_run(self.folder):
             raise UserError(f"{self.folder} is a run. Name another folder with --run-dir.")
         before = read_object(file)
-        kept = {key: before.get(key) for key in wanted}
+        written = {key: before.get(key) for key in wanted}
         if not before:
             (self.folder / LOGS).mkdir(parents=True, exist_ok=True)
             write_text(file, json.dumps(wanted, indent=2) + "\n")
-        elif kept != wanted:
-            differs = [key for key in wanted if kept[key] != wanted[key]]
+        elif written != wanted:
+            differs = [key for key in wanted if written[key] != wanted[key]]
             difference = f"({differs[0]!r} is not the same)"
             if differs == ["recipe_sha256"]:
                 difference = f"with {shown_path(Path(self.recipe))} as it was before it was edited"
@@ -192,10 +188,10 @@ def read_axes(words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...
     shared: list[str] = []
     axes: dict[str, tuple[str, ...]] = {}
     names = [flag[2:].replace("_", "-") for flag, _ in flags]
-    for name, (flag, given) in zip(names, flags, strict=True):
-        text = " ".join(given)
+    for name, (flag, values_of_flag) in zip(names, flags, strict=True):
+        text = " ".join(values_of_flag)
         if "," not in text:
-            shared += [flag, *given]
+            shared += [flag, *values_of_flag]
             continue
         if names.count(name) > 1:
             raise UserError(f"{flag} is given twice; write all its values behind one.")

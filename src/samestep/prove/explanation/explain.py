@@ -39,10 +39,8 @@ class ResumePoint:
     checkpoint: str
     """File name; empty if there is none yet, and the training begins."""
     step: int
-    epoch: int
-    """Epochs finished."""
-    ranks_before: int
-    """On how many it was trained last; 0 if unknown."""
+    epoch: int  # epochs finished
+    ranks_before: int  # on how many it was trained last; 0 if unknown
     problems: tuple[str, ...]
     changes: tuple[str, ...]
 
@@ -54,13 +52,11 @@ class Evaluations:
     num_samples: int | None
     """Of the validation set; None if there is none, or if it is a stream."""
     has_validation: bool
-    batch_size: int
-    """Samples in a forward."""
+    batch_size: int  # samples in a forward
     share: tuple[int, int] | None
     """The fewest and the most samples that a rank, or a virtual one, evaluates."""
     monitor: str
-    mode: str
-    """"min" or "max"."""
+    mode: str  # "min" or "max"
     has_test: bool
 
 
@@ -73,25 +69,20 @@ class Explanation:
     """The directory that is resumed, or named by --run-dir; empty for a new one in runs/."""
     settings: Settings
     world: World
-    device: str
-    """cpu, cuda or mps."""
+    device: str  # cpu, cuda or mps
     plan: Plan
     step: StepShares
-    last_step: StepShares | None
-    """Of an epoch, if it has fewer samples than the others."""
+    last_step: StepShares | None  # of an epoch, if it has fewer samples than the others
     rates: tuple[Rate, ...]
     scheduler: str
     """The class of the recipe's scheduler and after what it is stepped; empty without one."""
-    optimizer: str
-    """The name of its class."""
+    optimizer: str  # the name of its class
     memory: RankMemory | None
-    whole_matrices: WholeMatrices | None
-    """What Muon takes while it steps; None of other optimizers."""
+    whole_matrices: WholeMatrices | None  # what Muon takes while it steps; None of other optimizers
     strategies: dict[str, StrategyMemory]
     """What a rank would hold by each of --strategy on these ranks; empty for a single rank."""
     drawn: Drawn | None
-    not_measured: str
-    """Why there is no `memory`; empty otherwise."""
+    not_measured: str  # why there is no `memory`; empty otherwise
     accepts: tuple[str, ...]
     others: tuple[OtherSize, ...]
     goes_on: ResumePoint | None

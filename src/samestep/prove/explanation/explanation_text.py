@@ -14,8 +14,7 @@ from samestep.prove.explanation.rank_memory import MemoryPart, RankMemory
 from samestep.prove.explanation.schedule import Share, StepShares, saves_the_best
 
 _INDENT = 15
-_SHOWN = 4
-"""Groups of ranks, parts of a sum, and files that are shown."""
+_SHOWN = 4  # groups of ranks, parts of a sum, and files that are shown
 _ORDERS = {
     "sequential": "each sample once, in the order of the data (--order sequential)",
     "columns": "each sample once; each slot of a step reads on where it was in the step before "
@@ -27,8 +26,7 @@ _ORDERS = {
     "by length": "shuffled, with samples of similar length in each batch (--group-by-length)",
 }
 
-Rows = Iterator[tuple[str, str]]
-"""Each line's name and text."""
+Rows = Iterator[tuple[str, str]]  # each line's name and text
 
 
 def text_of(explained: Explanation) -> str:
@@ -217,10 +215,10 @@ def _memory(explained: Explanation) -> Rows:
         parts = explained.plan.world_size * explained.plan.accumulate
         samples = f"about {settings.batch_tokens // parts:,} tokens"
     yield "a batch", f"{size(memory.batch.bytes)}: inputs and targets of a micro-step, {samples}"
-    kept = f"what one forward of {samples} keeps for its backward"
+    activations = f"what one forward of {samples} keeps for its backward"
     if settings.checkpoint_activations:
-        kept += "; inputs of the marked blocks are not in it"
-    yield "activations", f"{size(memory.activations.bytes)}: {kept}"
+        activations += "; inputs of the marked blocks are not in it"
+    yield "activations", f"{size(memory.activations.bytes)}: {activations}"
     yield from _gathered(memory)
     yield "data", _data(explained, memory)
     yield "together", f"{size(memory.total)} per rank"

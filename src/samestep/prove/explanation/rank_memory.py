@@ -56,24 +56,18 @@ NOTHING = MemoryPart(bytes=0, elements=0)
 class RankMemory:
     """What one rank holds in the middle of a step, as far as it can be counted."""
 
-    weights: MemoryPart
-    """The trained weights, and those that are frozen."""
+    weights: MemoryPart  # the trained weights, and those that are frozen
     buffers: MemoryPart
     gradients: MemoryPart
     """More than one copy with virtual ranks, whose sums wait for each other."""
-    optimizer: dict[str, MemoryPart]
-    """Name of the state → all weights' part of it."""
-    average: MemoryPart = NOTHING
-    """Of --ema."""
-    batch: MemoryPart = NOTHING
-    """Inputs and targets of one micro-step."""
-    activations: MemoryPart = NOTHING
-    """What one micro-step's forward keeps for its backward."""
+    optimizer: dict[str, MemoryPart]  # name of the state → all weights' part of it
+    average: MemoryPart = NOTHING  # of --ema
+    batch: MemoryPart = NOTHING  # inputs and targets of one micro-step
+    activations: MemoryPart = NOTHING  # what one micro-step's forward keeps for its backward
     gathered: MemoryPart = NOTHING
     """Of a loss over the whole batch: the outputs and targets of all ranks, which each rank
     receives in each step, and the gradients of these outputs."""
-    data: MemoryPart = NOTHING
-    """Samples held in memory, all of them on every rank."""
+    data: MemoryPart = NOTHING  # samples held in memory, all of them on every rank
     blocks: MemoryPart = NOTHING
     """Of --strategy fsdp: what is gathered at once, weights and gradients of blocks."""
 
@@ -90,10 +84,8 @@ class Drawn:
 
     draws: dict[str, str]
     """Random operation of torch → the user's line that calls it, or ""."""
-    generators: tuple[str, ...]
-    """Python's or NumPy's, if used."""
-    batch_norms: tuple[str, ...]
-    """Names of the layers."""
+    generators: tuple[str, ...]  # Python's or NumPy's, if used
+    batch_norms: tuple[str, ...]  # names of the layers
 
 
 def _address(tensor: Tensor) -> int | None:
@@ -233,12 +225,10 @@ class WholeMatrices:
     """What `torch.optim.Muon` takes while it steps: every rank orthogonalises all matrices."""
 
     number: int
-    flops: int
-    """Of Newton-Schulz in each step, on each rank."""
+    flops: int  # of Newton-Schulz in each step, on each rank
     largest_bytes: int
     """For a moment: the largest matrix, and what Newton-Schulz makes of it."""
-    gathered_bytes: int
-    """Of all matrices in each step, with --strategy fsdp; else 0."""
+    gathered_bytes: int  # of all matrices in each step, with --strategy fsdp; else 0
 
 
 def whole_matrices(optimizer: torch.optim.Optimizer, settings: Settings) -> WholeMatrices | None:
@@ -271,16 +261,13 @@ def least_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> RankMemo
 
 
 def fitting(
-    memory: RankMemory, device: str, ranks_here: int, free: int | None, *, complete: bool
+    memory: RankMemory, device: str, ranks_here: int, free_bytes: int | None, *, complete: bool
 ) -> StrategyMemory:
-    """Return whether the ranks of a node, each with this memory, fit on this machine.
-
-    `free` is what it has free on the CPU, in bytes.
-    """
+    """Return whether the ranks of a node, each with this memory, fit on this machine."""
     available = None
     together = memory.total
     if device == "cpu":
-        available, together = free, (memory.total + RANK_BYTES) * ranks_here
+        available, together = free_bytes, (memory.total + RANK_BYTES) * ranks_here
     elif device == "cuda" and torch.cuda.is_available():
         available = torch.cuda.mem_get_info()[1]
     return StrategyMemory(

@@ -37,8 +37,7 @@ class Share:
     samples: int
     micro_steps: tuple[int, ...]
     """Samples of each; 0 for one that only keeps a rank with an empty share in step."""
-    virtual_ranks: tuple[int, ...] = ()
-    """Samples of each virtual rank that is computed here."""
+    virtual_ranks: tuple[int, ...] = ()  # samples of each virtual rank that is computed here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +112,9 @@ def _shared(
 class Rate:
     """The learning rate of one step."""
 
-    step: int
-    """Counted from 1."""
+    step: int  # counted from 1
     lr: float
-    what: str
-    """Why this step is shown, in a word or two."""
+    what: str  # why this step is shown, in a word or two
 
 
 def rates(plan: Plan, settings: Settings, built: Built) -> tuple[Rate, ...]:
@@ -152,8 +149,7 @@ class PlannedEvent:
     step: int
     epoch: int
     evaluates: bool
-    saves: str
-    """The checkpoint's file name, or empty."""
+    saves: str  # the checkpoint's file name, or empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,8 +259,7 @@ class OtherSize:
     """The same settings on another number of ranks."""
 
     ranks: int
-    refused: str = ""
-    """Why it cannot be; then the other fields are empty."""
+    refused: str = ""  # why it cannot be; then the other fields are empty
     global_batch_size: int = 0
     micro_batch_size: int = 0
     accumulate: int = 0

@@ -8,8 +8,7 @@ class Cause:
     """A likely cause; in the table below, its reason has placeholders."""
 
     name: str | None = None
-    why: str = ""
-    """What in this recipe is the cause, and how that was found."""
+    why: str = ""  # what in this recipe is the cause, and how that was found
     advice: str = ""
 
     def of(self, **facts: object) -> "Cause":

@@ -49,22 +49,17 @@ class Check:
     """The answer of one row of the table."""
 
     status: Status
-    compared: str
-    """What was compared with what, or what was looked at."""
-    difference: float | None = None
-    """The largest relative difference that was found."""
-    tolerance: float | None = None
-    """The largest one that counts as rounding."""
+    compared: str  # what was compared with what, or what was looked at
+    difference: float | None = None  # the largest relative difference that was found
+    tolerance: float | None = None  # the largest one that counts as rounding
     cause: Cause = NO_CAUSE
     first_step: int | None = None
     """The first step with a difference beyond the tolerance, counted from 1."""
     first_parameter: str | None = None
     what: str = ""
     """What differs in that step: the loss, a gradient, the name of a metric."""
-    failure: RankFailure | None = None
-    """How the short training failed, if it did."""
-    name: str = ""
-    """Set where one row gives several checks."""
+    failure: RankFailure | None = None  # how the short training failed, if it did
+    name: str = ""  # set where one row gives several checks
 
     @property
     def passed(self) -> bool:
@@ -82,15 +77,11 @@ class Evidence:
     """The start in which a rank dies, if there was one; it is not among the others."""
     traces: Mapping[tuple[int, str], list[Trace]]
     """(start, short training) → the trace of each rank; absent if a rank has none."""
-    reports: Mapping[int, list[RankReport]]
-    """Start → the report of each of its ranks."""
-    ended: Mapping[int, str]
-    """Start that failed → its error message."""
-    chosen: Precision
-    """The precision of the user's settings."""
+    reports: Mapping[int, list[RankReport]]  # start → the report of each of its ranks
+    ended: Mapping[int, str]  # start that failed → its error message
+    chosen: Precision  # the precision of the user's settings
     accepts: frozenset[Accepted] = frozenset()
-    tolerance: float | None = None
-    """The user's own, for losses."""
+    tolerance: float | None = None  # the user's own, for losses
     quick: bool = False
 
     @property
@@ -220,10 +211,8 @@ class TableRow:
     name: str
     answer: Callable[[Evidence], Check | list[Check]]
     """Judges the evidence. A difference whose check names no cause is explained by other rows."""
-    training: ShortTraining | None = None
-    """What starts train for this row."""
-    thorough: bool = False
-    """Whether `--quick` leaves it out."""
+    training: ShortTraining | None = None  # what starts train for this row
+    thorough: bool = False  # whether `--quick` leaves it out
     experiment: Callable[[RecipeUnderTest], Any] | None = None
     """Of the first process; `Evidence.result` returns its result, unless None."""
     rank_experiment: Callable[[RecipeUnderTest, World], Any] | None = None

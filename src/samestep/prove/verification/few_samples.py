@@ -23,8 +23,7 @@ _TO_HALVE = 6
 # Only a prime's own number of ranks shares it out evenly.
 _EVALUATED = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 _MOST_BROKEN = 100
-_OF_STREAM = 512
-"""Elements of a stream that are used: the first ones."""
+_OF_STREAM = 512  # elements of a stream that are used: the first ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +33,11 @@ class TrainingSize:
     num_samples: int
     """Training samples, an epoch of them: some full batches and an incomplete one."""
     global_batch: int
-    rest: int
-    """Samples of the incomplete last batch."""
-    full: int
-    """Full batches of an epoch."""
+    rest: int  # samples of the incomplete last batch
+    full: int  # full batches of an epoch
     drop_last: bool
     num_evaluated: int
-    ranks: int
-    """The largest number of ranks."""
+    ranks: int  # the largest number of ranks
 
     @property
     def steps(self) -> int:
@@ -204,13 +200,13 @@ def cut_numbers(recipe: Recipe, whole: Splits, few: Splits) -> Recipe:
     if len(collates) == 1:
         cut["collate"] = recipe.collate or collates.pop()
     for name in ("weights", "lengths"):
-        if (given := getattr(recipe, name)) is not None:
-            every = per_sample(name, given, whole.train)
+        if (numbers := getattr(recipe, name)) is not None:
+            every = per_sample(name, numbers, whole.train)
             taken = getattr(few.train, "indices", None) or spread(
                 len(every), num_samples(few.train)
             )
-            kept = every[torch.tensor(taken)]
-            cut[name] = kept if bool(kept.any()) else kept + 1  # some may be drawn
+            picked = every[torch.tensor(taken)]
+            cut[name] = picked if bool(picked.any()) else picked + 1  # some may be drawn
     return replace(recipe, **cut) if cut else recipe
 
 

@@ -49,13 +49,10 @@ Progress = Callable[[int, int, str], None]
 class VerifyOptions:
     """What a verification compares, and what may differ."""
 
-    sizes: tuple[int, ...] | None = None
-    """Numbers of ranks; None for 1, 2 and 3, or fewer."""
+    sizes: tuple[int, ...] | None = None  # numbers of ranks; None for 1, 2 and 3, or fewer
     quick: bool = False
-    accept: tuple[str, ...] = ()
-    """What may differ by intent."""
-    tolerance: float | None = None
-    """Compare only losses, up to this relative difference."""
+    accept: tuple[str, ...] = ()  # what may differ by intent
+    tolerance: float | None = None  # compare only losses, up to this relative difference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +87,13 @@ class Starts:
     progress: Progress
     began: float = field(default_factory=time.time)
     done: int = 0
-    total: int = 0
-    """How many there will be, as far as is known."""
+    total: int = 0  # how many there will be, as far as is known
     facts: RecipeFacts | None = None
     traces: dict[tuple[int, str], list[Trace]] = field(default_factory=dict)
     """(start, short training) → the trace of each rank, if all have finished it."""
     reports: dict[int, list[RankReport]] = field(default_factory=dict)
     """Start → the report of each rank, of the main training if it ran several."""
-    ended: dict[int, str] = field(default_factory=dict)
-    """Start that failed → its error message."""
+    ended: dict[int, str] = field(default_factory=dict)  # start that failed → its error message
 
     def run(
         self, start: Start, task: object, launch: Launch | None = None

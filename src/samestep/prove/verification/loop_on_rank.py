@@ -35,7 +35,7 @@ from samestep.base.trees import map_tensors, tree_leaves
 from samestep.core.data.keyed_random import seed_rank
 from samestep.core.data.recipe_data import per_sample
 from samestep.core.learner.side_effects import ALL_KINDS, Draws, RandomDraws, batch_norms
-from samestep.core.loops.gradients import Trained, parameters_of
+from samestep.core.loops.gradients import Trained, parameters_in, parameters_of
 from samestep.core.loops.kept_state import precision_of
 from samestep.core.loops.loop_data import OwnBatch
 from samestep.core.loops.loop_session import Options
@@ -58,16 +58,14 @@ from samestep.prove.verification.short_trainings import (
 )
 from samestep.prove.verification.trace import Trace, sample_hashes, values_by_name, values_of
 
-PASSES = "passes"
-"""What a rank's report calls its backward passes."""
+PASSES = "passes"  # what a rank's report calls its backward passes
 STATISTICS = "statistics"
 """… and the means and variances at which batch normalisation is frozen."""
 GLOBAL_BATCH = "global batch"
 READ_AGAIN = "read again"
 GROUPS = "groups"
 """… and the numbers in the groups of the optimizers: step → of each group by name."""
-_SCALE = 2.0**10
-"""Where a gradient scaler begins at most."""
+_SCALE = 2.0**10  # where a gradient scaler begins at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +80,8 @@ class LoopTask:
     training: ShortTraining
     most_ranks: int
     device: Device
-    doubles: bool
-    """Whether all is computed in float64."""
-    precision: Precision = "fp32"
-    """What it computes in otherwise, once that is known."""
+    doubles: bool  # whether all is computed in float64
+    precision: Precision = "fp32"  # what it computes in otherwise, once that is known
     statistics: Mapping[str, list[Tensor]] = field(default_factory=dict)
     """Batch normalisation → the statistics at which it is held."""
     arithmetic: Arithmetic | None = None
@@ -96,12 +92,9 @@ class Pass(NamedTuple):
     """A backward pass, before anything is added up over ranks."""
 
     loss: float
-    terms: float
-    """By what its loss weighs among those of the ranks."""
-    gradient: NDArray[np.float64]
-    """All parameters in a row, of large ones some values."""
-    step: int
-    """Counted from 1."""
+    terms: float  # by what its loss weighs among those of the ranks
+    gradient: NDArray[np.float64]  # all parameters in a row, of large ones some values
+    step: int  # counted from 1
 
 
 def run_script(task: LoopTask, output: RecipeOutput, log: Path) -> NoReturn:
@@ -220,7 +213,7 @@ class WatchedRun(OwnRun):
             if isinstance(part, nn.Module) and self._task.doubles:
                 part.double()
             if isinstance(part, torch.optim.Optimizer) and self._task.doubles:
-                for parameter in (p for group in part.param_groups for p in group["params"]):
+                for parameter in parameters_in(part):
                     parameter.data = parameter.data.double()
         # Where an epoch is all that the script wants, it is cut to a few batches here.
         for epoch in super().epochs(max(num_epochs, 2), state=state):
@@ -273,10 +266,8 @@ class WatchedRun(OwnRun):
     ) -> Tensor:
         """Keep the loss and the gradient of this rank's share, then do as asked."""
         self._note_draws()
-        batch, step = (
-            self._loop.use_batch("run.backward", trains=True),
-            self._opened.position.step + 1,
-        )
+        batch = self._loop.use_batch("run.backward", trains=True)
+        step = self._opened.position.step + 1
         usable = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
         if usable:
             parameters = parameters_of(trained)
@@ -344,11 +335,10 @@ class WatchedRun(OwnRun):
         groups += map(_numbers_of, optimizer.param_groups)
         gradients = (
             (names.get(id(p), "a parameter outside the state"), p.grad)
-            for group in optimizer.param_groups
-            for p in group["params"]
+            for p in parameters_in(optimizer)
         )
-        kept = self._trace.gradients.setdefault(self._trace.begun, {})
-        kept |= values_by_name(gradients) | kept  # what came first stays
+        first_gradients = self._trace.gradients.setdefault(self._trace.begun, {})
+        first_gradients |= values_by_name(gradients) | first_gradients  # what came first stays
 
     def _watch_step(self, *, begins: bool) -> None:
         if begins:

@@ -52,8 +52,7 @@ _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 class FreeStep(NamedTuple):
     """A forward and backward with nothing fixed."""
 
-    model: nn.Module
-    """With its gradients."""
+    model: nn.Module  # with its gradients
     seen: RandomDraws
     own_generators: list[str]
     """Lines that draw from a `torch.Generator` of their own, with state kept across steps."""
@@ -74,8 +73,7 @@ class HeldForward(NamedTuple):
 
     model: nn.Module
     block: Block
-    outputs: Any
-    """Detached; (samples, …)."""
+    outputs: Any  # detached; (samples, …)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +85,7 @@ class RecipeUnderTest:
     settings: Settings
     splits: Splits
     size: TrainingSize
-    world: World
-    """Of only this process."""
+    world: World  # of only this process
 
     @property
     def dtype(self) -> torch.dtype:

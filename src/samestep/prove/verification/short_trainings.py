@@ -9,17 +9,14 @@ from samestep.base.settings import Precision, Settings, in_precision
 from samestep.core.learner.side_effects import Kind
 from samestep.prove.verification.few_samples import TrainingSize
 
-MAIN = "main"
-"""The short training that all rows rest on."""
+MAIN = "main"  # the short training that all rows rest on
 NUDGED = "nudged"
 """The same on one process from weights off by one rounding, where float64 is not possible."""
 NUDGED_GRADIENT = "nudged gradient"
 """The same on one process, where each step of the optimizer gets a gradient off by a rounding."""
 OPTIMIZER_ROW = "optimizer"
-OWN_PRECISION = "precision"
-"""The same in the precision of the user's settings."""
-NUDGED_IN_OWN = "nudged in own precision"
-"""… and there with such gradients: of a loop of one's own."""
+OWN_PRECISION = "precision"  # the same in the precision of the user's settings
+NUDGED_IN_OWN = "nudged in own precision"  # … and there with such gradients: of a loop of one's own
 _SLOWER = 0.01
 _ALWAYS: dict[str, Any] = {
     **dict.fromkeys(
@@ -54,27 +51,21 @@ class Start:
     world_size: int
     closing: bool = False
     """Whether this start only resumes, and evaluates a checkpoint on one device."""
-    loses_rank: bool = False
-    """Whether rank 0 dies in it, and the others continue."""
+    loses_rank: bool = False  # whether rank 0 dies in it, and the others continue
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFacts:
     """What the first process found out about the recipe, before ranks are compared."""
 
-    num_samples: int
-    """Training samples of the recipe."""
+    num_samples: int  # training samples of the recipe
     size: TrainingSize
-    evaluates: str
-    """The split that is evaluated."""
-    exact: Precision = "fp64"
-    """The most exact precision that the model can compute in."""
-    inexact: str = ""
-    """Why this is not float64."""
+    evaluates: str  # the split that is evaluated
+    exact: Precision = "fp64"  # the most exact precision that the model can compute in
+    inexact: str = ""  # why this is not float64
     virtual_ranks: int | None = None
     """With virtual ranks all trainings must be equal to the last bit, and nothing is fixed."""
-    lightning: bool = False
-    """Whether Lightning is installed and takes these settings."""
+    lightning: bool = False  # whether Lightning is installed and takes these settings
     allows_unused: bool = False
     """Whether steps may leave parameters unused (--find-unused), which FSDP cannot train."""
     present: frozenset[Kind] = frozenset()
@@ -88,15 +79,12 @@ class StartInstructions:
     """What the ranks of one start are to do."""
 
     start: Start
-    folder: Path
-    """For the runs."""
+    folder: Path  # for the runs
     sizes: tuple[int, ...]
-    batch: int | None
-    """The global batch, if the user named one."""
+    batch: int | None  # the global batch, if the user named one
     lightning: bool
     quick: bool
-    facts: RecipeFacts | None = None
-    """None in the first start, which finds them out."""
+    facts: RecipeFacts | None = None  # None in the first start, which finds them out
     failed: frozenset[str] = frozenset()
     """Short trainings that failed in one process: on several ranks they would end the start."""
 
@@ -111,16 +99,14 @@ class RankFailure:
     message: str
     mistake: bool = False
     """Whether it is a `UserError`, whose message the user sees as it is."""
-    lost_peer: bool = False
-    """Whether another rank's failure caused it."""
+    lost_peer: bool = False  # whether another rank's failure caused it
 
 
 @dataclass(kw_only=True)
 class RankReport:
     """What a rank found out, in addition to its traces."""
 
-    num_samples: int = 0
-    """Training samples that its data has."""
+    num_samples: int = 0  # training samples that its data has
     results: dict[str, Any] = field(default_factory=dict)
     """Row → the result of its experiment on this rank."""
     failures: list[RankFailure] = field(default_factory=list)
@@ -149,15 +135,12 @@ class ShortTraining:
     """What is left as it is; the rest of what differs with the number of ranks is fixed."""
     halves: bool = False
     """Whether each rank, or each virtual rank, takes its share in two micro-steps."""
-    resumes: bool = False
-    """Whether it resumes the checkpoint of the start before."""
+    resumes: bool = False  # whether it resumes the checkpoint of the start before
     saves: bool = False
-    short: bool = False
-    """Whether it ends at the step where others stop and resume."""
+    short: bool = False  # whether it ends at the step where others stop and resume
     evaluates: bool = False
     lightning: bool = False
-    sharded: bool = False
-    """Whether the ranks share the model out, by FSDP."""
+    sharded: bool = False  # whether the ranks share the model out, by FSDP
     nudged: bool = False
     """Whether its weights begin one rounding off, to measure what rounding does to the losses."""
     loses_rank: bool = False

@@ -36,8 +36,7 @@ class Trace:
     training: str = ""
     losses: dict[int, float] = field(default_factory=dict)
     """Mean over the global batch; on rank 0 only."""
-    norms: dict[int, float] = field(default_factory=dict)
-    """Of the gradient, before clipping."""
+    norms: dict[int, float] = field(default_factory=dict)  # of the gradient, before clipping
     gradients: dict[int, dict[str, Values]] = field(default_factory=dict)
     weights: dict[int, dict[str, Values]] = field(default_factory=dict)
     """After each step; with Lightning only after the last."""
@@ -51,8 +50,7 @@ class Trace:
     """With virtual ranks: last step of an epoch → loss and metrics over the training samples."""
     evaluated: list[str] = field(default_factory=list)
     """A hash of each sample that this rank evaluated before training."""
-    begun: int = 0
-    """The step that was begun last; 0 before the first."""
+    begun: int = 0  # the step that was begun last; 0 before the first
 
     def keep(self, record: Record) -> None:
         """Keep the numbers of one of the run's records."""
@@ -112,8 +110,8 @@ def values_by_name(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Valu
 
     All ranks call it: those of a sharded tensor are put together.
     """
-    kept = ((name, whole(t)) for name, t in named if t is not None)
-    return {name: values_of(t) for name, t in kept if t.is_floating_point() and t.numel()}
+    whole_tensors = ((name, whole(t)) for name, t in named if t is not None)
+    return {name: values_of(t) for name, t in whole_tensors if t.is_floating_point() and t.numel()}
 
 
 def _weights_of(model: nn.Module) -> dict[str, Values]:
@@ -236,8 +234,7 @@ class TrainingDifference:
 
     largest: float = 0.0
     """Relative, over everything compared; infinite where only one of them has a value."""
-    first_step: int | None = None
-    """The first step with a difference beyond the tolerance."""
+    first_step: int | None = None  # the first step with a difference beyond the tolerance
     first_parameter: str | None = None
     """The first parameter, in the model's order, beyond the tolerance in that step."""
     what: str = ""

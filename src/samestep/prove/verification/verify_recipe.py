@@ -263,14 +263,14 @@ class _Start:
         place, name = self._start.place, training.name
         if training.resumes:
             place, name = place - 1, MAIN
-        run, given = run_of(self._instructions.folder, place, name), self._request.settings
-        settings = settings_of(training, given, self._facts, self._start.world_size, run)
+        run, users = run_of(self._instructions.folder, place, name), self._request.settings
+        settings = settings_of(training, users, self._facts, self._start.world_size, run)
         if self._world.device.type != "cuda":
             settings = replace(settings, sync_batchnorm=False)
         few, inner = self._few, self._recipe
         # A schedule may follow what is validated; else only some trainings take that time.
         if {"optimizer", "metrics"}.intersection(inner.schedule_asks()):
-            settings = replace(settings, monitor=given.monitor, mode=given.mode)
+            settings = replace(settings, monitor=users.monitor, mode=users.mode)
         elif not training.evaluates:
             few = replace(few, validation=None)
         unused = [] if settings.allows_unused else unused_parameters(self._facts)

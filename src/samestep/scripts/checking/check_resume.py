@@ -30,7 +30,7 @@ from samestep.scripts.checking.check_script import (
     run_as_it_starts,
     run_job,
 )
-from samestep.scripts.checking.ranks_of_script import Job, Run, Starter, run_ranks, start_processes
+from samestep.scripts.checking.ranks_of_script import Job, Run, Starter, run_ranks
 from samestep.scripts.checking.rules.resume import mistakes
 from samestep.scripts.checking.scratch import Scratch
 from samestep.scripts.checking.starts import Attempt, Resumed, SeenResumed, StepFact
@@ -76,9 +76,7 @@ def check_resume(
         f"{script} runs whole, then killed and resumed twice, and whole again if anything differs: "
         f"at most {most:g} times its own time, each start at most {seconds:g} s from its first step"
     )
-    own = functools.partial(
-        run_ranks, seconds=seconds, stall_s=stall_s, start=start or start_processes
-    )
+    own = functools.partial(run_ranks, seconds=seconds, stall_s=stall_s, start=start)
     folder, run = here or (None, own)
     with tempfile.TemporaryDirectory(
         prefix="samestep-check-", dir=folder, ignore_cleanup_errors=True
@@ -129,8 +127,7 @@ class _Chain:
 
     script: Path
     words: list[str]
-    kept: Path
-    """Where the files are kept as they were at the first kill."""
+    kept: Path  # where the files are kept as they were at the first kill
     run: Run
     whole: Attempt
     scratch: Scratch

@@ -23,7 +23,6 @@ from samestep.scripts.checking.ranks_of_script import (
     Starter,
     ranks_seen,
     run_ranks,
-    start_processes,
 )
 from samestep.scripts.checking.scratch import Scratch
 from samestep.scripts.checking.seen import RankSeen, Seen, Stall, asks_for_gpu
@@ -34,8 +33,7 @@ _OF_ONE_PROCESS = (
 )
 # A guess at who starts the ranks: a wrong one costs a start.
 _STARTS, _IS_STARTED = re.compile(r"\b(spawn|start_processes|Process)\("), re.compile(r"RANK\b")
-_LAST_LINES = 400
-"""Characters at the end of a traceback that say what was raised."""
+_LAST_LINES = 400  # characters at the end of a traceback that say what was raised
 _NEEDS_GPU = re.compile(r"cuda|nccl|gpu|nvidia|accelerator", re.IGNORECASE)
 
 
@@ -61,9 +59,7 @@ def check_script(
     """
     began = time.perf_counter()
     job = job_of(script, arguments, module=module, steps=steps, nproc=nproc)
-    run = functools.partial(
-        run_ranks, seconds=seconds, stall_s=stall_s, start=start or start_processes
-    )
+    run = functools.partial(run_ranks, seconds=seconds, stall_s=stall_s, start=start)
     job, seen, output = run_as_it_starts(script, job, run, asked=asked)
     uses_gpu = job.substitute or asks_for_gpu(seen)
     if uses_gpu and nproc > 1 and len(output) > 1:  # else the script starts its ranks on one node
@@ -84,10 +80,7 @@ def job_of(script: Path, arguments: Sequence[str], *, module: bool, steps: int, 
 
 
 def report_on(seen: Seen, output: list[str], script: Path, began: float) -> CheckReport:
-    """Return the report on a script that was run.
-
-    Raises UserError if it could not be checked.
-    """
+    """Return the report on a script that was run; UserError if it could not be checked."""
     mistakes, not_seen = apply_rules(seen) if seen.ranks else ([], [])
     if not any(mistake.severity == "error" for mistake in mistakes):
         refuse_failures(seen, output, script)

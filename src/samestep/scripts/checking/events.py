@@ -27,13 +27,10 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind", 
 
     where: str = ""
     """The innermost line of the user's code, `file.py:41`; empty if there was none."""
-    step: int = 0
-    """Optimizer steps that the rank had taken."""
-    epoch: int = 0
-    """How often its training had begun to read from its loader."""
+    step: int = 0  # optimizer steps that the rank had taken
+    epoch: int = 0  # how often its training had begun to read from its loader
     evaluating: bool = False
-    time: float = 0.0
-    """Seconds since the rank was started."""
+    time: float = 0.0  # seconds since the rank was started
 
 
 class VariableRead(Event):  # a launcher's variable was read, by the user's own code or by a library

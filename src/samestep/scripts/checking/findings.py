@@ -21,13 +21,11 @@ Severity = Literal["error", "warning", "advice"]
 class Found:
     """What a rule found: where in the user's code, and the numbers that were seen."""
 
-    where: str
-    """`file.py:41`; empty if no line of the script is to blame."""
+    where: str  # `file.py:41`; empty if no line of the script is to blame
     evidence: str
     remedy: str = ""
     """What to change; lines that begin with `- ` and `+ ` are a small diff."""
-    severity: Severity | None = None
-    """If other than the rule's own."""
+    severity: Severity | None = None  # if other than the rule's own
     comes_from: Mapping[str, str] = field(default_factory=dict)
     """Where the cause may be, if not at `where`: what is made there → `file.py:12`."""
 
@@ -54,8 +52,7 @@ class Rule:
     code: str
     severity: Severity
     title: str
-    why: str
-    """Why it matters, in one sentence."""
+    why: str  # why it matters, in one sentence
     page: str
     apply: RuleFunction
     least_ranks: int
@@ -64,10 +61,8 @@ class Rule:
     """Whether it speaks only where no other rule explains the step: codes SS1xx to SS3xx."""
 
 
-RESUME = "SS8"
-"""The family of codes that only `check --resume` judges."""
-RULES: dict[str, Rule] = {}
-"""By code; the modules of `rules/` fill it as they are imported."""
+RESUME = "SS8"  # the family of codes that only `check --resume` judges
+RULES: dict[str, Rule] = {}  # by code; the modules of `rules/` fill it as they are imported
 _PAGES = Path(__file__).parent / "pages"
 
 
@@ -151,8 +146,8 @@ def apply_rules(seen: Seen) -> tuple[list[Mistake], list[str]]:
         for f in findings.values()
         if not RULES[f.code].residual
     )
-    kept = [f for f in findings.values() if not (explained and RULES[f.code].residual)]
-    return sorted(kept, key=lambda f: (grave.index(f.severity), f.code)), list(not_seen)
+    unexplained = [f for f in findings.values() if not (explained and RULES[f.code].residual)]
+    return sorted(unexplained, key=lambda f: (grave.index(f.severity), f.code)), list(not_seen)
 
 
 def _place(where: str) -> tuple[str, int]:
@@ -166,7 +161,7 @@ _SILENCED = re.compile(r"#\s*samestep:\s*ignore\[([^\]]*)\]")
 
 def without_silenced(findings: Iterable[Mistake], folder: Path) -> list[Mistake]:
     """Leave out what `# samestep: ignore[SS104]` silences: on the line, or by itself above it."""
-    kept = []
+    left = []
     for finding in findings:
         try:
             lines = (folder / finding.file).read_text().splitlines()[: finding.line][-2:]
@@ -175,5 +170,5 @@ def without_silenced(findings: Iterable[Mistake], folder: Path) -> list[Mistake]
         above = [line for line in lines[:-1] if line.lstrip().startswith("#")]
         comments = _SILENCED.findall("\n".join([*above, *lines[-1:]]))
         if finding.code not in re.findall(r"\w+", " ".join(comments)):
-            kept.append(finding)
-    return kept
+            left.append(finding)
+    return left

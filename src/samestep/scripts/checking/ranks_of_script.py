@@ -183,13 +183,13 @@ def start_rank(job: Path, rank: int, variables: dict[str, str], cwd: Path) -> Ra
 
 
 def run_ranks(
-    scratch: Scratch, job: Job, *, seconds: float, stall_s: float | None, start: Starter
+    scratch: Scratch, job: Job, *, seconds: float, stall_s: float | None, start: Starter | None
 ) -> tuple[Sequence[int | None], StallVerdict | None]:
     """Start a job in a scratch copy, and wait until its ranks have ended, or long enough."""
     folder = Path(job.folder)
     each = [{}] if job.alone else rank_variables(job.nproc, one_per_node=job.one_per_node)
     own = [script_variables(scratch) | variables for variables in each]
-    processes = start(write_job(job), own, Path(job.scratch))
+    processes = (start or start_processes)(write_job(job), own, Path(job.scratch))
     try:  # where each rank has a node of its own, what is asked for before the first step will do
         return wait(processes, folder, 0.0 if job.one_per_node else seconds, stall_s)
     finally:

@@ -28,9 +28,14 @@ class Reading:
     trains: bool = False
 
     @property
+    def first_pass(self) -> list[ev.BatchRead]:
+        """The batches of the first pass, as far as they were read."""
+        return [batch for batch in self.batches if not batch.turn]
+
+    @property
     def rows(self) -> list[int]:
         """The samples of the first pass, by their content, as far as they were read."""
-        return [row for batch in self.batches if not batch.turn for row in batch.rows]
+        return [row for batch in self.first_pass for row in batch.rows]
 
     @property
     def order(self) -> list[int]:
@@ -51,7 +56,7 @@ class Reading:
     @property
     def begins_only(self) -> bool:
         """Whether each pass is left after the first of several batches."""
-        return sum(not batch.turn for batch in self.batches) == 1 < self.length[0]
+        return len(self.first_pass) == 1 < self.length[0]
 
     @property
     def length(self) -> tuple[int, bool]:
@@ -59,7 +64,7 @@ class Reading:
         if self.orders:
             return self.orders[0].batches, self.orders[0].ended
         ended = any(not event.turn and not event.cut for event in self.left)
-        return sum(not batch.turn for batch in self.batches), ended
+        return len(self.first_pass), ended
 
 
 def readings_of(rank: RankSeen) -> list[Reading]:

@@ -68,15 +68,15 @@ def _lost_sequences(tensors: list[Tensor], leaves: list[Tensor]) -> int:
     if rows is None or len(rows) >= len(tensors) or rows.numel() > _MOST_ELEMENTS:
         return 0
     known = [tensor.tolist() for tensor in tensors]
-    kept: set[int] = set()
+    with_row: set[int] = set()
     for row in rows.tolist():
         of = [n for n, own in enumerate(known) if own[: len(row)] == row[: len(own)]]
         # What lies behind a sample is one number, or it is another sample.
         of = [n for n in of if all(part == row[-1] for part in row[len(known[n]) :])]
         if not of:
             return 0
-        kept.update(of)
-    return len(tensors) - len(kept)
+        with_row.update(of)
+    return len(tensors) - len(with_row)
 
 
 def number_of(index: Any) -> int:

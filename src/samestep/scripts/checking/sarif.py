@@ -1,21 +1,14 @@
 """A report of `check` as SARIF 2.1.0, which code scanning shows next to the lines of a change."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from samestep.base.plugins import __version__
-from samestep.base.run.files import write_text
 from samestep.scripts.checking.check_report import CheckReport, shown_file
 from samestep.scripts.checking.findings import RULES, Mistake, Origin
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {"error": "error", "warning": "warning", "advice": "note"}
-
-
-def write_sarif(report: CheckReport, path: Path) -> None:
-    """Write a report whole or not at all."""
-    write_text(path, json.dumps(as_sarif(report), indent=2) + "\n")
 
 
 def as_sarif(report: CheckReport) -> dict[str, Any]:

@@ -53,8 +53,7 @@ class Stall:
 
     where: str
     sentence: str
-    gone: bool = False
-    """Whether the rank to blame has ended, and nothing says how."""
+    gone: bool = False  # whether the rank to blame has ended, and nothing says how
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,7 @@ class Attempt:
 
     seen: Seen
     output: list[str]
-    before: "Attempt | None" = None
-    """The start that it resumes from."""
+    before: "Attempt | None" = None  # the start that it resumes from
     offset: int = 0
 
     @cached_property
@@ -199,14 +198,12 @@ class Resumed:
     whole: Attempt
     chain: list[Attempt]
     """The one that was killed first, and those that resume, each from the one before."""
-    words: list[str]
-    """What resumes it."""
+    words: list[str]  # what resumes it
     again: Attempt | None = None
     """A second whole run, if anything was different: what the script itself does not repeat."""
     others: list[Attempt] = field(default_factory=list)
     """Resumed on other numbers of ranks, from the first kill."""
-    torn: Attempt | None = None
-    """Resumed from the first half of its checkpoint."""
+    torn: Attempt | None = None  # resumed from the first half of its checkpoint
 
     def unsteady(self, what: StepFact) -> bool:
         """Whether two starts from scratch differ in this."""

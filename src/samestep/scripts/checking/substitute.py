@@ -104,8 +104,8 @@ class _Devices:
     ) -> None:
         for index in (args[0] if args else kwargs.get("device_ids")) or ():
             self.on_cpu(index)
-        kept = _except(kwargs, "device_ids", "output_device")
-        original(ddp, module, None, None, *args[2:], **kept)
+        others = _except(kwargs, "device_ids", "output_device")
+        original(ddp, module, None, None, *args[2:], **others)
 
 
 class _OnCpu(TorchFunctionMode):

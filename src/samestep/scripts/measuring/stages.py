@@ -266,10 +266,8 @@ class Stages:
             self._mark()
 
     def _mark(self) -> None:
-        """Count from here on, unless a profiler slows the steps down.
-
-        The steps of an epoch that is to be traced do count: there may be no others.
-        """
+        """Count from here on, unless a profiler slows the steps down."""
+        # The steps of an epoch that is to be traced do count: there may be no others.
         traces = self.stage == "trace" and self._epoch is None
         self._account.mark(self._step, counts=not (self._paused or traces))
 

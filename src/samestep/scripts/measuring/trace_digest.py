@@ -36,8 +36,7 @@ INDEX = "index by a tensor on the CPU"
 READ = "aten::_local_scalar_dense"
 """A number is read from a tensor: `.item()`, `float()`, `int()`, `bool()`."""
 
-COLLATE = "collate_fn of DataLoader"
-"""The mark that hooks set around it."""
+COLLATE = "collate_fn of DataLoader"  # the mark that hooks set around it
 _MATMUL = re.compile(
     r"mm\b|addmm|bmm|matmul|linear|conv|gemm|attention|cutlass|xmma|wgrad|dgrad|flash|einsum",
     re.IGNORECASE,
@@ -319,8 +318,8 @@ def common(one: Spans, other: Spans, keep: np.ufunc = np.logical_and) -> Spans:
     """Return the time that is in both, or what `keep` makes of whether it is in each."""
     one, other = (spans[spans[:, 0] < spans[:, 1]] for spans in (one, other))
     edges = np.unique(np.concatenate([one.ravel(), other.ravel()]))
-    kept = keep(find(one, edges[:-1]) >= 0, find(other, edges[:-1]) >= 0)
-    return np.asarray(np.column_stack([edges[:-1], edges[1:]])[kept])
+    is_kept = keep(find(one, edges[:-1]) >= 0, find(other, edges[:-1]) >= 0)
+    return np.asarray(np.column_stack([edges[:-1], edges[1:]])[is_kept])
 
 
 def without(spans: Spans, taken: Spans) -> Spans:

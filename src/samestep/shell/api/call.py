@@ -44,10 +44,8 @@ class Call:
 
     target: str | None
     """A recipe's name, its file, or the directory of a run; None if `recipe` is given instead."""
-    recipe: Recipe | None = None
-    """Instead of a target, or for a run that has no file of it."""
-    keywords: Mapping[str, Any] = field(default_factory=dict)
-    """Settings and the recipe's options."""
+    recipe: Recipe | None = None  # instead of a target, or for a run that has no file of it
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # settings and the recipe's options
     config: Path | None = None
     resume: bool | str = False
     allow_change: tuple[str, ...] = ()
@@ -111,8 +109,8 @@ def request_of(call: Call, function: str = "train") -> Request:
             raise UserError(f"{where}: recipe_of_run has no effect without resume=True.")
         recipe = own_recipe(call.target, call.keywords.get("run_dir")) or recipe
     start = draft(call.target, call.config, recipe)
-    given = {name: plain_value(value) for name, value in call.keywords.items()}
-    settings, options = typed(given, start.recipe, where)
+    plain = {name: plain_value(value) for name, value in call.keywords.items()}
+    settings, options = typed(plain, start.recipe, where)
     below = start.options()
     return finish(
         start,
@@ -125,10 +123,7 @@ def request_of(call: Call, function: str = "train") -> Request:
 
 
 def check_may_start(function: str) -> None:
-    """Refuse a call in a process that is itself a rank, a spawned child or a reader of a recipe.
-
-    There it would start ranks endlessly.
-    """
+    """Refuse a call in a rank, a spawned child or a reader of a recipe: it would start for ever."""
     name = f"samestep.{function}()"
     where = ""
     if (file := being_read()) is not None:
@@ -173,8 +168,7 @@ def as_in_fresh_process() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-CALL_FILE = "--call-file"
-"""Precedes the file of a call in the arguments of a rank."""
+CALL_FILE = "--call-file"  # precedes the file of a call in the arguments of a rank
 RECORDS = "records.jsonl"
 """The file next to it in which rank 0 leaves the records of a training for the caller."""
 _DEEPEST = 8

@@ -4,19 +4,21 @@ import contextlib
 import dataclasses
 import os
 import time
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from samestep.base.errors import UserError, in_words
+from samestep.base.errors import UserError
 from samestep.base.run.directory import is_run, new_run_path
 from samestep.base.run.files import shown_path
 from samestep.cluster.slurm.checks import check_ranks
-from samestep.cluster.slurm.options import UncheckedOptions, apply_flags, options_before
+from samestep.cluster.slurm.options import (
+    UncheckedOptions,
+    apply_flags,
+    option_value,
+    options_before,
+)
 from samestep.cluster.slurm.queue import ask_to_stop, call, find_job, read_progress
 from samestep.cluster.slurm.rank_ends import latest_start
 from samestep.cluster.slurm.submission import (
@@ -117,11 +119,11 @@ def submit(
     """
     check_may_start("submit")
     of_job = {field.name for field in fields(UncheckedOptions)}
-    given = {name: v for name, v in options_and_settings.items() if name in of_job}
+    job_options = {name: v for name, v in options_and_settings.items() if name in of_job}
     settings = {name: v for name, v in options_and_settings.items() if name not in of_job}
     path = None if isinstance(what, Recipe) or what in RECIPES else Path(what)
     defaults, files = options_before(path)
-    options = apply_flags(defaults, _job_options(defaults, given), files)
+    options = apply_flags(defaults, _job_options(defaults, job_options), files)
     if isinstance(what, Recipe):
         if arguments:
             raise UserError("arguments= is for a script; a recipe takes settings.")
@@ -162,21 +164,12 @@ def submit(
 
 
 def _job_options(defaults: UncheckedOptions, given: Mapping[str, Any]) -> UncheckedOptions:
-    """Return the defaults with what a call gives; a number of nodes needs no quotes."""
-    types = typing.get_type_hints(UncheckedOptions)
+    """Return the defaults with what a call gives."""
     values = dict(vars(defaults))
     for name, value in given.items():
-        plain = str(value) if name == "nodes" else value
-        if name == "elastic" and isinstance(value, bool):
-            plain = "auto" if value else None
-        if isinstance(plain, str) and isinstance(getattr(defaults, name), tuple):
-            plain = (plain,)
-        try:
-            values[name] = msgspec.convert(plain, types[name])
-        except msgspec.ValidationError as error:
-            must = in_words(types[name])
-            why = f"it must be {must}" if must else error
-            raise UserError(f"submit({name}={value!r}): {why}.") from error
+        repeats = isinstance(value, str) and isinstance(getattr(defaults, name), tuple)
+        words = (value,) if repeats else value
+        values[name] = option_value(name, words, f"submit({name}={value!r})")
     return UncheckedOptions(**values)
 
 

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from samestep.scripts.checking.check_report import CheckReport
     from samestep.shell.api.trained_run import TrainedRun
 
-DEFAULT_RANKS = 2
-"""Ranks on which a script is checked by default."""
+DEFAULT_RANKS = 2  # ranks on which a script is checked by default
 
 
 @with_settings(GivenSettings)
@@ -109,8 +108,8 @@ def train(
             allow_change=tuple(names),
             recipe_of_run=recipe_of_run,
         )
-        given = "" if call.recipe is None else "recipe=…, "
-        again = f'samestep.train("{{}}", {given}resume=True)'
+        recipe_argument = "" if call.recipe is None else "recipe=…, "
+        again = f'samestep.train("{{}}", {recipe_argument}resume=True)'
         if not elastic and (elastic_limit != 10 or not elastic_replace):
             raise UserError("elastic_limit and elastic_replace say how elastic=True acts: give it.")
         keeping = partial(elastic_of, elastic, replaces=elastic_replace, limit=elastic_limit)
@@ -179,10 +178,10 @@ def verify(
     nproc = settings.pop("world_sizes", nproc)  # its old name, for one more release
     call = call_of(what, recipe, keywords=settings, config=config)
     script = None if call.target is None else loop_of(call.target)
-    given = [*settings] if config is None else [*settings, "config"]
-    if script is not None and given:
+    unfitting = [*settings] if config is None else [*settings, "config"]
+    if script is not None and unfitting:
         raise UserError(
-            f"{', '.join(given)}: {script} is not a recipe. Give it its own arguments=(…)."
+            f"{', '.join(unfitting)}: {script} is not a recipe. Give it its own arguments=(…)."
         )
     if script is None and arguments:
         raise UserError("arguments= are those of a script that opens a run; this is a recipe.")

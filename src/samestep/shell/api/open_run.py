@@ -76,12 +76,12 @@ def open_run(
     """
     arguments, place = locals(), path and Path(path).absolute()
     del arguments["track"], arguments["mirror"]
-    kept: Any = {} if settings is None else settings
-    texts = kept.items() if isinstance(kept, Mapping) else ()
+    values: Any = {} if settings is None else settings
+    texts = values.items() if isinstance(values, Mapping) else ()
     is_path = {n for n, v in texts if isinstance(v, str | Path) and Path(v).absolute() == place}
     if is_path:
-        kept = {name: value for name, value in kept.items() if name not in is_path}
-    own: dict[str, Any] = {"settings": kept, "name": name or Path(sys.argv[0]).stem or "own_loop"}
+        values = {name: value for name, value in values.items() if name not in is_path}
+    own: dict[str, Any] = {"settings": values, "name": name or Path(sys.argv[0]).stem or "own_loop"}
     if not isinstance(may_change, str):
         own["may_change"] = {*may_change, *is_path}
     starts = [partial(_trackers, track, own["name"])] if track else []

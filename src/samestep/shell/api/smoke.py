@@ -29,8 +29,7 @@ from samestep.prove.verification.few_samples import cut_numbers, some_of, withou
 from samestep.shell.api.training import check_engine
 
 _STEPS = 2
-_SAMPLES = 32
-"""Of a batch whose number of samples is not set."""
+_SAMPLES = 32  # of a batch whose number of samples is not set
 
 
 def smoke(request: Request) -> int:

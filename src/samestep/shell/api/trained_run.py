@@ -27,8 +27,7 @@ _NOT_DRAWN = {
     *("flops_per_s", "mfu", "peak_memory_bytes"),
 }
 """Numbers in a row that are neither a loss nor a metric."""
-_MOST_PICTURE = 150_000
-"""Bytes; as base64 they become 200 kB."""
+_MOST_PICTURE = 150_000  # bytes; as base64 they become 200 kB
 _WIDTH, _HEIGHT = 220, 44
 
 

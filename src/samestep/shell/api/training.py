@@ -198,8 +198,7 @@ class _Reporter:
     speak: Callable[[], None]
     received: ReceivedSignal
     open_trackers: contextlib.ExitStack
-    sinks: tuple[Sink, ...] = ()
-    """Screen, trackers and the mirror, on rank 0."""
+    sinks: tuple[Sink, ...] = ()  # screen, trackers and the mirror, on rank 0
 
     def shown(self, world: World, going_on: Path | None = None) -> Shown:
         """Return the run's sinks in this world; it is `going_on` if it was begun before."""
@@ -211,28 +210,23 @@ class _Reporter:
     def _start(self, going_on: Path | None) -> None:
         on_record = self.request.recipe.on_record
         self.sinks = (self.screen.show, *([partial(_tell, on_record)] if on_record else ()))
-        settings = self.request.settings
+        settings, name, tell = self.request.settings, self.request.recipe.name, self.screen.tell
+
+        def stopped() -> bool:
+            return bool(self.received.signum)
+
         if settings.track:
-            from samestep.base.tracker_choice import chosen  # noqa: PLC0415 - of those that track
-        if settings.track and chosen(settings.track):
             from samestep.show.tracking.processes import TrackerProcesses  # noqa: PLC0415
 
-            trackers = TrackerProcesses(
-                settings,
-                self.request.recipe.name,
-                self.screen.tell,
-                stopped=lambda: bool(self.received.signum),
-            )
-            self.open_trackers.enter_context(trackers)
-            self.sinks += (trackers.take,)
+            trackers = TrackerProcesses(settings, name, tell, stopped)
+            self.sinks += (self.open_trackers.enter_context(trackers).take,)
         if settings.mirror is not None:
             from samestep.base.run.store import address_of  # noqa: PLC0415 - of those that copy
-        if settings.mirror is not None and address_of(settings.mirror) is not None:
             from samestep.show.mirroring import Mirror  # noqa: PLC0415
 
-            stopped = lambda: bool(self.received.signum)  # noqa: E731
-            mirror = Mirror(settings, self.screen.tell, stopped)
-            self.sinks += (self.open_trackers.enter_context(mirror).take,)
+            if address_of(settings.mirror) is not None:
+                mirror = Mirror(settings, tell, stopped)
+                self.sinks += (self.open_trackers.enter_context(mirror).take,)
         if going_on is not None:
             self.speak()
             if plan := first_start(going_on):  # else the rank 0 before has died before it wrote it

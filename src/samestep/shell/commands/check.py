@@ -1,5 +1,6 @@
 """`samestep check`: what is wrong with anyone's distributed script, found while it runs."""
 
+import json
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.base.errors import AlreadyTold, UserError
 from samestep.base.file_kinds import is_recipe_file, loop_of
+from samestep.base.run.files import write_text
 from samestep.base.words import count
 from samestep.core.recipes import RECIPES
 from samestep.launch.ranks.nproc import refuse_inside_launcher
@@ -111,8 +113,8 @@ def _check_flags(command: Any) -> None:
         raise UserError("--resume needs epochs of their own length. Leave --steps out.")
     if command.here:
         check_positive(steps=command.steps, seconds=command.seconds, stall_s=command.stall_s)
-        given = {"--nproc": command.nproc, "--resume-nproc": command.resume_nproc}
-        for flag in (flag for flag, value in given.items() if value is not None):
+        of_ranks = {"--nproc": command.nproc, "--resume-nproc": command.resume_nproc}
+        for flag in (flag for flag, value in of_ranks.items() if value is not None):
             raise UserError(f"--here takes the ranks of the job. Leave {flag} out.")
     else:
         alone = "Start it as one process, in a shell or a job of one task; or give --here."
@@ -123,10 +125,10 @@ def _check_flags(command: Any) -> None:
 
 def _tell(report: "CheckReport", command: Any) -> int:
     from samestep.scripts.checking.check_report import as_table, report_lines  # noqa: PLC0415
-    from samestep.scripts.checking.sarif import write_sarif  # noqa: PLC0415
+    from samestep.scripts.checking.sarif import as_sarif  # noqa: PLC0415
 
     if command.sarif is not None:
-        write_sarif(report, command.sarif)
+        write_text(command.sarif, json.dumps(as_sarif(report), indent=2) + "\n")
     if command.json:
         print_json(as_table(report), indent=2)
     else:
@@ -181,8 +183,8 @@ def _verify(target: ScriptTarget, command: Any, kind: str) -> int:
     from samestep.shell.commands import verify  # noqa: PLC0415 - only for these
 
     takes_words = loop_of(target.name) is not None
-    given = {"--sarif": command.sarif, "--resume": command.resume}
-    unused = [flag for flag, value in given.items() if value is not None]
+    only_of_check = {"--sarif": command.sarif, "--resume": command.resume}
+    unused = [flag for flag, value in only_of_check.items() if value is not None]
     if unused or (target.words and not takes_words):
         what = unused[0] if unused else "-- and what follows it"
         raise UserError(

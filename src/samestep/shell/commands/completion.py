@@ -55,14 +55,10 @@ class Completed(NamedTuple):
 class Words(NamedTuple):
     """All that can be completed."""
 
-    flags: dict[str, tuple[Completed, ...]]
-    """Of each verb, with its group's name."""
-    recipes: dict[str, tuple[Completed, ...]]
-    """The flags of each recipe's options."""
-    training: list[str]
-    """The verbs that take those, too."""
-    inner: dict[str, list[str]]
-    """Verb → the words that may follow: its own verbs, or kinds."""
+    flags: dict[str, tuple[Completed, ...]]  # of each verb, with its group's name
+    recipes: dict[str, tuple[Completed, ...]]  # the flags of each recipe's options
+    training: list[str]  # the verbs that take those, too
+    inner: dict[str, list[str]]  # verb → the words that may follow: its own verbs, or kinds
 
 
 def main(arguments: list[str]) -> int:
@@ -185,11 +181,6 @@ def _names(flags: tuple[Completed, ...]) -> str:
     return " ".join(flag.name for flag in flags)
 
 
-def zsh(words: Words) -> str:
-    """Return the script for zsh, which can run one for bash."""
-    return _ZSH + bash(words, _ZSH_END)
-
-
 def fish(words: Words) -> str:
     """Return the script for fish."""
     seen = "__fish_seen_subcommand_from"
@@ -227,4 +218,5 @@ def _fish_flag(flag: Completed) -> str:
     return f"-l {flag.name.removeprefix('--')}{takes}"
 
 
-SCRIPTS = {"bash": bash, "zsh": zsh, "fish": fish}
+# zsh can run a script for bash.
+SCRIPTS = {"bash": bash, "zsh": lambda words: _ZSH + bash(words, _ZSH_END), "fish": fish}

@@ -135,8 +135,8 @@ def _step(console: Console, who: str, what: str) -> Iterator[list[str]]:
 
 def command_line(run: Path, nproc: int) -> list[str]:
     """Return the arguments that train on several ranks."""
-    given = {**SETTINGS, "nproc": nproc, "run_dir": run}
-    words = (word for name, value in given.items() for word in (f"--{flag_name(name)}", str(value)))
+    flags = {**SETTINGS, "nproc": nproc, "run_dir": run}
+    words = (word for name, value in flags.items() for word in (f"--{flag_name(name)}", str(value)))
     return ["train", "spiral", *words]
 
 

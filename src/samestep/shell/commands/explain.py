@@ -86,11 +86,11 @@ def _explain(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> "tuple[ExplainFlags, Request]":
     """Return the command and the request; a run is resumed unless --new is given."""
-    given = set(arguments[1:])
-    if {"--new", "--resume"} <= given:
+    typed = set(arguments[1:])
+    if {"--new", "--resume"} <= typed:
         raise UserError("--new and --resume exclude each other: leave one of them out.")
     is_target = arguments and arguments[0] not in RECIPES and is_run(Path(arguments[0]))
-    if is_target and not given & {"--new", "--resume"}:
+    if is_target and not typed & {"--new", "--resume"}:
         arguments = [*arguments, "--resume"]
     command, request = parse_target(FORM, arguments)
     check_resume(request)

@@ -31,8 +31,7 @@ from samestep.shell.cli import HELP, OWN, example_text, module_of, show
 if TYPE_CHECKING:
     from rich.console import Console
 
-Source = Callable[..., Any]
-"""A function or a dataclass."""
+Source = Callable[..., Any]  # a function or a dataclass
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 
@@ -45,10 +44,8 @@ class Form:
     """A dataclass whose fields are the arguments and flags. Its docstring is what help says first,
     with {} for the target if there is one."""
     examples: tuple[str, ...]
-    settings: bool = False
-    """Whether the settings of a training are flags, too."""
-    no_effect: Collection[str] = ()
-    """The settings that the verb itself decides."""
+    settings: bool = False  # whether the settings of a training are flags, too
+    no_effect: Collection[str] = ()  # the settings that the verb itself decides
 
 
 @dataclass(frozen=True)
@@ -80,9 +77,9 @@ def verb(
         form = Form(verb=name, kind=kind_of(of, function, left_out=own[:1]), examples=examples)
 
         def run(command: object) -> int:
-            given = {key: value for key, value in vars(command).items() if key not in own}
+            taken = {key: value for key, value in vars(command).items() if key not in own}
             more = {key: value for key, value in vars(command).items() if key in own}
-            return function(SimpleNamespace(**given), **more)
+            return function(SimpleNamespace(**taken), **more)
 
         return Verb(form, run)
 

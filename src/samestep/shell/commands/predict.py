@@ -6,7 +6,6 @@ It shows rows as they come, so it uses the generators that `samestep.predict` is
 import csv
 import importlib.util
 import io
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json import dumps
@@ -69,23 +68,23 @@ def main(
     )
     if plot is not None:
         prediction.check_draws(model)
-    kept: list[Prediction] = []
+    to_write: list[Prediction] = []
     code = 0
     shown = _Shown()
     for block in _blocks(predictions):
         code = code or int(any(row.problem is not None for row in block))
         if not (plot is None and out is None):
-            kept += block
+            to_write += block
         if json:
             sys.stdout.writelines(dumps(prediction.as_table(row)) + "\n" for row in block)
         elif out is None:
             shown.show(block)
     if out is not None:
-        _write_table(out, [*map(prediction.as_table, kept)])
-        sys.stdout.write("" if json else f"wrote    {len(kept):,} predictions to {out}\n")
+        _write_table(out, [*map(prediction.as_table, to_write)])
+        sys.stdout.write("" if json else f"wrote    {len(to_write):,} predictions to {out}\n")
     if plot is not None and not code:
         with picture(plot) as figure:
-            prediction.draw(model, files[0], [row.values for row in kept], figure)
+            prediction.draw(model, files[0], [row.values for row in to_write], figure)
     return code
 
 
@@ -97,7 +96,9 @@ def _check(
         raise UserError("Name the files to predict: samestep predict RUN FILE…; or --split test.")
     check_positive(top=given.top)
     if out is not None:
-        _check_table_file(out)
+        check_output(out, "--out", (".csv", ".jsonl", ".parquet"))
+        if out.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+            raise UserError(f"--out {out} needs the package pyarrow: pip install pyarrow")
     if plot is not None:
         if len(files) != 1:
             raise UserError("--plot draws one file; predict the others in separate commands.")
@@ -166,12 +167,6 @@ class _Shown:
         self._console.print(text, soft_wrap=True)
 
 
-def _check_table_file(path: Path) -> None:
-    check_output(path, "--out", (".csv", ".jsonl", ".parquet"))
-    if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise UserError(f"--out {path} needs the package pyarrow: pip install pyarrow")
-
-
 def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write predictions, as `--json` has them, into a file.
 
@@ -182,7 +177,7 @@ def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 
     def write(file: BinaryIO) -> None:
         if path.suffix == ".jsonl":
-            file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+            file.writelines(dumps(row).encode() + b"\n" for row in rows)
         elif path.suffix == ".csv":
             _write_csv(file, flat)
         else:
@@ -214,7 +209,7 @@ def _write_parquet(file: BinaryIO, rows: list[dict[str, Any]]) -> None:
             typed = pa.array(values)
             parquet.write_table(pa.table({name: typed[:0]}), pa.BufferOutputStream())
         except (pa.ArrowException, OverflowError):  # such as a tuple of a number and a list
-            return pa.array([None if value is None else json.dumps(value) for value in values])
+            return pa.array([None if value is None else dumps(value) for value in values])
         return typed
 
     parquet.write_table(pa.table({name: column(name) for name in _columns(rows)}), file)
@@ -225,7 +220,7 @@ def _write_csv(file: BinaryIO, rows: list[dict[str, Any]]) -> None:
     writer = csv.DictWriter(text, _columns(rows))
     writer.writeheader()
     for row in rows:
-        plain = {k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in row.items()}
+        plain = {k: dumps(v) if isinstance(v, list | dict) else v for k, v in row.items()}
         writer.writerow(plain)
     text.flush()
     text.detach()

@@ -45,8 +45,7 @@ _EXAMPLES = (
     "profile train.py --nproc 2 -- --epochs 1",
 )
 
-_STOPPED = 143
-"""The exit code after SIGTERM, as a shell has it."""
+_STOPPED = 143  # the exit code after SIGTERM, as a shell has it
 
 _HELP = """\
 usage: samestep profile TARGET [flags]

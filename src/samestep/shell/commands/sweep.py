@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.base import flags
 from samestep.base.errors import UserError
+from samestep.base.file_kinds import trains_by_trainer
 from samestep.base.run.directory import is_run
 from samestep.base.run.files import shown_path
 from samestep.base.settings import Settings
@@ -20,6 +21,7 @@ from samestep.cluster.slurm.submission import (
     make_script,
     submit_array,
     with_home_expanded,
+    without_run_dir,
 )
 from samestep.cluster.sweeping.side_by_side import EndedTraining, hold_sweep, num_at_once, run_here
 from samestep.cluster.sweeping.sweep_plan import (
@@ -35,7 +37,7 @@ from samestep.shell.api.arguments import check_positive
 from samestep.shell.api.sweeps import check_trainings, make_plan, sweep
 from samestep.shell.cli import HELP
 from samestep.shell.commands.forms import Form, Switch, kind_of, parse, show_notes
-from samestep.shell.commands.target import own_flags, parse_target
+from samestep.shell.commands.target import cut_at_dashes, own_flags, parse_target
 
 if TYPE_CHECKING:
     from samestep.core.session.request import Request
@@ -74,10 +76,10 @@ FORM = Form(
 
 def main(arguments: list[str]) -> int:
     """Begin a sweep, or continue it; return the exit code."""
-    of_sweep = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    of_sweep, of_job = cut_at_dashes(arguments)
     if not of_sweep or HELP & {*of_sweep}:
         parse_target(FORM, arguments)
-    target, *words = own_flags(arguments)
+    target, *words = own_flags(of_sweep)
     if target.startswith("-"):
         raise UserError(f"Name what to sweep before {target}: a recipe or a recipe file.")
     if target not in RECIPES and is_run(Path(target)):
@@ -85,12 +87,11 @@ def main(arguments: list[str]) -> int:
             f"{target} is a run, and a sweep begins new ones. Name its recipe, and take its "
             f"settings with --config {target}/settings.toml."
         )
-    cut = words.index("--") if "--" in words else len(words)
-    mine, rest = _split(words[:cut])
+    mine, rest = _split(words)
     shared, axes = read_axes(rest)
     command = parse(FORM, mine, target)
     check_positive(at_once=command.at_once, sample=command.sample, nproc=command.nproc)
-    if words[cut:] and not command.slurm:
+    if "--" in arguments and not command.slurm:
         raise UserError("What follows after `--` are flags of a job: they need --slurm.")
     if command.slurm and command.nproc > 1:
         raise UserError("--nproc is for one machine; a job takes --ntasks-per-node after `--`.")
@@ -101,7 +102,7 @@ def main(arguments: list[str]) -> int:
     chooser = OptunaChoice(plan) if command.optuna else None
     settings = _check(plan, command.nproc)
     if command.slurm:
-        return _submit_all(plan, words[cut + 1 :], command.at_once, settings)
+        return _submit_all(plan, of_job, command.at_once, settings)
     device, oversubscribe = settings.device, settings.oversubscribe
     at_once, gpus = num_at_once(command.at_once, command.nproc, device, oversubscribe=oversubscribe)
     plan.begin()
@@ -152,18 +153,8 @@ def _plan(
             raise UserError(f"--{flag} is of one run: a sweep has several, and resumes by itself.")
     if "run-dir" in axes:
         raise UserError("--run-dir is the sweep's one folder; it cannot have several values.")
-    folder: Path | None = None
-    seed, words = 42, list[str]()
-    pairs = iter(shared)
-    for word in pairs:
-        name = word.replace("_", "-")
-        if name == "--run-dir":
-            value = next(pairs, "")
-            if not value or value.startswith("--"):
-                raise UserError("--run-dir needs a directory behind it.")
-            folder = Path(value)
-            continue
-        words.append(word)
+    run_dir, words = without_run_dir(shared)
+    seed = 42
     if "seed" in axes or "--seed" in words:
         given = axes["seed"] if "seed" in axes else words[words.index("--seed") + 1 :]
         seed = int(given[0]) if given and given[0].isdigit() else seed
@@ -173,7 +164,7 @@ def _plan(
         target if target in RECIPES else str(Path(target).absolute()),
         words,
         axes,
-        folder=folder,
+        folder=Path(run_dir) if run_dir else None,
         sample=command.sample,
         optuna=command.optuna,
         seed=seed,
@@ -219,11 +210,13 @@ def _check(sweep: SweepPlan, num_ranks: int) -> Settings:
 def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, settings: Settings) -> int:
     """Submit a job array of the trainings that have neither completed nor a job already."""
     defaults, files = options_before(None)
-    (given,) = flags.parse(words, "samestep slurm submit", UncheckedOptions, below=vars(defaults))
-    asked = UncheckedOptions(**{**vars(defaults), **given})
+    (typed,) = flags.parse(words, "samestep slurm submit", UncheckedOptions, below=vars(defaults))
+    asked = UncheckedOptions(**{**vars(defaults), **typed})
     options = with_home_expanded(apply_flags(defaults, asked, files))
     check_ranks(options, settings)
     show_notes(advice(options, "recipe"))
+    file = Path(sweep.recipe)
+    of_trainer = sweep.recipe not in RECIPES and trains_by_trainer(file, file.parent)
     sweep.begin()
     with hold_sweep(sweep):
         going = {job.run.resolve() for job in my_jobs() if job.run and not job.ended}
@@ -232,7 +225,7 @@ def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, setting
             run = sweep.run_dir(name).absolute()
             if sweep.status(name) != "completed" and run.resolve() not in going:
                 training = [*sweep.words(point), "--run-dir", str(run)]
-                work = find_workload(sweep.recipe, training, [*RECIPES])
+                work = find_workload(sweep.recipe, training, [*RECIPES], as_recipe=of_trainer)
                 jobs[task] = make_script(replace(work, name=sweep.folder.name), options, Path.cwd())
         if not jobs:
             sys.stdout.write("Every training has completed or has a job.\n")

@@ -36,6 +36,12 @@ if TYPE_CHECKING:
     from samestep.core.session.request import Request
 
 
+def cut_at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words before the first `--`, and those after it."""
+    place = words.index("--") if "--" in words else len(words)
+    return words[:place], words[place + 1 :]
+
+
 def with_value(arguments: list[str], flag: str, form: str, default: str) -> list[str]:
     """Return the arguments with a value for a flag that may stand without one."""
     words = list[str]()
@@ -48,6 +54,7 @@ def with_value(arguments: list[str], flag: str, form: str, default: str) -> list
 
 def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
     """Parse a target and the flags after it into the verb's own flags and a request."""
+    arguments, words = cut_at_dashes(arguments)
     if not arguments or arguments[0] in HELP:
         about = (
             f"\n\nTARGET is a recipe ({', '.join(RECIPES)}), a recipe file (my_recipe.py), or the "
@@ -58,8 +65,6 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
     from samestep.core.session.declared import known_of_run  # noqa: PLC0415 - they import torch
     from samestep.core.session.request import draft, finish, own_recipe  # noqa: PLC0415
 
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    arguments, words = arguments[:cut], arguments[cut + 1 :]
     target, *flags = own_flags(arguments)
     if target.startswith("-"):
         raise UserError(
@@ -199,13 +204,10 @@ def names_given(flags: list[str]) -> set[str]:
 class ScriptTarget:
     """The words of a command line, by whose they are."""
 
-    name: str
-    """A file, or the name of a module."""
+    name: str  # a file, or the name of a module
     module: bool
-    flags: list[str]
-    """Those of the verb."""
-    words: list[str]
-    """Those of the script, which follow `--`."""
+    flags: list[str]  # those of the verb
+    words: list[str]  # those of the script, which follow `--`
 
     def check_importable(self) -> None:
         """Check that a module is there, as `python -m` would find it here."""
@@ -234,8 +236,7 @@ def script_target(verb: str, arguments: list[str], kinds: str) -> ScriptTarget:
         target, *flags = flags
     elif target.startswith("-"):
         raise UserError(f"Name what to {verb} before {target}: {kinds}.")
-    cut = flags.index("--") if "--" in flags else len(flags)
-    return ScriptTarget(target, module, flags[:cut], flags[cut + 1 :])
+    return ScriptTarget(target, module, *cut_at_dashes(flags))
 
 
 def target_first(arguments: list[str], *kinds: type) -> list[str]:

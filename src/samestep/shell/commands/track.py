@@ -43,7 +43,7 @@ def main(
         checkpoints: Also send the checkpoints, as artifacts.
         timeout: Seconds to wait for a tracker to start and for each of its answers; by default 120.
     """
-    given: dict[str, object] = {
+    flags: dict[str, object] = {
         "track": to,
         "track_project": project,
         "track_name": name,
@@ -53,7 +53,7 @@ def main(
         "track_checkpoints": checkpoints or None,
         "track_timeout": timeout,
     }
-    overrides = {setting: value for setting, value in given.items() if value is not None}
+    overrides = {setting: value for setting, value in flags.items() if value is not None}
     console = rich_console()
 
     def say(text: str) -> None:

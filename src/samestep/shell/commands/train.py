@@ -47,10 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str], verb: str = "train") -> "tuple[Any, Request]":
-    """Return the command and the request that a target and the flags after it make.
-
-    The `verb` is the one that the user typed: a mistake is answered with its help.
-    """
+    """Return the command and the request of a target and its flags; mistakes name the `verb`."""
     arguments = with_value(arguments, "--elastic", "[0-9].*", "auto")
     arguments = with_value(arguments, "--resume", r".*://.*", HERE)
     command, request = parse_target(replace(FORM, verb=verb), arguments)

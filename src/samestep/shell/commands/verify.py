@@ -23,10 +23,9 @@ from samestep.launch.ranks.process import TASK, rank_of, run_as_rank
 from samestep.prove.verification import NO_EFFECT
 from samestep.shell.api.on_ranks import run_verify, verify
 from samestep.shell.commands.forms import Form, Switch, kind_of, parse, print_json, rich_console
-from samestep.shell.commands.target import names_given, own_flags, parse_target
+from samestep.shell.commands.target import cut_at_dashes, names_given, own_flags, parse_target
 
-_OLD_NAME = re.compile(r"^--world[-_]sizes(?==|$)")
-"""Of --nproc: it is taken for one more release."""
+_OLD_NAME = re.compile(r"^--world[-_]sizes(?==|$)")  # of --nproc: it is taken for one more release
 # Ranks that wait for each other are a finding: verify reports them after this time.
 _TIMEOUT_S = 120.0
 
@@ -64,7 +63,7 @@ FORM = Form(
 
 def main(arguments: list[str]) -> int:
     """Return 0 for the same training, 1 for another, 2 for a mistake in command or recipe."""
-    flags, words = _cut(arguments)
+    flags, words = cut_at_dashes(arguments)
     if len(flags) < len(arguments):
         words = ["--", *words]
     arguments = [_OLD_NAME.sub("--nproc", flag) for flag in flags] + words
@@ -73,17 +72,11 @@ def main(arguments: list[str]) -> int:
     return run_as_rank(lambda _log: run(arguments))
 
 
-def _cut(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments before the first `--`, and those after it."""
-    place = arguments.index("--") if "--" in arguments else len(arguments)
-    return arguments[:place], arguments[place + 1 :]
-
-
 def _verify(arguments: list[str]) -> int:
     refuse_inside_launcher(
         "samestep verify", "Start it as one process, in a shell or a job of one task."
     )
-    script, (flags, words) = loop_of([*arguments, ""][0]), _cut(arguments)
+    script, (flags, words) = loop_of([*arguments, ""][0]), cut_at_dashes(arguments)
     request: Any = None
     if script is not None:
         known = {"nproc", "quick", "accept", "tolerance", "json", "help", "help_all"}

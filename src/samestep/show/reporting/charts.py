@@ -16,10 +16,8 @@ from samestep.base.table import Table
 from samestep.base.words import number
 from samestep.show.reporting.run_data import RunData
 
-MOST_POINTS = 2000
-"""Points of a curve: more than a chart has pixels."""
-_FEWEST = 400
-"""Points of a curve, however many runs there are."""
+MOST_POINTS = 2000  # points of a curve: more than a chart has pixels
+_FEWEST = 400  # points of a curve, however many runs there are
 MOST_CHARTS = 60
 _OF_A_STEP = {
     *("event", "step", "epoch", "samples", "seconds", "loss", "lr", "grad_norm"),
@@ -43,13 +41,10 @@ class Curve:
 
     label: str
     role: Role
-    run: int
-    """Which of the page's runs it is of."""
+    run: int  # which of the page's runs it is of
     x: tuple[float, ...]
-    y: tuple[float | None, ...]
-    """None is a gap: the value was NaN, infinite, or not recorded."""
-    gaps: int
-    """How many of all recorded values those are."""
+    y: tuple[float | None, ...]  # None is a gap: the value was NaN, infinite, or not recorded
+    gaps: int  # how many of all recorded values those are
     summary: tuple[float, float, float, float]
     """The first value, the least, the greatest and the last, of all that are finite."""
 
@@ -60,10 +55,8 @@ class Chart:
 
     id: str
     title: str
-    x: str
-    """What the x axis counts."""
-    y: str
-    """Unit of the values; empty if they have none."""
+    x: str  # what the x axis counts
+    y: str  # unit of the values; empty if they have none
     curves: list[Curve]
     kind: Literal["lines", "stack"] = "lines"
 
@@ -125,15 +118,15 @@ def make_curve(
     if not finite.any():
         return None
     whole = values[finite]
-    kept = _thin(places, values, most)
+    indices = _thin(places, values, most)
     return Curve(
         label=label,
         role=role,
         run=run,
-        x=tuple(map(_short_float, places[kept].tolist())),
+        x=tuple(map(_short_float, places[indices].tolist())),
         y=tuple(
             _short_float(v) if ok else None
-            for v, ok in zip(values[kept].tolist(), finite[kept], strict=True)
+            for v, ok in zip(values[indices].tolist(), finite[indices], strict=True)
         ),
         gaps=int(len(values) - finite.sum()),
         summary=(float(whole[0]), float(whole.min()), float(whole.max()), float(whole[-1])),
@@ -151,18 +144,18 @@ def _thin(x: Floats, y: Floats, most: int) -> NDArray[np.intp]:
     edges = np.linspace(x[0], x[-1], most // 2)
     starts = np.append(np.searchsorted(x, edges[:-1]), len(x))
     finite = np.isfinite(y)
-    kept = {0, len(x) - 1}
+    indices = {0, len(x) - 1}
     for begin, end in itertools.pairwise(starts.tolist()):
         there = finite[begin:end]
         if not there.any():
-            kept.update((begin,) if end > begin else ())
+            indices.update((begin,) if end > begin else ())
             continue
         part = y[begin:end]
-        kept.add(begin + int(np.argmin(np.where(there, part, np.inf))))
-        kept.add(begin + int(np.argmax(np.where(there, part, -np.inf))))
+        indices.add(begin + int(np.argmin(np.where(there, part, np.inf))))
+        indices.add(begin + int(np.argmax(np.where(there, part, -np.inf))))
         if not there.all():
-            kept.add(begin + int(np.argmin(there)))
-    return np.array(sorted(kept))
+            indices.add(begin + int(np.argmin(there)))
+    return np.array(sorted(indices))
 
 
 def grouped_means(rows: Floats, most: int = MOST_POINTS // 2) -> tuple[Floats, NDArray[np.intp]]:
@@ -265,8 +258,8 @@ def _numbers(values: Sequence[object] | Floats) -> Floats:
         return np.asarray(values, dtype=float)  # None becomes NaN
     except OverflowError:  # an integer of hundreds of digits: no training has written it
         huge = sys.float_info.max
-        kept = [None if isinstance(v, int) and abs(v) > huge else v for v in values]
-        return np.asarray(kept, dtype=float)
+        finite = [None if isinstance(v, int) and abs(v) > huge else v for v in values]
+        return np.asarray(finite, dtype=float)
 
 
 def charts_of(

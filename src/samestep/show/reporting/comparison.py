@@ -46,8 +46,7 @@ class SettingDifference:
     name: str
     values: tuple[str, ...]
     """One a run: `?` where the run does not tell, `–` where it is not set."""
-    decides: bool
-    """Whether it makes another training of it."""
+    decides: bool  # whether it makes another training of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,34 +54,26 @@ class SameTraining:
     """How far a run is from the one it is held against, by the losses that both have recorded."""
 
     verdict: Literal["equal", "rounding", "apart", "unknown"]
-    why: str = ""
-    """Why nothing can be said, for `unknown`."""
+    why: str = ""  # why nothing can be said, for `unknown`
     steps: int = 0
-    epochs: int = 0
-    """Epochs whose mean training loss both have recorded."""
+    epochs: int = 0  # epochs whose mean training loss both have recorded
     evaluations: int = 0
     """Evaluations on the validation set that both have recorded, if they are compared."""
     evaluated_otherwise: int | None = None
     """The first step at which evaluations differ though training losses stay alike: they are
     measured otherwise, and left out."""
-    evaluations_apart: float = 0.0
-    """Largest difference of such evaluations' losses."""
-    largest: float = 0.0
-    """Largest difference of the loss."""
-    largest_at: int = 0
-    """The step of it."""
+    evaluations_apart: float = 0.0  # largest difference of such evaluations' losses
+    largest: float = 0.0  # largest difference of the loss
+    largest_at: int = 0  # the step of it
     largest_norm: float | None = None
     """Largest relative difference of the gradient norm, if both have it."""
     first_apart: int | None = None
     """The first step with a loss that differs by more than rounding."""
-    last_alike: int | None = None
-    """The last recorded step before it."""
+    last_alike: int | None = None  # the last recorded step before it
     weights_sha256: str = ""
     """Of the weights after the last step for which both have recorded it, if it is the same."""
-    weights_step: int | None = None
-    """That step; None if there is none."""
-    tolerance: float = 0.0
-    """What rounding explains, relative to the largest loss."""
+    weights_step: int | None = None  # that step; None if there is none
+    tolerance: float = 0.0  # what rounding explains, relative to the largest loss
 
 
 class Comparison:
@@ -110,6 +101,10 @@ class Comparison:
             (is_so for is_so in known if is_so is not None), metric.endswith("loss")
         )
         """Whether the metric is to fall."""
+        self.pick_best = min if self.smaller else max
+        self.best = [
+            self.pick_best((point.value for point in curve), default=None) for curve in self.curves
+        ]
         self.reached: list[Goal | None] = []
         """Empty without a target."""
         if target is not None:
@@ -341,10 +336,7 @@ def _evaluated_otherwise(measured: list[tuple[str, int, float]], most: float) ->
 
 
 def _losses(run: RunData) -> dict[tuple[str, int], Record]:
-    """Return the records that have a loss of this training, by their kind and step.
-
-    The test is of the best checkpoint, wherever that was.
-    """
+    """Return the records that have a loss of this training, by kind and step; not of the test."""
     return {
         (kind, record["step"]): record
         for kind in ("step", "epoch", "evaluation")
@@ -354,8 +346,7 @@ def _losses(run: RunData) -> dict[tuple[str, int], Record]:
     }
 
 
-_LONGEST = 500_000
-"""Bytes of a file that is still compared by line."""
+_LONGEST = 500_000  # bytes of a file that is still compared by line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,8 +357,7 @@ class CodeChange:
     change: Literal["edited", "new", "gone"]
     added: int = 0
     removed: int = 0
-    diff: str = ""
-    """Unified; empty where a file is not text, or too long."""
+    diff: str = ""  # unified; empty where a file is not text, or too long
     functions: tuple[str, ...] = ()
     """Functions, classes and values that are not the same in both versions of a Python file."""
 
@@ -383,11 +373,14 @@ def code_changes(one: Path, other: Path) -> list[CodeChange] | None:
     if kept_code(one) and kept_code(other):
         before, after = dict(_files(one / CODE)), dict(_files(other / CODE))
     else:
-        kept = _main_file(one), _main_file(other)
-        if kept[0] is None or kept[1] is None:
+        main_files = _main_file(one), _main_file(other)
+        if main_files[0] is None or main_files[1] is None:
             return None
-        name = next((path.name for path in kept if path and path.parent.name == CODE), kept[0].name)
-        before, after = {name: kept[0]}, {name: kept[1]}
+        name = next(
+            (path.name for path in main_files if path and path.parent.name == CODE),
+            main_files[0].name,
+        )
+        before, after = {name: main_files[0]}, {name: main_files[1]}
         modules = [copied for run in (one, other) if (copied := kept_modules(run)) is not None]
         if len(modules) == 2:
             for known, copied in zip((before, after), modules, strict=True):
@@ -422,6 +415,9 @@ def _change(name: str, before: dict[str, Path], after: dict[str, Path]) -> CodeC
     first, second = _lines(old), _lines(new)
     if first is None or second is None:
         return CodeChange(file=name, change=change)
+    functions: list[str] = []
+    if change == "edited" and name.endswith(".py"):
+        functions = code_pieces.differences(file_pieces(before[name]), file_pieces(after[name]))
     lines = [*difflib.unified_diff(first, second, f"a/{name}", f"b/{name}", lineterm="")]
     body = lines[2:]
     return CodeChange(
@@ -430,13 +426,8 @@ def _change(name: str, before: dict[str, Path], after: dict[str, Path]) -> CodeC
         added=sum(line.startswith("+") for line in body),
         removed=sum(line.startswith("-") for line in body),
         diff="\n".join(lines),
-        functions=tuple(_functions(before[name], after[name])) if change == "edited" else (),
+        functions=tuple(functions),
     )
-
-
-def _functions(before: Path, after: Path) -> list[str]:
-    is_python = before.suffix == after.suffix == ".py"
-    return code_pieces.differences(file_pieces(before), file_pieces(after)) if is_python else []
 
 
 def _lines(content: bytes | None) -> list[str] | None:

@@ -10,14 +10,13 @@ from samestep.base.errors import listed
 from samestep.base.table import Table, text_lines
 from samestep.base.words import count, duration, joined, measured, number, short, size, wrapped
 from samestep.show.reporting.comparison import UNKNOWN, UNSET, Comparison, SameTraining
-from samestep.show.reporting.curves import Aligned, Point, has_epochs
+from samestep.show.reporting.curves import Aligned, has_epochs
 from samestep.show.reporting.plot import picture
 from samestep.show.reporting.run_data import TRAIN_LOSS
 
 _WIDTH = 80
 _LABEL, _LEAST_VALUE = 24, 12
-_MOST_DIFF = 60
-"""Lines of differing code that a terminal shows."""
+_MOST_DIFF = 60  # lines of differing code that a terminal shows
 _MOST_NAMES = 5
 T = TypeVar("T")
 
@@ -94,19 +93,12 @@ def overview(comparison: Comparison) -> Table:
             run.recipe or "unknown",
             run.status,
             number(run.plan.get("world_size")),
-            measured(_best(comparison, curve)),
+            measured(best),
         )
-        for name, run, curve in zip(
-            comparison.names, comparison.runs, comparison.curves, strict=True
-        )
+        for name, run, best in zip(comparison.names, comparison.runs, comparison.best, strict=True)
     ]
     columns = ("run", "directory", "recipe", "status", "ranks", f"best {metric_name(comparison)}")
     return Table(title="Runs", columns=columns, rows=rows)
-
-
-def _best(comparison: Comparison, curve: list[Point]) -> float | None:
-    pick = min if comparison.smaller else max
-    return pick((point.value for point in curve), default=None)
 
 
 def settings(comparison: Comparison, longest: int = 60, *, shared: bool = False) -> Table | None:
@@ -380,14 +372,14 @@ def time_to_target(comparison: Comparison) -> Table | None:
     if comparison.target is None:
         return None
     sign = "≤" if comparison.smaller else "≥"
-    goals, best = comparison.reached, [_best(comparison, curve) for curve in comparison.curves]
+    goals = comparison.reached
     with_pauses = [goal and goal.with_pauses for goal in goals]
     rows = [
         _row("step", goals, lambda goal: f"{goal.step:,}", "not reached"),
         _row("samples", goals, lambda goal: f"{goal.samples:,.0f}"),
         _row("seconds of training", goals, lambda goal: f"{goal.seconds:.3g}"),
         _row("with pauses", with_pauses, "{:.3g}".format),
-        _row("best of the run", best, measured),
+        _row("best of the run", comparison.best, measured),
     ]
     title = f"{metric_name(comparison)} {sign} {comparison.target:g}, first seen at a record"
     return _beside(comparison, title, rows)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from samestep.base.run.records import IN_ORDER, Record
-from samestep.base.words import short
 from samestep.show.reporting.run_data import TRAIN_LOSS, RunData
 
 ROWS = 6
@@ -17,8 +16,7 @@ class Point(NamedTuple):
     """One value of a curve, and where in the training it was measured."""
 
     step: int
-    samples: float
-    """Samples trained until then, over all ranks."""
+    samples: float  # samples trained until then, over all ranks
     seconds: float
     """Seconds of training steps until then; evaluations, checkpoints and compiling left out."""
     value: float
@@ -168,22 +166,12 @@ class Throughput:
     lowest: float
     highest: float
     steps_per_s: float
-    basis: str
-    """What it was measured over."""
+    basis: str  # what it was measured over
     ms_per_step: float
     us_per_sample: float
-    flops_per_s: float | None = None
-    """Model FLOPs of all ranks, if they were counted."""
-    mfu: float | None = None
-    """The part of what the GPUs can do at most, if they are known."""
-    peak_memory_bytes: int | None = None
-    """The most that a rank held, if it was recorded."""
-
-    @property
-    def beyond_samples(self) -> str:
-        """What else people quote, such as "1.2T FLOP/s, 41% MFU"; empty if nothing is known."""
-        flops = [] if self.flops_per_s is None else [f"{short(self.flops_per_s)} FLOP/s"]
-        return ", ".join([*flops, *([] if self.mfu is None else [f"{self.mfu:.1%} MFU"])])
+    flops_per_s: float | None = None  # model FLOPs of all ranks, if they were counted
+    mfu: float | None = None  # the part of what the GPUs can do at most, if they are known
+    peak_memory_bytes: int | None = None  # the most that a rank held, if it was recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,8 +180,7 @@ class Goal:
 
     step: int
     samples: float
-    seconds: float
-    """Of training steps."""
+    seconds: float  # of training steps
     with_pauses: float | None
     """With the evaluations, checkpoints and compiling until then, if the records tell."""
 

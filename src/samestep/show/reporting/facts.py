@@ -40,8 +40,10 @@ def header(run: RunData) -> Pairs:
 
 
 def _speed(speed: Throughput) -> str:
-    rate = f"{short(speed.samples_per_s)} samples/s over {speed.basis}"
-    return f"{rate}, {speed.beyond_samples}" if speed.beyond_samples else rate
+    rates = [f"{short(speed.samples_per_s)} samples/s over {speed.basis}"]
+    rates += [] if speed.flops_per_s is None else [f"{short(speed.flops_per_s)} FLOP/s"]
+    rates += [] if speed.mfu is None else [f"{speed.mfu:.1%} MFU"]
+    return ", ".join(rates)
 
 
 def last_step(run: RunData) -> int:
@@ -111,8 +113,8 @@ def _code(run: RunData) -> str:
     places = []
     if copy := kept_code(run.path):
         places.append(f"code/ in the run directory ({copy.get('files', '?')} files)")
-    elif kept := run.facts.get("recipe.py"):
-        places.append(f"recipe.py in the run directory, {kept}")
+    elif recipe_file := run.facts.get("recipe.py"):
+        places.append(f"recipe.py in the run directory, {recipe_file}")
         if modules := kept_modules(run.path):
             places.append(f"{count(len(modules.files), 'module')} that it imports in code/")
     elif (run.path / "script.py").is_file():
@@ -131,14 +133,14 @@ def settings_tables(run: RunData) -> tuple[Table, ...]:
     """
     usual = {field.name: field.default for field in fields(Settings)}
     own = _is_own(_command(run))
-    given = {word.partition("=")[0] for word in _command(run) if word.startswith("--")}
+    typed = {word.partition("=")[0] for word in _command(run) if word.startswith("--")}
     special, others = "Settings that are not samestep's defaults", "Other settings, and options"
     rows: dict[str, list[tuple[str, ...]]] = {special: [], others: []}
     for name, value in (run.settings or {}).items():
         table, why = others, "" if name in usual else "option of the recipe"
         if own:
             table, why = special, "of the loop"
-        elif f"--{flag_name(name)}" in given:
+        elif f"--{flag_name(name)}" in typed:
             table, why = special, "given on the command line"
         elif name in usual and value != usual[name]:
             table, why = special, "of the recipe, or derived"

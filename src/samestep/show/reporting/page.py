@@ -27,8 +27,7 @@ from samestep.show.reporting.collect import Report, collect
 
 _HERE = Path(__file__).parent
 _JSON_ESCAPES = str.maketrans({"<": r"\u003c", ">": r"\u003e", "&": r"\u0026"})
-_EVERY_MS = 2000
-"""How often a page that is watched asks for news."""
+_EVERY_MS = 2000  # how often a page that is watched asks for news
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +35,7 @@ class Page:
     """A page, and what a browser may do with it."""
 
     html: str
-    policy: str
-    """Its Content-Security-Policy."""
+    policy: str  # its Content-Security-Policy
 
 
 def render(report: Report, *, live: bool = False) -> Page:
@@ -158,10 +156,7 @@ NAME = "report.html"
 def write_report(
     paths: Sequence[Path], output: Path | None = None, target: float | None = None
 ) -> Path:
-    """Write the page of some runs, and return its path.
-
-    By default it is `report.html` in the directory of a single run, else in the current one.
-    """
+    """Write the page of some runs; return its path, by default in the directory of a single run."""
     single = len(paths) == 1 and paths[0].is_dir()
     file = output or (paths[0] / NAME if single else Path(NAME))
     if file.is_dir():

@@ -36,10 +36,8 @@ def picture(path: Path) -> Iterator[Any]:
         plt.close(figure)
 
 
-_MOST_CLASSES = 100
-"""Of more the cells would be smaller than a pixel or two."""
-_MOST_NUMBERS = 20
-"""With more classes, the counts do not fit into the cells."""
+_MOST_CLASSES = 100  # of more the cells would be smaller than a pixel or two
+_MOST_NUMBERS = 20  # with more classes, the counts do not fit into the cells
 
 
 def confusion_of(record: Mapping[str, Any]) -> list[list[int]] | None:
@@ -58,10 +56,7 @@ def has_confusion(record: Mapping[str, Any]) -> bool:
 
 
 def confusion_png(names: Sequence[str], rows: Sequence[Sequence[int]]) -> bytes | None:
-    """Return a heat map as a PNG file: row by target, column by prediction, coloured by the row.
-
-    None where matplotlib is not installed.
-    """
+    """Return a heat map as PNG: row by target, column by prediction; None without matplotlib."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
     except ImportError:

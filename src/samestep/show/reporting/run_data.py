@@ -27,17 +27,13 @@ class RunData:
     """What a run's directory tells."""
 
     path: Path
-    recipe: str
-    """Its name; empty if nothing tells."""
-    status: str
-    """How it ended, or that it has not."""
+    recipe: str  # its name; empty if nothing tells
+    status: str  # how it ended, or that it has not
     records: tuple[Record, ...] = ()
     """As one uninterrupted run would have written them; of `step` records in a row only the last,
     since all of them are in `steps`."""
-    steps: StepRows = field(default_factory=StepRows)
-    """All `step` records."""
-    plan: Record = field(default_factory=dict)
-    """The latest `start` record; empty if there is none."""
+    steps: StepRows = field(default_factory=StepRows)  # all `step` records
+    plan: Record = field(default_factory=dict)  # the latest `start` record; empty if there is none
     settings: Mapping[str, object] | None = None
     """Settings and the recipe's options; None if the file cannot be read."""
     own_loop: bool = False
@@ -46,12 +42,9 @@ class RunData:
     """Of where it ran: ranks, device, versions, and what its own recipe file was."""
     weights: Mapping[int, str] = field(default_factory=dict)
     """Step → SHA-256 of the weights after it, where that is recorded."""
-    result: Mapping[str, Any] = field(default_factory=dict)
-    """What is in result.json."""
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    """What is in environment.json."""
-    problems: tuple[str, ...] = ()
-    """What is missing or cannot be read, a sentence each."""
+    result: Mapping[str, Any] = field(default_factory=dict)  # what is in result.json
+    environment: Mapping[str, Any] = field(default_factory=dict)  # what is in environment.json
+    problems: tuple[str, ...] = ()  # what is missing or cannot be read, a sentence each
 
     def of(self, event: str, split: str | None = None) -> Sequence[Record]:
         """Return the records of one kind, of evaluations those of one split."""
@@ -212,9 +205,9 @@ def _facts(
     facts |= {name: environment[name] for name in ("host", "cores_usable") if name in environment}
     versions = environment.get("versions")
     facts |= versions if isinstance(versions, dict) else {}
-    kept = path / "recipe.py"
-    if kept.is_file():
-        facts["recipe.py"] = f"sha256 {hashlib.sha256(kept.read_bytes()).hexdigest()[:8]}…"
+    recipe_file = path / "recipe.py"
+    if recipe_file.is_file():
+        facts["recipe.py"] = f"sha256 {hashlib.sha256(recipe_file.read_bytes()).hexdigest()[:8]}…"
     return facts
 
 

@@ -39,8 +39,7 @@ class StepTime:
     """The group that takes most of a step: compute, waits, all_reduce or other."""
     verdict: str
     table: Table
-    between: Table | None
-    """Evaluations, checkpoints and compiling."""
+    between: Table | None  # evaluations, checkpoints and compiling
 
 
 def step_time(run: RunData) -> StepTime | None:
@@ -82,8 +81,6 @@ def step_time(run: RunData) -> StepTime | None:
 class RankByRank:
     """What each rank did of a step, and whether one of them holds up the others."""
 
-    straggler: int | None
-    """The rank that does."""
     verdict: str
     bars: list[tuple[int, list[tuple[str, float, float]]]]
     """Each rank with (name, begin, length) of its parts, in per cent of the longest bar."""
@@ -115,10 +112,8 @@ def rank_by_rank(run: RunData) -> RankByRank | None:
         begins = itertools.accumulate(lengths, initial=0.0)
         parts = zip(names, begins, lengths, strict=False)
         bars.append((rank, [(name, round(at, 3), round(long, 3)) for name, at, long in parts]))
-    straggler, verdict = _straggler(own, longest)
     return RankByRank(
-        straggler=straggler,
-        verdict=verdict,
+        verdict=_straggler(own, longest),
         bars=bars,
         table=Table(
             title="Milliseconds of a step on each rank",
@@ -138,8 +133,8 @@ def _has_columns(ranks: Any, size: int) -> bool:
     )
 
 
-def _straggler(own: list[float], step: float) -> tuple[int | None, str]:
-    """Find the rank that holds up the others, by the time that each works or waits for its data."""
+def _straggler(own: list[float], step: float) -> str:
+    """Say which rank holds up the others, by the time that each works or waits for its data."""
     usual = statistics.median(own)
     slowest = max(range(len(own)), key=lambda rank: own[rank])
     said = (
@@ -147,9 +142,9 @@ def _straggler(own: list[float], step: float) -> tuple[int | None, str]:
         f"median rank {number(usual)} ms"
     )
     if own[slowest] - usual < _STRAGGLES * step:
-        return None, f"No rank holds up the others. {said}."
+        return f"No rank holds up the others. {said}."
     waits = "all ranks wait for it in the all-reduce"
-    return slowest, f"Rank {slowest} holds up the others: {waits}. {said}."
+    return f"Rank {slowest} holds up the others: {waits}. {said}."
 
 
 _MOST_MARKS = 300

@@ -21,8 +21,7 @@ from samestep.base.words import count, duration, local_time, measured, size, spa
 
 Sort = Literal["name", "recipe", "state", "metric", "duration", "date"]
 
-_MOST_INSIDE = 1000
-"""Search at most this many entries of a folder for runs."""
+_MOST_INSIDE = 1000  # search at most this many entries of a folder for runs
 _FILES = ("events.jsonl", "settings.toml", "result.json")
 """A folder without any of them holds no run."""
 
@@ -30,8 +29,7 @@ _FILES = ("events.jsonl", "settings.toml", "result.json")
 class ListedRun(Summary, kw_only=True):
     """A run in short, and where it is."""
 
-    name: str
-    """The directory, relative to the folder that was listed."""
+    name: str  # the directory, relative to the folder that was listed
     run_dir: Path
 
 
@@ -131,8 +129,7 @@ def _listed(name: str, path: Path) -> Iterator[ListedRun]:
 _ORDER = ("run", "recipe", "state", "best", "time", "began", "train loss", "last")
 _DROPPED = ("recipe", "began", "last", "time", "train loss", "best")
 """Where the terminal is too narrow, columns go in this order: most names tell recipe and date."""
-_DROPPED_BEFORE_NAMES = 3
-"""Columns that go before the names are shortened."""
+_DROPPED_BEFORE_NAMES = 3  # columns that go before the names are shortened
 _MOST_DAMAGED = 5
 
 

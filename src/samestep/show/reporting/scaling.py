@@ -42,10 +42,8 @@ class Scaling:
     title: str
     text: str
     points: list[SpeedPoint]
-    ideal: tuple[float, float, float, float]
-    """The line of the ideal: x and y of both ends."""
-    ticks: list[tuple[float, str]]
-    """Places on the y axis, with their labels."""
+    ideal: tuple[float, float, float, float]  # the line of the ideal: x and y of both ends
+    ticks: list[tuple[float, str]]  # places on the y axis, with their labels
     table: Table
     lost: Table
 
@@ -155,8 +153,7 @@ def _lost(rows: list[dict[str, Any]]) -> Table:
 
 _LOG_FROM = 8.0
 """The largest value over the least from which an axis is logarithmic."""
-_LEAST_APART = 34.0
-"""Between two labels of the x axis."""
+_LEAST_APART = 34.0  # between two labels of the x axis
 
 
 class Dot(NamedTuple):
@@ -185,11 +182,9 @@ def sweep_charts(comparison: Comparison) -> list[SettingChart]:
     if len({run.path.resolve().parent for run in comparison.runs}) > 1:
         return []
     points = [settings_in_sweep(run.path) for run in comparison.runs]
-    best = max if not comparison.smaller else min
-    values = [best((p.value for p in curve), default=None) for curve in comparison.curves]
     rows = [
         (name, point, value)
-        for name, point, value in zip(comparison.names, points, values, strict=True)
+        for name, point, value in zip(comparison.names, points, comparison.best, strict=True)
         if value is not None and math.isfinite(value)
     ]
     if len(rows) < 2 or not all(points):
@@ -217,7 +212,7 @@ def _chart(
         share = (value - low) / span if high > low else 0.5
         return round(HEIGHT - BOTTOM - 8 - (HEIGHT - TOP - BOTTOM - 16) * share, 2)
 
-    name, point, value = (min if comparison.smaller else max)(rows, key=lambda row: row[2])
+    name, point, value = comparison.pick_best(rows, key=lambda row: row[2])
     dots = [
         Dot(
             places[point[flag]],
@@ -246,8 +241,8 @@ def _places(texts: Sequence[str]) -> dict[str, float]:
     try:
         numbers = [float(text) for text in texts]
     except ValueError:
-        numbers = [float(place) for place in range(len(texts))]
-    if not all(map(math.isfinite, numbers)):
+        numbers = []
+    if not numbers or not all(map(math.isfinite, numbers)):
         numbers = [float(place) for place in range(len(texts))]
     if min(numbers) > 0 and max(numbers) / min(numbers) >= _LOG_FROM:
         numbers = [math.log(value) for value in numbers]

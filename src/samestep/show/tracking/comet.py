@@ -10,8 +10,7 @@ import comet_ml
 from samestep.base.errors import UserError
 from samestep.show.tracking import Server, Started, TrackedRecord, TrackedResult, TrackedRun
 
-COUNTS_AT_END = True
-"""Offline, what was written counts once it is packed."""
+COUNTS_AT_END = True  # offline, what was written counts once it is packed
 
 # Comet would describe this process, not the training, and keep its source.
 _NOT = (

@@ -69,17 +69,13 @@ _COMMAND = (sys.executable, "-P", "-c", _PROGRAM, str(Path(samestep.__file__).pa
 class Delivery:
     """What one place has of a run."""
 
-    run: str | None = None
-    """The tracker's own name of the run."""
+    run: str | None = None  # the tracker's own name of the run
     link: str | None = None
     lines: int = 0
     """Lines of events.jsonl that were sent, or have nothing to send."""
-    system_lines: int = 0
-    """Lines of system.jsonl that were sent."""
-    finished: bool = False
-    """Whether the tracker has closed the run."""
-    checkpoints: bool = False
-    """Whether the checkpoints were sent with it."""
+    system_lines: int = 0  # lines of system.jsonl that were sent
+    finished: bool = False  # whether the tracker has closed the run
+    checkpoints: bool = False  # whether the checkpoints were sent with it
     files: list[str] = field(default_factory=list)
     """Its complete files, for trackers whose files count only once they are closed."""
 
@@ -122,10 +118,8 @@ def write_deliveries(run: Path, tracker: str, deliveries: Deliveries) -> None:
 class TrackerOrder:
     """What a tracker's process is to do. It holds no secret."""
 
-    tracker: str
-    """A name, a file or a module."""
-    name: str
-    """What its files are called."""
+    tracker: str  # a name, a file or a module
+    name: str  # what its files are called
     project: str
     run_name: str | None
     workspace: str | None

@@ -20,8 +20,7 @@ from samestep.show.tracking import (
     TrackedRun,
 )
 
-COUNTS_AT_END = True
-"""What was written counts once its file is closed."""
+COUNTS_AT_END = True  # what was written counts once its file is closed
 
 
 def start(run: TrackedRun) -> Started:

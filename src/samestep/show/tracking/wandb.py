@@ -12,8 +12,7 @@ import wandb
 from samestep.base.errors import UserError
 from samestep.show.tracking import Server, Started, TrackedRecord, TrackedResult, TrackedRun
 
-COUNTS_AT_END = True
-"""Offline, what was written counts once its file is closed."""
+COUNTS_AT_END = True  # offline, what was written counts once its file is closed
 
 
 @dataclass

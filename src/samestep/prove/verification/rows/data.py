@@ -29,8 +29,7 @@ class Changes(NamedTuple):
     part: Reader
     batchwise: bool
     """Whether it does so only when the sample is read in another batch."""
-    draws: str = ""
-    """What collate draws from, with the line."""
+    draws: str = ""  # what collate draws from, with the line
 
     @property
     def cause(self) -> Cause:

@@ -26,24 +26,16 @@ class LossOfParts(NamedTuple):
     full: float
     """Relative difference from their mean for the full batches, or from their sum where that is
     what the recipe says of its loss."""
-    uneven: float
-    """The same for the incomplete batch."""
-    adds_up: bool
-    """Whether the loss of a full batch is the sum of its parts' losses instead, or their mean."""
-    over_terms: bool = False
-    """Whether the recipe says by `loss_terms` what its loss is a mean over."""
-    compares: bool = False
-    """Whether what a sample contributes depends on the outputs of others, as in contrast."""
+    uneven: float  # the same for the incomplete batch
+    cause: Cause = causes.NOT_A_MEAN  # what it means if full batches differ beyond rounding
     over_batch: bool = False
     """Whether the recipe says that it is made over the whole batch: it is not compared then."""
-    is_sum: bool = False
-    """Whether the recipe says that its loss is a sum."""
 
 
 def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
     """Compare batches' losses with their parts', which are as small as those of the ranks."""
     if tested.recipe.loss_over == "batch":
-        return LossOfParts(0.0, 0.0, adds_up=False, over_batch=True)
+        return LossOfParts(0.0, 0.0, over_batch=True)
     if (held := tested.held_outputs) is None:
         return None
     size = tested.size
@@ -53,11 +45,16 @@ def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
     if not size.drop_last:
         with contextlib.suppress(Exception):  # the row of the last batch says that it fails
             uneven, _ = _differences_from_parts(tested, held.model, size.full)
-    recipe = tested.recipe
     adds_up = from_other <= tested.rounding < full
-    compares = full > tested.rounding and not adds_up and _compares(tested, held)
-    over_terms, is_sum = recipe.loss_terms is not None, recipe.reduction == "sum"
-    return LossOfParts(full, uneven, adds_up, over_terms, compares, is_sum=is_sum)
+    if tested.recipe.reduction == "sum":
+        cause = causes.A_MEAN if adds_up else causes.NOT_A_SUM
+    else:
+        cause = causes.A_SUM if adds_up else causes.NOT_A_MEAN
+    if tested.recipe.loss_terms is not None:
+        cause = causes.OF_TERMS
+    if full > tested.rounding and not adds_up and _compares(tested, held):
+        cause = causes.OF_BATCH
+    return LossOfParts(full, uneven, cause)
 
 
 def _compares(tested: RecipeUnderTest, held: HeldForward) -> bool:
@@ -107,12 +104,12 @@ def _differences_from_parts(
         for start, number in ((0, rows - last), (rows - last, last)):
             part = tested.part(block, start, number)
             if tested.recipe.collate is None:
-                given = _narrow(outputs, start, number)
+                part_outputs = _narrow(outputs, start, number)
             else:  # rows put together anew may be padded otherwise
-                given = tested.forward(model, part.inputs)
+                part_outputs = tested.forward(model, part.inputs)
             weight = float(terms(part.inputs, part.targets)) if terms else number
             if weight:  # a mean over nothing may be NaN, and counts nothing
-                losses.append((float(tested.loss(given, part.targets)), weight))
+                losses.append((float(tested.loss(part_outputs, part.targets)), weight))
     if not losses:
         return 0.0, 0.0
     mean = sum(loss * weight for loss, weight in losses) / sum(weight for _, weight in losses)
@@ -135,15 +132,7 @@ def loss_of_parts(evidence: Evidence) -> LossOfParts | None:
 
 def _explain_loss(evidence: Evidence) -> Cause | None:
     parts = loss_of_parts(evidence)
-    if parts is None or parts.full <= evidence.exact:
-        return None
-    if parts.compares:
-        return causes.OF_BATCH
-    if parts.over_terms:
-        return causes.OF_TERMS
-    if parts.is_sum:
-        return causes.A_MEAN if parts.adds_up else causes.NOT_A_SUM
-    return causes.A_SUM if parts.adds_up else causes.NOT_A_MEAN
+    return None if parts is None or parts.full <= evidence.exact else parts.cause
 
 
 def _loss(evidence: Evidence) -> Check:

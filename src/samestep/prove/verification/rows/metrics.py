@@ -32,8 +32,7 @@ from samestep.prove.verification.trace import (
     worst,
 )
 
-_ROUNDING = 1e-5
-"""Relative, of metric objects: most add up in float32."""
+_ROUNDING = 1e-5  # relative, of metric objects: most add up in float32
 
 
 def _dependences(tested: RecipeUnderTest) -> dict[str, float]:

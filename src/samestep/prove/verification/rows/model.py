@@ -39,10 +39,8 @@ _LOSS = "the loss"
 class ProcessOutputs:
     """What one process makes of its own model and of some samples."""
 
-    model: str
-    """Its class."""
-    weights: dict[str, Tensor]
-    """A few values of each, as built."""
+    model: str  # its class
+    weights: dict[str, Tensor]  # a few values of each, as built
     samples: list[str]
     calls: list[ModuleCall]
     """Of the model's modules and, at last, of the loss, with a few values of each tensor."""
@@ -56,8 +54,8 @@ def _compute(tested: RecipeUnderTest, _world: World) -> ProcessOutputs:
     if held is not None:
         loss = tested.loss(held.outputs, held.block.targets)
         calls.append(ModuleCall(_LOSS, tree_leaves(held.outputs), [loss]))
-    kept = [ModuleCall(c.name, [*map(_few, c.inputs)], [*map(_few, c.outputs)]) for c in calls]
-    return ProcessOutputs(type(model).__name__, weights, tested.hashes(), kept)
+    in_short = [ModuleCall(c.name, [*map(_few, c.inputs)], [*map(_few, c.outputs)]) for c in calls]
+    return ProcessOutputs(type(model).__name__, weights, tested.hashes(), in_short)
 
 
 def _few(tensor: Tensor) -> Tensor:

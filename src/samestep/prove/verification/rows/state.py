@@ -37,8 +37,7 @@ class ModuleDifference(NamedTuple):
     """Where two forward passes differ first."""
 
     module: str
-    difference: float
-    """Relative to the largest output."""
+    difference: float  # relative to the largest output
     before: str = ""
     """The first module within it whose inputs differ: the difference is made before that one."""
 
@@ -51,8 +50,7 @@ class ModuleDifference(NamedTuple):
 class ModuleCall(NamedTuple):
     """The inputs and outputs of a module in a forward pass."""
 
-    name: str
-    """Empty for the model itself."""
+    name: str  # empty for the model itself
     inputs: list[Tensor]
     outputs: list[Tensor]
 
@@ -179,8 +177,7 @@ class OutsideState:
     """Such attributes that checkpoints hold, as a module's extra state."""
     optimizer: list[str] = field(default_factory=list)
     """What each step of the optimizer changes outside its `state`."""
-    draws: list[str] = field(default_factory=list)
-    """What the optimizer draws from, with the line."""
+    draws: list[str] = field(default_factory=list)  # what the optimizer draws from, with the line
     learned: list[str] = field(default_factory=list)
     """Parameters that get a gradient and are not the model's."""
     asks: dict[str, str] = field(default_factory=dict)
@@ -205,28 +202,25 @@ def find_hidden(tested: RecipeUnderTest) -> dict[str, Any]:
 
 
 def restoring(model: nn.Module, *, checkpointed: bool) -> Callable[[], None]:
-    """Return a function that restores a model's weights, buffers and extra state.
-
-    A buffer may have another size by then, and extra state may be of any kind.
-    """
+    """Return a function that restores weights, buffers of any size, extra state of any kind."""
     tensors: list[tuple[dict[str, Any], str, Tensor | None]] = []
     extra: list[tuple[nn.Module, Any]] = []
     for module in model.modules():
         left_out = module._non_persistent_buffers_set if checkpointed else ()  # noqa: SLF001
         for held in (module._parameters, module._buffers):  # noqa: SLF001
-            kept = {k: None if t is None else t.detach().clone() for k, t in held.items()}
-            tensors += [(held, name, kept[name]) for name in kept if name not in left_out]
+            copies = {k: None if t is None else t.detach().clone() for k, t in held.items()}
+            tensors += [(held, name, copies[name]) for name in copies if name not in left_out]
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             extra.append((module, copy.deepcopy(module.get_extra_state())))
 
     @torch.no_grad()
     def restore() -> None:
-        for held, name, kept in tensors:
+        for held, name, value in tensors:
             now = held.get(name)
-            if now is None or kept is None or now.shape != kept.shape:
-                held[name] = None if kept is None else kept.clone()
+            if now is None or value is None or now.shape != value.shape:
+                held[name] = None if value is None else value.clone()
             else:
-                now.copy_(kept)
+                now.copy_(value)
         for module, state in extra:
             module.set_extra_state(copy.deepcopy(state))
 
@@ -311,8 +305,8 @@ def _described(leaf: Tensor, model: nn.Module, loss: object) -> str:
         ("the global", getattr(type(model).forward, "__globals__", {})),
     )
     for owner, names in places:
-        for name, kept in names.items():
-            if any(each is leaf for each in (kept if isinstance(kept, list | tuple) else (kept,))):
+        for name, held in names.items():
+            if any(each is leaf for each in (held if isinstance(held, list | tuple) else (held,))):
                 return f"{owner} {name}"
     return f"a parameter of shape {tuple(leaf.shape)}"
 

@@ -15,6 +15,7 @@ from samestep.base.errors import listed
 from samestep.base.trees import tree_leaves
 from samestep.base.words import count
 from samestep.core.learner.side_effects import batch_norms
+from samestep.core.loops.gradients import parameters_in
 from samestep.prove.verification import causes
 from samestep.prove.verification.evidence import (
     OPTIMIZER_TIMES,
@@ -108,12 +109,9 @@ class Arithmetic(NamedTuple):
 
     wide: bool
     """Whether it computes in float64 also where its code asks for a narrower type."""
-    kind: str
-    """The narrowest type that it computes in."""
-    unit: float
-    """One rounding in that type, relative."""
-    of_weights: float = 2.0**-53
-    """… and in the type of the weights."""
+    kind: str  # the narrowest type that it computes in
+    unit: float  # one rounding in that type, relative
+    of_weights: float = 2.0**-53  # … and in the type of the weights
 
     def hold(self, tested: RecipeUnderTest, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer compute in float64 throughout, if it can and that is compared."""
@@ -133,7 +131,7 @@ class Arithmetic(NamedTuple):
         size = _off(self)
 
         def move(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            for gradient in (p.grad for group in optimizer.param_groups for p in group["params"]):
+            for gradient in (p.grad for p in parameters_in(optimizer)):
                 if gradient is not None and gradient.layout == torch.strided:
                     signs = torch.randint(0, 2, gradient.shape, generator=generator) * 2 - 1
                     gradient.mul_(1 + size * signs.to(gradient))

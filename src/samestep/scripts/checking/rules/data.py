@@ -61,9 +61,9 @@ def _with_sampler(line: str) -> str:
         tree = ast.Module([], [])
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and call.args and "DataLoader" in ast.unparse(call.func):
-            kept = [k for k in call.keywords if k.arg not in ("shuffle", "sampler")]
+            keywords = [k for k in call.keywords if k.arg not in ("shuffle", "sampler")]
             sampler = ast.parse(f"DistributedSampler({ast.unparse(call.args[0])})", mode="eval")
-            call.keywords = [*kept, ast.keyword("sampler", sampler.body)]
+            call.keywords = [*keywords, ast.keyword("sampler", sampler.body)]
             return f"- {line}\n+ {ast.unparse(tree)}"
     return "Give the loader `sampler=DistributedSampler(dataset)` instead of `shuffle=True`."
 
@@ -165,7 +165,7 @@ def stream_is_not_split_over_workers(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find as many equal batches in a row as there are workers, again and again."""
     for reading in (reading for rank in seen.ranks for reading in readings_of(rank)):
         workers = reading.loader.workers
-        batches = [tuple(batch.rows) for batch in reading.batches if not batch.turn]
+        batches = [tuple(batch.rows) for batch in reading.first_pass]
         if not reading.loader.iterable or workers < 2 or len(set(batches)) < 2:
             continue
         rounds = [batches[at : at + workers] for at in range(0, len(batches), workers)]
@@ -196,14 +196,14 @@ def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
         text = f"{len(counts)} samples were evaluated {counts.total()} times: {few(twice)} twice"
         met = list(_met_after(seen.ranks[0], first))
         collectives = {event.name for event in met}
-        kept = [event.where for event in met if event.trims is False]
+        untrimmed = [event.where for event in met if event.trims is False]
         if any(event.trims for event in met):
             continue
-        if kept:
-            line = seen.line(kept[0])
+        if untrimmed:
+            line = seen.line(untrimmed[0])
             remedy = replaced(line, line.replace(".gather(", ".gather_for_metrics("))
             text += ", and Accelerate's `gather` keeps both"
-            yield Found(kept[0], text, remedy, "advice")
+            yield Found(untrimmed[0], text, remedy, "advice")
         elif not first.loader.direct:
             yield NotSeen(f"{text}, by a sampler that is not the script's own")
         elif gathers := sorted(name for name in collectives if "gather" in name):

@@ -115,10 +115,7 @@ def _divides_counts(seen: Seen) -> Iterator[Found]:
 
 
 def _with_samples(part: _Evaluation) -> Iterator[tuple[ev.NumbersReduced, int]]:
-    """Yield a rank's reductions, each with the samples of the same set evaluated by then.
-
-    A forward pass after a reduction begins another set.
-    """
+    """Yield a rank's reductions, each with the samples evaluated since those before it."""
     samples, begins = 0, True
     for event in part.events:
         if isinstance(event, ev.ForwardPass):

@@ -21,19 +21,14 @@ class Trained:
     """One model, as all ranks trained it. What is of one rank is of rank 0."""
 
     name: str
-    models: tuple[ev.ModelTrained, ...]
-    """Its first forward pass with gradients, rank by rank."""
+    models: tuple[ev.ModelTrained, ...]  # its first forward pass with gradients, rank by rank
     wrap: ev.ModelWrapped | None
-    forwards: list[ev.ForwardPass]
-    """Those with gradients, of rank 0."""
-    steps: list[tuple[ev.OptimizerStep, ...]]
-    """Those whose gradients were looked at, rank by rank."""
-    weights: list[tuple[ev.WeightSums, ...]]
-    """Before the first step and after those, rank by rank."""
+    forwards: list[ev.ForwardPass]  # those with gradients, of rank 0
+    steps: list[tuple[ev.OptimizerStep, ...]]  # those whose gradients were looked at, rank by rank
+    weights: list[tuple[ev.WeightSums, ...]]  # before the first step and after those, rank by rank
     is_exchanged: bool
     """Whether the script itself sends tensors as large as a weight from rank to rank."""
-    is_fed_alike: bool
-    """Whether all ranks are known to be given the same samples."""
+    is_fed_alike: bool  # whether all ranks are known to be given the same samples
 
     @property
     def is_wrapped(self) -> bool:

@@ -114,9 +114,9 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
         is_astray = False
         for model in rank.of(ev.ModelTrained):
             steps = [e for e in rank.of(ev.OptimizerStep) if model.model_id in e.models and e.grads]
-            kept = rank.of_model(ev.WeightSumsBefore, model.model_id)
+            sums = rank.of_model(ev.WeightSumsBefore, model.model_id)
             changed = _changed(rank, model, ev.WeightSumsBefore)
-            before, latest = [0.0, 0.0, *(event.time for event in kept)][-2:]
+            before, latest = [0.0, 0.0, *(event.time for event in sums)][-2:]
             # Of a vector all values may be 1, to which a small update adds nothing yet.
             matrices = [name for name, shape in model.shapes.items() if len(shape) > 1]
             names = [
@@ -131,7 +131,7 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
                 for name in changed.intersection(matrices)
                 if len(_with_gradients(steps, name, before, latest)) >= _LEAST_STEPS
             ]
-            stopped = [n for n in after if len({e.parameters[n] for e in kept[-2:]}) == 1]
+            stopped = [n for n in after if len({e.parameters[n] for e in sums[-2:]}) == 1]
             if len(stopped) < len(after):  # else it has learnt all that it could
                 names += stopped
             idle = [e for e in steps if len(e.still) == len(e.grads)]
@@ -141,8 +141,8 @@ def never_changed(seen: Seen) -> Iterator[Found | NotSeen]:
                     steps[0].where,
                     f"{len(names)} of {len(model.shapes)} parameters of {model.model} have "
                     f"gradients in {len(_with_gradients(steps, names[0]))} steps, and the same "
-                    f"bits before step {kept[-1].step + 1} as "
-                    + (f"before step {kept[-2].step + 1}" if names == stopped else "at first")
+                    f"bits before step {sums[-1].step + 1} as "
+                    + (f"before step {sums[-2].step + 1}" if names == stopped else "at first")
                     + f": {listed(names)}"
                     if names
                     else f"the learning rate is 0 in all {len(steps)} steps looked at",
@@ -418,12 +418,12 @@ def evaluates_with_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
     for rank in seen.ranks:
         foreign = {id(event) for event, other in with_loader(seen, rank, ev.ForwardPass) if other}
         for part in evaluations(seen, rank):
-            kept = [e for e in part.forwards if e.grad and id(e) in foreign]
-            if len(kept) >= _IN_A_ROW:
-                text = f"{len(kept)} forward passes of {kept[0].model} after step {part.step} "
+            passes = [e for e in part.forwards if e.grad and id(e) in foreign]
+            if len(passes) >= _IN_A_ROW:
+                text = f"{len(passes)} forward passes of {passes[0].model} after step {part.step} "
                 text += "recorded a graph, and no backward pass followed"
                 remedy = "Evaluate under `with torch.no_grad():`."
-                yield Found(kept[0].where, text, remedy)
+                yield Found(passes[0].where, text, remedy)
                 return
 
 

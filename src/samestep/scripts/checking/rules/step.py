@@ -31,8 +31,8 @@ def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
     steps_of: dict[str, Counter[int]] = defaultdict(Counter)
     for passes, _ in _by_step(rank, ev.BackwardPass, ev.OptimizerStep):
         # Each call of a closure makes gradients of its own, at other weights.
-        made = Counter((event.where, event.closure) for event in passes if event.sync)
-        for (where, _), times in made.items():
+        passes_at = Counter((event.where, event.closure) for event in passes if event.sync)
+        for (where, _), times in passes_at.items():
             steps_of[where][times] += times > 1
     for where, counts in steps_of.items():
         times, steps = counts.most_common(1)[0]
@@ -351,14 +351,14 @@ def never_steps_the_scheduler(seen: Seen) -> Iterator[Found | NotSeen]:
 def counts_in_another_unit(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for schedules that are over within the first of several epochs, and for the reverse."""
     rank = seen.ranks[0]
-    made = {event.scheduler_id: event for event in rank.of(ev.SchedulerMade)}
-    for scheduler in made.values():
+    by_id = {event.scheduler_id: event for event in rank.of(ev.SchedulerMade)}
+    for scheduler in by_id.values():
         stepped = [e for e in rank.of(ev.SchedulerStep) if e.scheduler_id == scheduler.scheduler_id]
         first = [e.lr for e in stepped if e.epoch <= 1]
         later = [e.lr for e in stepped if e.epoch > 1]
         if not first or scheduler.scheduler == "ReduceLROnPlateau":
             continue
-        parts = [made[number] for number in scheduler.inner if number in made] or [scheduler]
+        parts = [by_id[number] for number in scheduler.inner if number in by_id] or [scheduler]
         totals = [part.total or 0 for part in parts]
         period = sum(totals) if all(totals) else 0
         once = len({event.step for event in stepped}) == len(stepped)  # per optimizer step

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.algorithms.join import Join
@@ -86,7 +86,6 @@ class _Turn:
     iterable: bool
     batches: int = 0
     cut: bool = False
-    given: list[Any] = field(default_factory=list)
 
 
 class _Loaders:
@@ -276,12 +275,12 @@ class _Loaders:
         before = random_states(base) if first else {}
         after = list[dict[str, tuple[int, int]]]()
         collate = fetcher.collate_fn
-        given = list[Any]()
+        collected = list[Any]()
 
         def collated(samples: Any) -> Any:
             if first:
                 after.append(random_states(base))  # what collating draws is not the data set's
-            given.extend(samples if isinstance(samples, list) else ())
+            collected.extend(samples if isinstance(samples, list) else ())
             return collate(samples)
 
         fetcher.collate_fn = collated
@@ -293,9 +292,9 @@ class _Loaders:
                 self._note_drawn(group, before, after[0] if after else random_states(base))
         lost = 0
         with self._recorder.unwatched(), contextlib.suppress(Exception):
-            lost = lost_rows(given, batch) if compared else 0
+            lost = lost_rows(collected, batch) if compared else 0
         if lost:
-            self._recorder.note(ev.SamplesLost(group, given=len(given), lost=lost))
+            self._recorder.note(ev.SamplesLost(group, given=len(collected), lost=lost))
 
     def _note_drawn(
         self, group: int, before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import weakref
+from collections import Counter
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -50,7 +51,7 @@ class _NumbersWatcher:
         rank = recorder.rank
         self._label = re.compile(rf"{_LABEL}{rank}(?!\d)|[\[(<]{rank}[\])>]", re.IGNORECASE)
         self._summed: weakref.ref[Tensor] | None = None  # what was reduced last
-        self._noted: dict[tuple[type[ev.Event], str], int] = {}
+        self._noted: Counter[tuple[type[ev.Event], str]] = Counter()
         self._step = -1
 
     def _note(self, event: ev.Event) -> None:
@@ -59,10 +60,10 @@ class _NumbersWatcher:
         steps = self._recorder.hooks.steps
         if steps != self._step:
             self._step = steps
-            self._noted = {}
+            self._noted.clear()
         key = (type(event), self._recorder.where())
-        count = self._noted[key] = self._noted.get(key, 0) + 1
-        if count <= _MOST_PER_LINE:
+        self._noted[key] += 1
+        if self._noted[key] <= _MOST_PER_LINE:
             self._recorder.note(event, where=key[1])
 
     def on_read(self, _call: ProbedCall) -> Around:

@@ -152,9 +152,9 @@ class _Files:
 
         def on_start(label: str, call: ProbedCall) -> None:
             if self._recorder.is_direct(label.partition(".")[0]):
-                by_place = {str(n): v for n, v in enumerate(call.args) if isinstance(v, _PLAIN)}
-                given = (by_place | call.kwargs).items()
-                asked = {name: str(v) for name, v in given if isinstance(v, _PLAIN)}
+                by_place = {str(n): v for n, v in enumerate(call.args)}
+                arguments = (by_place | call.kwargs).items()
+                asked = {name: str(v) for name, v in arguments if isinstance(v, _PLAIN)}
                 self._recorder.once(ev.TrackerStarted(label, asked=asked))
 
         patches: list[Patch] = []

@@ -82,12 +82,12 @@ class _Life:
     def on_init(self, call: ProbedCall) -> None:
         """Record the rank and world size that this process assumes, even if no rank answers."""
         signature = inspect.signature(call.function)
-        given = signature.bind_partial(*call.args, **call.kwargs).arguments
-        by_environment = (given.get("init_method") or "env://").startswith("env://")
+        arguments = signature.bind_partial(*call.args, **call.kwargs).arguments
+        by_environment = (arguments.get("init_method") or "env://").startswith("env://")
         variables = os.environ.copy()  # which is not a reader
 
         def number(argument: str, variable: str) -> int | None:
-            value: int = given.get(argument, -1)
+            value: int = arguments.get(argument, -1)
             if value < 0 and by_environment and variables.get(variable, "").isdecimal():
                 value = int(variables[variable])
             return value if value >= 0 else None
@@ -106,15 +106,15 @@ class _Life:
     def on_collective(self, kind: str, tensors: list[Tensor], _where: str, group: str) -> None:
         visit = self._recorder.pulse.now
         assert visit is not None
-        given = dict(part.split("=") for part in visit.detail.split() if "=" in part)
-        op = given.pop("op", None)
+        details = dict(part.split("=") for part in visit.detail.split() if "=" in part)
+        op = details.pop("op", None)
         may_differ = kind.startswith("all_to_all")
         gaps = (list(tensor.stride()) for tensor in tensors if _has_gaps(tensor))
         self._recorder.note(
             ev.CollectiveCalled(
                 kind,
                 op=op,
-                root=next(iter(given.values()), None),
+                root=next(iter(details.values()), None),
                 shapes=[] if may_differ else [list(tensor.shape) for tensor in tensors],
                 dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else None,
                 group=group,

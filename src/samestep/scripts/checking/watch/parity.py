@@ -58,8 +58,7 @@ class _Part:
     """This rank's own gradient, before any exchange."""
     left: dict[str, Tensor] = field(default_factory=dict)
     """What the backward pass left, which with DDP is exchanged."""
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    """What the optimizer was given."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # what the optimizer was given
     unseen: str = ""
 
 
@@ -233,25 +232,25 @@ def _derivation(output: Any, given: Any) -> Callable[[Any], Tensor] | None:
     """Return the function from the model's output to a loss's input, if it is of a known kind."""
     if not isinstance(given, Tensor) or not given.requires_grad:
         return None
-    leaves, _ = pytree.tree_flatten(output)
+    leaves = pytree.tree_leaves(output)
     tensors = [(n, leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     for place, leaf in tensors:
         if leaf is given:
-            return lambda out, place=place: pytree.tree_flatten(out)[0][place]  # type: ignore[misc]
+            return lambda out, place=place: pytree.tree_leaves(out)[place]  # type: ignore[misc]
     for place, leaf in tensors:
         if leaf.numel() == given.numel() and torch.equal(
             leaf.detach().reshape(-1), given.detach().reshape(-1)
         ):
             rest = tuple(given.shape[1:])
             return lambda out, place=place, rest=rest: (  # type: ignore[misc]
-                pytree.tree_flatten(out)[0][place].reshape(-1, *rest)
+                pytree.tree_leaves(out)[place].reshape(-1, *rest)
             )
     return None
 
 
 def _scalar_of(output: Any) -> Callable[[Any], Tensor] | None:
     """Return how to find the only number with a gradient in a model's output: its own loss."""
-    leaves, _ = pytree.tree_flatten(output)
+    leaves = pytree.tree_leaves(output)
     places = [
         n
         for n, leaf in enumerate(leaves)
@@ -259,7 +258,7 @@ def _scalar_of(output: Any) -> Callable[[Any], Tensor] | None:
     ]
     if len(places) != 1:
         return None
-    return lambda out: pytree.tree_flatten(out)[0][places[0]]
+    return lambda out: pytree.tree_leaves(out)[places[0]]
 
 
 def _why_unseen(part: _Part) -> str:

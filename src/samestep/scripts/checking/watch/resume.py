@@ -385,8 +385,8 @@ def _leaves_by_path(saved: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _path_of(args: tuple[Any, ...], more: Mapping[str, Any]) -> str:
     """Return the path that a function is given, or that its file has; empty for none."""
     names = "f", "filename", "checkpoint_id", "path"
-    given = [*args[:1], *(more[name] for name in names if name in more)]
-    paths = [file if isinstance(file, _PATH) else getattr(file, "name", None) for file in given]
+    places = [*args[:1], *(more[name] for name in names if name in more)]
+    paths = [file if isinstance(file, _PATH) else getattr(file, "name", None) for file in places]
     path = next((path for path in paths if isinstance(path, _PATH)), "")
     return os.path.abspath(os.fsdecode(path)) if path else ""  # noqa: PTH100 - a link stays a link
 

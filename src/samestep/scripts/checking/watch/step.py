@@ -134,7 +134,7 @@ class _Steps:
         self._recorder = recorder
         self._held: weakref.WeakKeyDictionary[Optimizer, _Held] = weakref.WeakKeyDictionary()
         self._schedules = 0  # calls into schedulers that are under way
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         self._wanted: weakref.WeakKeyDictionary[GradScaler, bool] = weakref.WeakKeyDictionary()
         self._scale = 0.0
         """What losses have been multiplied by since the scaler's last update, 0 for nothing."""
@@ -151,7 +151,7 @@ class _Steps:
 
     def _first_times(self, kind: str, most: int = _MOST) -> bool:
         """Count a kind of event and return whether it is still one of the first."""
-        self._counts[kind] = self._counts.get(kind, 0) + 1
+        self._counts[kind] += 1
         return self._counts[kind] <= most
 
     # Gradients
@@ -224,10 +224,10 @@ class _Steps:
             self._note_gradients(optimizer, held)
         if held.scale > 1.0 and not self._in_scaler:
             self._recorder.once(ev.ScaledStep(held.scale))
-        kept = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, _CASTS))
-        if kept and self._casts_before == self._casts_dropped:
+        caches = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, _CASTS))
+        if caches and self._casts_before == self._casts_dropped:
             self._recorder.once(ev.AutocastKept())
-        self._casts_before = self._casts_dropped if kept else -1
+        self._casts_before = self._casts_dropped if caches else -1
 
     def _note_gradients(self, optimizer: Optimizer, held: _Held) -> None:
         if not held.backwards:
@@ -277,7 +277,7 @@ class _Steps:
             call.args = (parameters, *call.args[1:])
         else:
             call.kwargs["parameters"] = parameters
-        first = not self._recorder.quiet and self._counts.get("clip", 0) < _CLIPS
+        first = not self._recorder.quiet and self._counts["clip"] < _CLIPS
         with self._recorder.unwatched():
             grads = [p.grad for p in parameters if p.grad is not None] if first else []
             sums = [print_of(grad) for grad in grads]

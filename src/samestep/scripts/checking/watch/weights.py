@@ -8,7 +8,7 @@ import contextlib
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -79,10 +79,9 @@ class WeightsWatcher:
         self._live: dict[int, weakref.ref[Any]] = {}  # state dicts that a module has given
         self._taken: dict[int, tuple[int, str]] = {}  # after which step, and where
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> AbstractContextManager[None]:
         """Note while inside."""
-        with listening(
+        return listening(
             (probes.BEFORE_STEP, self._before_step),
             (probes.AFTER_STEP, self._after_step),
             (probes.OPTIMIZER_MADE, self._on_optimizer),
@@ -90,8 +89,7 @@ class WeightsWatcher:
             (_STATE_DICT, self._on_state_dict),
             (probes.LOAD_STATE, self._on_load_state),
             (probes.SAVE, self._on_save),
-        ):
-            yield
+        )
 
     def begin(self, model: nn.Module) -> None:
         """Note a model that is called with gradients for the first time."""

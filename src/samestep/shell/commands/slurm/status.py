@@ -35,8 +35,7 @@ from samestep.shell.commands.forms import (
 )
 
 _REDRAW_S = 5.0
-_SILENT_S = 5.0
-"""A healthy rank's last sign may be a few seconds old."""
+_SILENT_S = 5.0  # a healthy rank's last sign may be a few seconds old
 _QUIET_S = 30.0  # an evaluation or a checkpoint may take as long
 
 

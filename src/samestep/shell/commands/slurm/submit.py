@@ -26,6 +26,7 @@ from samestep.cluster.slurm.submission import (
     find_workload,
     make_script,
     read_array,
+    runs_trainer,
     submit,
     submit_array,
     with_home_expanded,
@@ -33,7 +34,7 @@ from samestep.cluster.slurm.submission import (
 from samestep.core.recipes import RECIPES
 from samestep.shell.cli import example_text, show_general_help
 from samestep.shell.commands.forms import Form, Switch, parse, show_notes
-from samestep.shell.commands.target import with_value
+from samestep.shell.commands.target import cut_at_dashes, with_value
 
 _GROUPS = {
     "job_name": "job",
@@ -71,6 +72,9 @@ class SubmitFlags(UncheckedOptions):
     array: Annotated[str | None, InShell("TASKS")] = None
     """Submit a job array, each task with its own run directory: 0-9, or 0-9%2 for two at a time. %a
     in the arguments stands for the task's number: --array 0-4 -- --seed %a."""
+    as_recipe: Switch = False
+    """Train what a script gives to a Hugging Face Trainer, as `samestep train` does, instead of
+    running the script. Its own arguments follow a second `--`."""
     dry_run: Switch = False
     """Print the job's script instead of submitting it."""
     script: Annotated[Path | None, InShell("FILE", short=("-o",))] = None
@@ -93,22 +97,21 @@ def main(arguments: list[str]) -> int:
     target, *flags = arguments
     if target.startswith("-"):
         raise UserError(f"Name what to submit before {target}: a recipe, a run or a script.")
-    cut = flags.index("--") if "--" in flags else len(flags)
-    flags = [*with_value(flags[:cut], "--elastic", "[0-9].*", "auto"), *flags[cut:]]
-    cut = flags.index("--") if "--" in flags else len(flags)
-    _check_flags(target, flags[:cut])
+    flags, words = cut_at_dashes(flags)
+    flags = with_value(flags, "--elastic", "[0-9].*", "auto")
+    _check_flags(target, flags)
     # A recipe's name wins over a folder of this name.
     defaults, files = options_before(None if target in RECIPES else Path(target))
     default = SubmitFlags(**vars(defaults))
-    command: SubmitFlags = parse(FORM, flags[:cut], target, default, _GROUPS)
+    command: SubmitFlags = parse(FORM, flags, target, default, _GROUPS)
     options = apply_flags(defaults, command, files)
     if command.array is not None:
-        return _submit_array(target, flags[cut + 1 :], options, command)
-    workload = find_workload(target, flags[cut + 1 :], list(RECIPES))
+        return _submit_array(target, words, options, command)
+    workload = find_workload(target, words, list(RECIPES), as_recipe=command.as_recipe)
     _check_training(workload, options, target, dry_run=command.dry_run)
     options = with_home_expanded(options)
     job = make_script(workload, options, Path.cwd())
-    show_notes(advice(options, workload.kind))
+    show_notes([*advice(options, workload.kind), *_note_on_trainer(workload)])
     if command.dry_run or command.script is not None:
         return _keep(job, command)
     number, script = submit(job)
@@ -126,6 +129,14 @@ def main(arguments: list[str]) -> int:
         f"Watch it with: samestep slurm status {number}\n"
     )
     return 0
+
+
+def _note_on_trainer(workload: Workload) -> list[str]:
+    if not runs_trainer(workload):
+        return []
+    name = f"{workload.name}.py"
+    how = f"With --as-recipe the job trains what that was given, as `samestep train {name}` does."
+    return [f"Each rank runs {name} with its own Trainer. {how}"]
 
 
 def _check_training(
@@ -159,7 +170,10 @@ def _submit_array(target: str, words: list[str], options: JobOptions, command: S
     jobs: dict[int, JobScript] = {}
     for task in tasks:
         workload = find_workload(
-            target, [word.replace("%a", str(task)) for word in words], [*RECIPES]
+            target,
+            [word.replace("%a", str(task)) for word in words],
+            [*RECIPES],
+            as_recipe=command.as_recipe,
         )
         if is_run(workload.run):
             raise UserError(f"--array begins new runs, and {shown_path(workload.run)} is one.")
@@ -175,7 +189,7 @@ def _submit_array(target: str, words: list[str], options: JobOptions, command: S
             _check_training(workload, options, target)
         jobs[task] = make_script(workload, options, Path.cwd())
     assert folder is not None
-    show_notes(advice(options, workload.kind))
+    show_notes([*advice(options, workload.kind), *_note_on_trainer(workload)])
     if command.dry_run:
         text = array_text(jobs, folder, at_once)
         first = jobs[tasks[0]]
@@ -210,10 +224,10 @@ def _check_flags(target: str, flags: list[str]) -> None:
 
 def _keep(job: JobScript, command: SubmitFlags) -> int:
     text = script_text(job)
-    kept = command.script
-    if kept is not None and kept.exists() and not (kept.is_file() and _MARK in kept.read_bytes()):
+    file = command.script
+    if file is not None and file.exists() and not (file.is_file() and _MARK in file.read_bytes()):
         raise UserError(
-            f"--script {kept} exists, and samestep has not written it. Name another file for the "
+            f"--script {file} exists, and samestep has not written it. Name another file for the "
             "job's script."
         )
     if command.script is None:

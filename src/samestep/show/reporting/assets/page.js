@@ -70,8 +70,8 @@
       return { ...base, stroke: pale(own), width: 1, points: { show: few, size: 5 } };
     }
     const dash = several(chart) && curve.role === "validation" ? [6, 3] : undefined;
-    if (curve.role === "test") return { ...base, stroke: own, width: 0, points: { show: true, size: 8, fill: own } };
-    if (curve.role === "best") return { ...base, stroke: own, width: 0, points: { show: true, size: 11, fill: own } };
+    const dots = { test: 8, best: 11 }[curve.role];
+    if (dots) return { ...base, stroke: own, width: 0, points: { show: true, size: dots, fill: own } };
     return { ...base, stroke: own, width: 2, dash };
   };
 
@@ -249,10 +249,8 @@
       const news = await answer.json();
       take(news);
       say(news.ended ? `Ended: ${news.status}` : `Live: ${news.status}`, news.ended);
-      if (news.ended) {
-        // What a recipe's own page may do stands in the policy, which is read with the page alone.
-        if (document.querySelector("iframe") && !framed) location.reload();
-      }
+      // What a recipe's own page may do stands in the policy, which is read with the page alone.
+      if (news.ended && !framed && document.querySelector("iframe")) location.reload();
       window.reportEnded = news.ended;
       every = live.every_ms * (news.ended ? 5 : 1);  // it may be resumed
     } catch (error) {
