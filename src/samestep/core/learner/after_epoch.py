@@ -18,7 +18,7 @@ from samestep.base.trees import describe
 from samestep.core.data.keyed_random import mix
 from samestep.core.learner.agreement import check_same, random_numbers
 from samestep.core.learner.model_state import parameters_of
-from samestep.core.learner.optimizer_state import equal_values, groups_of
+from samestep.core.learner.optimizer_state import equal_values, groups_of, parameters_in
 from samestep.core.recipe_checks import check_names
 from samestep.launch.ranks.mesh import any_sharded, whole
 from samestep.launch.ranks.world import World
@@ -156,7 +156,7 @@ class AfterEpoch:
         check_same({"frozen": now}, self._world, what)
         if now == before:
             return
-        given = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        given = {*map(id, parameters_in(self._optimizer))}
         named = dict(self._model.named_parameters())
         missing = [n for n, p in named.items() if p.requires_grad and id(p) not in given]
         if missing or len(now) == len(named):

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from samestep.base.errors import UserError, blame, defined_at, listed
 from samestep.base.settings import Settings
-from samestep.core.learner.optimizer_state import RATIO, Joint, joined, kind_of, members_of
+from samestep.core.learner.optimizer_state import (
+    RATIO,
+    Joint,
+    joined,
+    kind_of,
+    members_of,
+    parameters_in,
+)
 from samestep.core.learner.unkept import OptimizerTrial
 from samestep.core.plan import GroupRates
 from samestep.core.recipe import Recipe
@@ -174,7 +181,7 @@ def _switch(optimizer: torch.optim.Optimizer, mode: Literal["train", "eval"]) ->
 
 
 def _check_covers(optimizer: torch.optim.Optimizer, model: nn.Module, place: str) -> None:
-    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    given = {*map(id, parameters_in(optimizer))}
     named = dict(model.named_parameters())
     missing = [name for name, p in named.items() if p.requires_grad and id(p) not in given]
     if missing:
@@ -429,7 +436,7 @@ class OwnAverage:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, has_stepped: bool = False
     ) -> None:
         self._optimizer = optimizer
-        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        ids = {*map(id, parameters_in(optimizer))}
         self._named = {n: p for n, p in model.named_parameters() if id(p) in ids}
         self._held = False
         self._has_stepped = has_stepped

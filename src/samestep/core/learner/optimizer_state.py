@@ -91,6 +91,11 @@ class Joint(torch.optim.Optimizer):
             member.load_state_dict(saved)
 
 
+def parameters_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters that an optimizer steps."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that step together; a single one is its only member."""
     return optimizer.optimizers if isinstance(optimizer, Joint) else [optimizer]
@@ -119,7 +124,7 @@ def joined(
     owners: dict[int, str] = {}
     for number, optimizer in enumerate(optimizers, 1):
         this = f"number {number}, {type(optimizer).__name__},"
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held = parameters_in(optimizer)
         if not (may_unfreeze or any(p.requires_grad for p in held)):
             raise UserError(
                 f"Of the recipe's optimizers{place}, {this} is given nothing to train. Give it "
@@ -309,7 +314,7 @@ def _load(
 def _sharded_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[Any, Any]:
     """Return saved state, in which each tensor of a sharded weight's shape is sharded like it."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_in(optimizer)
     like = dict(zip(numbers, parameters, strict=False))
 
     def share(number: Any, value: Any) -> Any:
@@ -330,7 +335,7 @@ def _keep_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> No
     Torch casts all but the step count to the type of the weight.
     """
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_in(optimizer)
     for number, parameter in zip(numbers, parameters, strict=True):
         state = optimizer.state[parameter] if number in saved["state"] else {}
         for name, value in saved["state"].get(number, {}).items():
@@ -401,7 +406,7 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     memo: dict[int, Any] = {key: twin for key, (_, twin) in twins.items()}
     try:
         for member, _ in twins.values():
-            for parameter in (p for group in member.param_groups for p in group["params"]):
+            for parameter in parameters_in(member):
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
             for name, value in vars(member).items():

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.base.errors import is_not_deterministic, is_users, users_frame
 from samestep.base.trees import tree_leaves
-from samestep.core.learner.optimizer_state import with_inner
+from samestep.core.learner.optimizer_state import parameters_in, with_inner
 
 GENERATORS = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
 
@@ -138,7 +138,7 @@ def _may_count(value: object, module: object = None) -> bool:
 
 def optimizer_prints(optimizer: torch.optim.Optimizer) -> Prints:
     """Fingerprint what an optimizer keeps outside what its `state_dict` returns."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = parameters_in(optimizer)
     held += tree_leaves(optimizer.state_dict())
     known = [id(t) for t in held if isinstance(t, Tensor)]
     for inner in with_inner(optimizer):  # it may hold the state of others as its own

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from samestep.base.errors import UserError
 from samestep.core.learner import model_state
+from samestep.core.learner.optimizer_state import parameters_in
 from samestep.launch.ranks.world import World
 
 Trained = nn.Module | torch.optim.Optimizer | Tensor
@@ -28,11 +29,6 @@ _GATHERED = 1 << 20
 """Tells a gathering from a backward pass, where ranks compare which one they have come to."""
 _STEP_MODULUS = 1024
 """Ranks compare steps modulo this; sums of such numbers over the ranks are exact."""
-
-
-def parameters_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters that an optimizer steps."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from samestep.base.run import checkpoints
 from samestep.base.run.directory import names_secret
 from samestep.base.run.records import TAKEN_NAMES
 from samestep.core.learner.model_state import load_model
-from samestep.core.learner.optimizer_state import with_inner
+from samestep.core.learner.optimizer_state import parameters_in, with_inner
 from samestep.core.learner.prepare import check_dense
 from samestep.core.session.declared import plain_value
 from samestep.launch.ranks.world import World
@@ -279,7 +279,7 @@ def left_out(
     Only its numbers per weight and its scheduler count, and only where it steps trained weights.
     """
     entries, weights = list(state.values()), {id(tensor) for tensor in trained}
-    steps = any(id(p) in weights for group in optimizer.param_groups for p in group["params"])
+    steps = any(id(p) in weights for p in parameters_in(optimizer))
     if not steps or any(not isinstance(e, _KNOWN) for e in entries):
         return ""  # an object of the user's own may hold it
     kind = type(optimizer).__name__
@@ -300,7 +300,7 @@ def _optimizers_and_parameters(part: Any) -> list[tuple[str, Any]]:
     parameters = [part]
     if isinstance(part, torch.optim.Optimizer):
         optimizers = [(f"an optimizer ({kind})", part)]
-        parameters = [p for group in part.param_groups for p in group["params"] if p.requires_grad]
+        parameters = [p for p in parameters_in(part) if p.requires_grad]
     return [*optimizers, *((f"a parameter of shape {tuple(p.shape)}", p) for p in parameters)]
 
 

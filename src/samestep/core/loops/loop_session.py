@@ -30,11 +30,11 @@ from samestep.core.data.keyed_random import seed_alike
 from samestep.core.learner.agreement import OF_A_RANK, check_same, check_same_model, check_weights
 from samestep.core.learner.carried import Carry
 from samestep.core.learner.model_state import ModelTrial
+from samestep.core.learner.optimizer_state import parameters_in
 from samestep.core.learner.prepare import share_buffers
 from samestep.core.learner.unkept import Unkept, at_first_forward, count_of_calls
 from samestep.core.loops import kept_state
 from samestep.core.loops.carry import RankState, SlotState, carried_state
-from samestep.core.loops.gradients import parameters_in
 from samestep.core.loops.kept_state import Means, Stateful, added_up
 from samestep.core.session.declared import checked_settings
 from samestep.core.session.recipe_changes import keep_script, script_changes

@@ -34,8 +34,9 @@ from samestep.base.startup import JOB_RUN
 from samestep.base.trees import map_tensors, tree_leaves
 from samestep.core.data.keyed_random import seed_rank
 from samestep.core.data.recipe_data import per_sample
+from samestep.core.learner.optimizer_state import parameters_in
 from samestep.core.learner.side_effects import ALL_KINDS, Draws, RandomDraws, batch_norms
-from samestep.core.loops.gradients import Trained, parameters_in, parameters_of
+from samestep.core.loops.gradients import Trained, parameters_of
 from samestep.core.loops.kept_state import precision_of
 from samestep.core.loops.loop_data import OwnBatch
 from samestep.core.loops.loop_session import Options

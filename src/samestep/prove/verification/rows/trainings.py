@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from samestep.base.errors import listed
 from samestep.base.trees import tree_leaves
 from samestep.base.words import count
+from samestep.core.learner.optimizer_state import parameters_in
 from samestep.core.learner.side_effects import batch_norms
-from samestep.core.loops.gradients import parameters_in
 from samestep.prove.verification import causes
 from samestep.prove.verification.evidence import (
     OPTIMIZER_TIMES,
