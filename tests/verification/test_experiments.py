@@ -39,7 +39,7 @@ FOUND = {
     "BATCHNORM": ({"batchnorm"}, {}),
     **dict.fromkeys(("DROPOUT", "FUNCTIONAL"), ({"dropout"}, {})),
     **dict.fromkeys(AUGMENTED, (set(), UNKEYED)),
-    **dict.fromkeys(("LOSS_SUM", "LOSS_WEIGHTED"), (set(), NOT_A_MEAN)),
+    **dict.fromkeys(("LOSS_SUM", "LOSS_WEIGHTED", "LOSS_IN_FORWARD"), (set(), NOT_A_MEAN)),
     "MEAN_SAID_TO_BE_A_SUM": (set(), {"loss": causes.A_MEAN.name}),
     "OTHER_TERMS": (set(), {"loss": causes.OF_TERMS.name}),
     "LAST_BENT": (set(), {"last batch": causes.UNEVEN_BATCH.name}),

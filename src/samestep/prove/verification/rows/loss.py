@@ -44,18 +44,23 @@ def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
     """Compare batches' losses with their parts', which are as small as those of the ranks."""
     if tested.recipe.loss_over == "batch":
         return LossOfParts(0.0, 0.0, adds_up=False, over_batch=True)
-    if (held := tested.held_outputs) is None:
-        return None
-    size = tested.size
-    parts = [_differences_from_parts(tested, held.model, step) for step in range(size.full)]
+    held = tested.held_outputs
+    size, model = tested.size, tested.held_model() if held is None else held.model
+    if held is None:  # parts cannot be cut from the outputs; those of a batch are forwards
+        outputs = tree_leaves(tested.forward(model, tested.batch().inputs))
+        is_loss = all(isinstance(o, Tensor) and o.dim() == 0 for o in outputs)
+        if tested.recipe.collate is None or not is_loss:
+            return None
+    parts = [_differences_from_parts(tested, model, step) for step in range(size.full)]
     full, from_other = (max(apart) for apart in zip(*parts, strict=True))
     uneven = 0.0
     if not size.drop_last:
         with contextlib.suppress(Exception):  # the row of the last batch says that it fails
-            uneven, _ = _differences_from_parts(tested, held.model, size.full)
+            uneven, _ = _differences_from_parts(tested, model, size.full)
     recipe = tested.recipe
     adds_up = from_other <= tested.rounding < full
-    compares = full > tested.rounding and not adds_up and _compares(tested, held)
+    other = full > tested.rounding and not adds_up
+    compares = other and held is not None and _compares(tested, held)
     over_terms, is_sum = recipe.loss_terms is not None, recipe.reduction == "sum"
     return LossOfParts(full, uneven, adds_up, over_terms, compares, is_sum=is_sum)
 
