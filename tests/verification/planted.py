@@ -375,6 +375,7 @@ LOSS_IN_FORWARD = f"""{COLLATE_BY_SAMPLE}{LOSS_WEIGHTED.replace("def loss", "def
 def forward(model, batch): return {{"loss": weighted(model(batch[0]), batch[1])}}
 recipe = replace(recipe, metrics={{}}, forward=forward, loss=lambda outputs, _: outputs["loss"])
 """
+DRAWN_IN_FORWARD = LOSS_IN_FORWARD.replace("model(batch[0])", "model(batch[0] * torch.rand(6))")
 PACKED = f"""{COLLATE_DRAWS}
 def packed(rows):
     x, y = zip(*rows)

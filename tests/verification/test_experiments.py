@@ -32,7 +32,7 @@ OUTSIDE = {"state": causes.OUTSIDE_MODULE.name}
 UNKEYED = {"augmentation": causes.UNKEYED["augment"].name}
 NOT_A_MEAN = {"loss": causes.NOT_A_MEAN.name}
 NOTHING = ("LOSS_SUM_SAID", "LOSS_OF_TERMS", "CACHED", "FLOATS", "SPARSE", "SPECTRAL", "")
-NOTHING += ("COLLATE_BY_SAMPLE", "EXTRA_STATE")
+NOTHING += ("COLLATE_BY_SAMPLE", "EXTRA_STATE", "DRAWN_IN_FORWARD")
 AUGMENTED = ("AUGMENT", "AUGMENT_WHOLE_BATCH", "TRANSFORM", "DATASET")
 FOUND = {
     **dict.fromkeys(NOTHING, (set(), {})),

@@ -47,8 +47,9 @@ def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
     held = tested.held_outputs
     size, model = tested.size, tested.held_model() if held is None else held.model
     if held is None:  # parts cannot be cut from the outputs; those of a batch are forwards
-        outputs = tree_leaves(tested.forward(model, tested.batch().inputs))
-        is_loss = all(isinstance(o, Tensor) and o.dim() == 0 for o in outputs)
+        inputs = tested.batch().inputs
+        pairs = zip(*(tree_leaves(tested.forward(model, inputs)) for _ in range(2)), strict=True)
+        is_loss = all(isinstance(o, Tensor) and o.dim() == 0 and o.equal(b) for o, b in pairs)
         if tested.recipe.collate is None or not is_loss:
             return None
     parts = [_differences_from_parts(tested, model, step) for step in range(size.full)]
