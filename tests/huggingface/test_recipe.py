@@ -77,6 +77,7 @@ mean = lambda seen: {"accuracy": seen.predictions.mean(), "by_place": seen.label
 trainer = Seq2SeqTrainer(model, args, **given | {"compute_metrics": mean})
 """
 METHODS = """class Own(Trainer):
+    def log(self, *given): super().log(*given)
     def _get_train_sampler(self, train_dataset=None):
         return [*reversed(range(50))]
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -138,7 +139,8 @@ def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
     by_name = kind == "classes"
     changes += [('eval_dataset": validation', 'eval_dataset": {"a": validation}')] * by_name
     file = written(tmp_path, *changes)
-    train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
+    printed = train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
+    assert ("its own log: not" in printed) is (kind == "own methods")
     called = logged(file) if kind == "own methods" else []
     theirs = runpy.run_path(file)
     if called:  # as by another rank 0 of `--elastic`
@@ -154,8 +156,7 @@ def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
         assert ours[:2] == pytest.approx(its[:2])
         assert ours[2] == pytest.approx({name: its[2][name] for name in ours[2]}, rel=1e-5)
     mine, weights = samestep.load(tmp_path / "run", checkpoint="last"), trainer.model.state_dict()
-    for name, value in mine.state_dict().items():
-        torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
+    torch.testing.assert_close({**mine.state_dict()}, {**weights}, rtol=0, atol=1e-6)
     logs = [one["loss"] for one in trainer.state.log_history if "loss" in one]
     losses = [one["loss"] for one in records(tmp_path / "run", "step")]
     assert len(losses) >= 52
@@ -230,6 +231,7 @@ Held = type("Held", (transformers.TrainerCallback,), WITH_MODEL)
         ({"fsdp": True}, {}, "fsdp=True.*--strategy fsdp"),
         ({"optim": "adamw_anyprecision"}, {}, "optim='adamw_any"),
         ({"data_seed": 3}, {}, "data_seed"),
+        ({"label_names": []}, {"compute_metrics": print}, "not in BertFor.*label_names"),
         ({"num_train_epochs": 1.5}, {}, "max_steps"),
         ({"save_steps": 0.1}, {}, "save_steps"),
         ({"train_sampling_strategy": "batch_rebalance"}, {}, "group_by_length"),

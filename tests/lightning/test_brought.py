@@ -22,6 +22,8 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 import samestep.lightning
 NORM, VAL = False, "val_out"
 class Own(DataLoader): __iter__ = None
+class Rows(TensorDataset):
+    def __getitem__(self, k): return [t[k] if k < 123 else exit(9) for t in self.tensors]
 class Data(L.LightningDataModule):
     def setup(self, stage):
         x = torch.randn(123, 6, generator=torch.Generator().manual_seed(3))
@@ -63,7 +65,7 @@ class Net(L.LightningModule):
         loss = loss * self.factor * (1 + 0.01 * batch_idx + 0.001 * self.global_step)
         return {"loss": loss, "twice": 2}
     def validation_step(self, batch):
-        x, y = batch; out = self(x)
+        x, y = batch; out = self(x) + 0 * self.optimizers().param_groups[0]["lr"]
         self.mean.update(self.loss(out, y).detach(), weight=len(y)); self.log("val_loss", self.mean)
         self.accuracy(out, y)
         self.log_dict({"val/accuracy": self.accuracy, "val_out": out.mean()})
@@ -97,6 +99,7 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp
     """With a schedule, hooks, a norm, a sampler of its own, and two validation loaders."""
     sampler = ("Subset(self.data, range(122, -1, -1)), batch_size=8", "self.data, 8, sampler=Odd()")
     drawn = (', order="sequential"', "")
+    endless = ("= TensorDataset(", "= Rows(")  # one that is read whole never ends
     several = (
         "return DataLoader(self.data, batch",
         "return DataLoader(self.data, 9), DataLoader(Subset(self.data, range(50)), batch",
@@ -108,7 +111,7 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp
     by_name = 'f"val_{dataloader_idx}_out", out.mean() * (1 + dataloader_idx)'
     weighed = ('"val_out": out.mean()})', f"}}); self.log({by_name}, add_dataloader_idx=False)")
     named = ('False, "val_out"', 'True, "val_1_out"')
-    file = written(tmp_path, sampler, drawn, several, asked, weighed, named)
+    file = written(tmp_path, sampler, drawn, endless, several, asked, weighed, named)
     train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
     theirs = runpy.run_path(file)
     parts = dict.fromkeys(("enable_checkpointing", "enable_progress_bar"), False)
@@ -119,10 +122,8 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp
         trainer = pl.Trainer(max_epochs=3, accelerator="cpu", **parts)
         trainer.fit(theirs["net"], theirs["Data"]())
     torch.set_num_threads(threads)
-    mine = samestep.load(tmp_path / "run", checkpoint="last")
-    assert mine.state_dict().keys() == theirs["net"].state_dict().keys()
-    for name, value in theirs["net"].state_dict().items():
-        assert torch.equal(mine.state_dict()[name], value), name
+    mine, net = samestep.load(tmp_path / "run", checkpoint="last"), theirs["net"]
+    torch.testing.assert_close({**mine.state_dict()}, {**net.state_dict()}, rtol=0, atol=0)
     validation = evaluated(tmp_path / "run", "validation")
     own = {"loss": "val_loss", "accuracy": "val/accuracy"}
     for name in ("loss", "accuracy", "out"):
@@ -145,10 +146,9 @@ def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, str
     fp64 = ("--precision", "fp64", "--device", "cpu")
     one, three = (str(tmp_path / name) for name in ("one", "three"))
     train_here(file, *fp64, "--threads", "1", "--run-dir", one)
-    more = ("--max-steps", "20", "--strategy", strategy)
-    run("train", file, *fp64, *more, "--run-dir", three, world_size=3, folder=tmp_path / "a")
-    more = ("--max-steps", "48", "--strategy", strategy)
-    run("train", three, "--resume", *more, world_size=3, folder=tmp_path / "b")
+    more = ("--strategy", strategy, "--max-steps")
+    run("train", file, *fp64, *more, "20", "--run-dir", three, world_size=3, folder=tmp_path / "a")
+    run("train", three, "--resume", *more, "48", world_size=3, folder=tmp_path / "b")
     for split in ("validation", "test"):
         own, other = (evaluated(folder, split) for folder in (one, three))
         assert own["out"] == pytest.approx(other["out"], rel=1e-9)
@@ -160,6 +160,7 @@ LISTED = '[optimizer], [{"scheduler": scheduler, "interval": "step"}]'
 BY_DICT = '[optimizer], {"scheduler": scheduler,'
 TOP = 'dict(optimizer=optimizer, lr_scheduler=scheduler, monitor="val_acc")'
 FREEZES = "self.net[3].requires_grad_(self.current_epoch < 1)"
+VALUE = 'self.log("val_auroc", self.auroc(out, y))'
 IN_EVAL = "self.still.train(self.current_epoch != 1)"
 
 
@@ -172,7 +173,8 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([("self.save_hyperparameters()", "self.automatic_optimization = False")], "open_run"),
         ([("return [optimizer], ", "return [optimizer, optimizer], ")], "returns several"),
         ([("def on_train_epoch_start", "def on_validation_epoch_end")], "on_validation_epoch_end"),
-        ([("BinaryAccuracy(), MeanM", "BinaryAUROC(), MeanM")], "is not a mean"),
+        ([("y)\n        self.log_dict(", f"y); {VALUE}\n        self.log_dict(")], "is not a mean"),
+        ([("self.net[1].bias.sum() +", "self.accuracy.compute() +")], "has no samples there"),
         ([("return {", "return None and {")], "returned no loss"),
         ([("(self.trainer.esti", "(self.trainer.fit_loop.esti")], "asks its Trainer for 'fit"),
         ([('"val_loss", self.mean', '"val_loss", out.max(), reduce_fx="max"')], "reduce_fx=max"),
@@ -184,18 +186,9 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([("self.factor", f"{FREEZES}; self.factor")], "freezes or unfreezes"),
         ([("self.factor", f"{IN_EVAL}; self.factor")], "still into eval mode in one epoch"),
         ([("net = Net()", "net = lambda: Net().double()")], "precision='fp64'"),
-        ([("r(self): return DataLoader", "r(self): return Own")], "way of its own"),
+        ([("(net, Data, batch", "(net, Own([1]), batch")], "way of its own"),
     ],
 )
 def test_what_it_asks_in_vain_is_refused_by_name(tmp_path, refused, changes, told):
     file = written(tmp_path, *changes)
     assert told in refused("train", file, *ALONE, "--run-dir", str(tmp_path / "run"))
-
-
-def test_a_loader_in_place_of_a_datamodule_has_the_training_data():
-    from samestep.lightning import recipe
-
-    rows = torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6.0))
-    brought = recipe(dict, torch.utils.data.DataLoader(rows, 2), batch_size=2)
-    splits = brought.load_data(brought.make_options())
-    assert (len(splits.train), splits.validation) == (6, None)

@@ -371,6 +371,11 @@ COLLATE_BY_SAMPLE = COLLATE_DRAWS.replace(
     "torch.stack([a * torch.rand(6, generator=torch.Generator().manual_seed(int(b))) "
     "for a, b in rows])",
 )
+LOSS_IN_FORWARD = f"""{COLLATE_BY_SAMPLE}{LOSS_WEIGHTED.replace("def loss", "def weighted")}
+def forward(model, batch): return {{"loss": weighted(model(batch[0]), batch[1])}}
+recipe = replace(recipe, metrics={{}}, forward=forward, loss=lambda outputs, _: outputs["loss"])
+"""
+DRAWN_IN_FORWARD = LOSS_IN_FORWARD.replace("model(batch[0])", "model(batch[0] * torch.rand(6))")
 PACKED = f"""{COLLATE_DRAWS}
 def packed(rows):
     x, y = zip(*rows)

@@ -32,14 +32,14 @@ OUTSIDE = {"state": causes.OUTSIDE_MODULE.name}
 UNKEYED = {"augmentation": causes.UNKEYED["augment"].name}
 NOT_A_MEAN = {"loss": causes.NOT_A_MEAN.name}
 NOTHING = ("LOSS_SUM_SAID", "LOSS_OF_TERMS", "CACHED", "FLOATS", "SPARSE", "SPECTRAL", "")
-NOTHING += ("COLLATE_BY_SAMPLE", "EXTRA_STATE")
+NOTHING += ("COLLATE_BY_SAMPLE", "EXTRA_STATE", "DRAWN_IN_FORWARD")
 AUGMENTED = ("AUGMENT", "AUGMENT_WHOLE_BATCH", "TRANSFORM", "DATASET")
 FOUND = {
     **dict.fromkeys(NOTHING, (set(), {})),
     "BATCHNORM": ({"batchnorm"}, {}),
     **dict.fromkeys(("DROPOUT", "FUNCTIONAL"), ({"dropout"}, {})),
     **dict.fromkeys(AUGMENTED, (set(), UNKEYED)),
-    **dict.fromkeys(("LOSS_SUM", "LOSS_WEIGHTED"), (set(), NOT_A_MEAN)),
+    **dict.fromkeys(("LOSS_SUM", "LOSS_WEIGHTED", "LOSS_IN_FORWARD"), (set(), NOT_A_MEAN)),
     "MEAN_SAID_TO_BE_A_SUM": (set(), {"loss": causes.A_MEAN.name}),
     "OTHER_TERMS": (set(), {"loss": causes.OF_TERMS.name}),
     "LAST_BENT": (set(), {"last batch": causes.UNEVEN_BATCH.name}),

@@ -19,6 +19,8 @@ _OVERRIDES = (
     *("get_train_dataloader", "get_eval_dataloader", "_get_eval_sampler", "evaluation_loop"),
     *("evaluate", "_inner_training_loop", "compute_loss_context_manager", "_prepare_inputs"),
     *("_clip_grad_norm", "_maybe_log_save_evaluate", "_get_num_items_in_batch"),
+    *("_set_signature_columns_if_needed", "_remove_unused_columns", "_prepare_input"),
+    *("_get_dataloader", "_get_collator_with_removed_columns", "autocast_smart_context_manager"),
 )
 """Methods of a Trainer that would not be called."""
 OF_OPTIMIZER = ("create_optimizer", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs")
@@ -50,6 +52,14 @@ def check_methods(kind: type) -> None:
             "not call.",
             remedy="Write a Recipe, or keep the loop: samestep.open_run.",
         )
+
+
+def noting_uncalled(kind: type, data: Callable[[], Splits]) -> Splits:
+    """Return the data, and a note of a Trainer's own methods that are not called."""
+    splits, shown = data(), ("log", "save_model", "_save", "_save_checkpoint", "_load_best_model")
+    own = [name for name in shown if has_own(kind, name)]
+    note = f"{kind.__name__}{defined_at(kind)} has its own {listed(own)}: not called here."
+    return replace(splits, notes=(*splits.notes, note)) if own else splits
 
 
 def ordered_by(trainer: Trainer, data: Callable[[], Splits]) -> Splits:

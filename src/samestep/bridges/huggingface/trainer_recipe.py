@@ -43,6 +43,7 @@ from samestep.bridges.huggingface.trainer_methods import (
     OF_OPTIMIZER,
     check_methods,
     has_own,
+    noting_uncalled,
     optimizer_of,
     ordered_by,
     schedule_of,
@@ -195,11 +196,11 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
         **settings,
     )
     given: _ForTrainer = cast("Any", base.model).__self__
-    parts: dict[str, Any] = {}
+    parts: dict[str, Any] = {"data": functools.partial(noting_uncalled, kind, base.data)}
     if has_own(kind, "compute_loss"):
         parts["forward"] = given.computed_by(trainer)
     if has_own(kind, "_get_train_sampler"):
-        parts["data"] = functools.partial(ordered_by, trainer, base.data)
+        parts["data"] = functools.partial(ordered_by, trainer, parts["data"])
     chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
     if chosen or any(has_own(kind, name) for name in OF_OPTIMIZER):
         parts["optimizer"] = functools.partial(optimizer_of, trainer)
@@ -294,6 +295,11 @@ class _ForTrainer:
                 f"The loss of {kind.__name__} compares the samples of a batch with each other.",
                 remedy='Write a Recipe with loss_over="batch", which is given the whole batch.',
             )
+        if not labels and self.predicts:  # the Trainer would not call it, and not say so
+            raise UserError(
+                f"compute_metrics needs labels, not in {kind.__name__}.forward{defined_at(kind)}.",
+                remedy='Name them: TrainingArguments(…, label_names=["labels"]).',
+            )
         variable = any(p.kind is p.VAR_KEYWORD for p in takes.values())
         about, eps = self.about, self.args.label_smoothing_factor
         about.columns = frozenset({*takes, "label", "label_ids", *labels})
@@ -330,7 +336,7 @@ class _ForTrainer:
         name = self.args.length_column_name
         if name in getattr(data.rows, "column_names", ()):
             return list(data.rows[name])
-        return [len(row["input_ids"]) for row in data.rows]
+        return [len(data[place]["input_ids"]) for place in range(len(data))]
 
     def terms(self, batch: Any) -> Any:
         """Return how many labels a batch has, -100 left out; without them its samples."""

@@ -8,6 +8,7 @@ shares, seeds, precision and checkpoints are samestep's; what would need more is
 import copy
 import dis
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -352,8 +353,8 @@ class _Brought:
         values = {plain_name(n, nth): v for n, v in logged.items()}
         if trainer.validating:
             self._note_names({plain_name(n, nth): n for n in logged}, nth, f"{name}{place}")
-        values = seen.add(batch.samples, values, place)
-        for metric in metrics_of(module):
+        values = seen.add(batch.samples, values, metrics := metrics_of(module), place)
+        for metric in metrics:
             metric.reset()
         own, loss = values.pop("loss", None), outputs.get("loss")  # the record has it as the loss
         if loss is None and own is None:
@@ -388,7 +389,16 @@ class _Brought:
         """Call `on_train_epoch_end`; return what it logs."""
         own = {self.names.get(n, n): torch.tensor(v) for n, v in end.metrics.items()}
         self.trainer.callback_metrics = own
-        _, logged = noted(module.on_train_epoch_end)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "The ``compute`` method of metric")  # of nothing
+            try:
+                _, logged = noted(module.on_train_epoch_end)
+            except UserWarning as warning:
+                raise UserError(
+                    f"on_train_epoch_end{defined_at(module.on_train_epoch_end)} computes "
+                    f"{str(warning).split()[5]}, which has no samples there: steps begin anew.",
+                    remedy="Compute it in validation_step, or leave it out.",
+                ) from warning
         return logged
 
     def optimizer(self, module: Any, settings: Settings) -> torch.optim.Optimizer:

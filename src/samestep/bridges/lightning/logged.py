@@ -34,11 +34,16 @@ class Evaluated:
     _first: dict[str, tuple[Any, float, int]] = field(default_factory=dict)
     """Of the first batch, metrics of torchmetrics by name, their values, and the samples."""
 
-    def add(self, samples: int, values: dict[str, Any], where: str) -> dict[str, Any]:
+    def add(self, samples: int, values: dict[str, Any], objects: Any, where: str) -> dict[str, Any]:
         """Take what a batch has logged; return it as numbers.
 
-        Metrics that are not a mean over the samples are refused by the second batch.
+        Metrics and their values that are no mean over samples are refused by the second batch.
         """
+        returned = [(v, m) for m in objects for v in (m._forward_cache, m._computed)]  # noqa: SLF001
+        of = {value.data_ptr(): m for value, m in returned if isinstance(value, Tensor)}
+        values = {
+            n: of.get(v.data_ptr(), v) if isinstance(v, Tensor) else v for n, v in values.items()
+        }
         metrics: dict[str, Any] = {n: v for n, v in values.items() if isinstance(v, nn.Module)}
         means = {n: mean_of(m.compute(), samples) for n, m in metrics.items()}
         for name, metric in metrics.items():

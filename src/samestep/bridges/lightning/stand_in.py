@@ -6,9 +6,10 @@ from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from samestep.base.settings import Settings
 from samestep.bridges.lightning.module_hooks import call
@@ -36,6 +37,7 @@ class StandIn:
         self.newest: tuple[Any, Any, int] = ({}, None, 0)
         """What the newest `training_step` has returned, its batch, and its number."""
         self.model: Any
+        self.steps_by(SGD([torch.zeros(1)]), {})  # where nothing is trained: steps may log a rate
 
     def train_as(self, settings: Settings) -> None:
         """Know how long the training is, where its data is known."""

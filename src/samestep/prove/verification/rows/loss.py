@@ -36,15 +36,20 @@ def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
     """Compare batches' losses with their parts', which are as small as those of the ranks."""
     if tested.recipe.loss_over == "batch":
         return LossOfParts(0.0, 0.0, over_batch=True)
-    if (held := tested.held_outputs) is None:
-        return None
-    size = tested.size
-    parts = [_differences_from_parts(tested, held.model, step) for step in range(size.full)]
+    held = tested.held_outputs
+    size, model = tested.size, tested.held_model() if held is None else held.model
+    if held is None:  # parts cannot be cut from the outputs; those of a batch are forwards
+        inputs = tested.batch().inputs
+        pairs = zip(*(tree_leaves(tested.forward(model, inputs)) for _ in range(2)), strict=True)
+        is_loss = all(isinstance(o, Tensor) and o.dim() == 0 and o.equal(b) for o, b in pairs)
+        if tested.recipe.collate is None or not is_loss:
+            return None
+    parts = [_differences_from_parts(tested, model, step) for step in range(size.full)]
     full, from_other = (max(apart) for apart in zip(*parts, strict=True))
     uneven = 0.0
     if not size.drop_last:
         with contextlib.suppress(Exception):  # the row of the last batch says that it fails
-            uneven, _ = _differences_from_parts(tested, held.model, size.full)
+            uneven, _ = _differences_from_parts(tested, model, size.full)
     adds_up = from_other <= tested.rounding < full
     if tested.recipe.reduction == "sum":
         cause = causes.A_MEAN if adds_up else causes.NOT_A_SUM
@@ -52,7 +57,7 @@ def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
         cause = causes.A_SUM if adds_up else causes.NOT_A_MEAN
     if tested.recipe.loss_terms is not None:
         cause = causes.OF_TERMS
-    if full > tested.rounding and not adds_up and _compares(tested, held):
+    if full > tested.rounding and not adds_up and held is not None and _compares(tested, held):
         cause = causes.OF_BATCH
     return LossOfParts(full, uneven, cause)
 
