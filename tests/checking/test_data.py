@@ -339,6 +339,12 @@ def test_nothing_is_found_in_what_looks_like_a_mistake_with_the_data_and_is_righ
     assert any(said.startswith("SS107") for said in report.not_seen)
 
 
+def test_streams_that_draw_with_replacement_may_draw_the_same(tmp_path):
+    drawn = "torch.randint(16, (64,), generator=torch.Generator().manual_seed(first))"
+    text = planted(("self.x[first::step]", f"self.x[{drawn}]"), base=STREAMED)
+    assert check(tmp_path, text).findings == []
+
+
 def test_rows_that_a_batch_lacks_are_counted_where_that_is_sure():
     x, lengths = torch.randn(4, 3), (3, 6, 4)
     assert lost_rows([*x, None], x[1:]) == 1

@@ -131,11 +131,6 @@ def test_a_mistake_in_evaluation_is_found_at_its_line(name, tmp_path):
     assert (found.severity == "advice") == (found.code == "SS709")
 
 
-def test_dropout_of_its_mode_or_by_intention_is_no_mistake(tmp_path):
-    for mode in (", training=self.training", ", 0.1, True"):
-        assert "SS707" not in codes(check(tmp_path, planted(*DROPS).replace("MODE", mode)))
-
-
 MOVES = """\
             optimizer.step()
             with torch.no_grad():
@@ -152,8 +147,14 @@ MOVES = """\
         (TAUGHT, "            optimizer.step()\n", MOVES),
         (OF_MEANS_OF_COUNTS, "total / 2 / (count // 2)", "total / count"),
         (ATTENDS, "p=0.5", "p=0.5 if self.training else 0.0"),
+        (planted(("model.train()", "pass")), "model.eval()", "rank or nn.Identity().eval()"),
+        (DROPS_ALWAYS, "dropout(x)", "dropout(x, training=self.training)"),
+        (DROPS_ALWAYS, "dropout(x)", "dropout(x, 0.1, True)"),
     ],
-    ids=["an average", "a teacher", "a mean teacher", "a count", "attention"],
+    ids=[
+        *("an average", "a teacher", "a mean teacher", "a count", "attention"),
+        *("left in evaluation mode on rank 0", "a mode", "asked"),
+    ],
 )
 def test_what_evaluates_in_the_same_way_on_all_ranks_is_right(text, old, new, tmp_path):
     assert check(tmp_path, planted((old, new), base=text)).findings == []

@@ -1,8 +1,12 @@
 """How ranks live: their numbers, the order of their collectives, how they end."""
 
+from threading import Thread
+from types import SimpleNamespace
+
 import pytest
 
 from samestep import UserError
+from samestep.scripts.checking import recorder
 from tests.checking.planted import check, codes, found_in, line_of, planted
 
 REDUCE = "        dist.all_reduce(counts)\n"
@@ -194,3 +198,15 @@ def test_collectives_numbers_and_exceptions_that_are_right_are_no_finding(tmp_pa
         ("        scheduler.step()\n", enough),
     )
     assert check(tmp_path, text).findings == []
+
+
+def test_what_another_thread_does_while_a_watcher_works_is_noted(tmp_path):
+    hooks = SimpleNamespace(steps=0, epochs=0, evaluating=False)
+    job = recorder.Job(script="", folder=str(tmp_path))
+    notes = recorder.Recorder(job, 0, hooks, scratch=None)
+    with notes.unwatched():
+        for run in (Thread.run, Thread.start):  # in this thread, then in its own
+            run(thread := Thread(target=notes.note, args=[recorder.ev.Remark(run.__name__)]))
+    thread.join()
+    text = recorder.events_path(tmp_path, 0).read_text()
+    assert ('"start"' in text, '"run"' in text) == (True, False)

@@ -59,32 +59,9 @@ BUFFER = own_net(
     (STEP, STEP + SEEN),
 )
 UNUSED = own_net((WRAPPED, "DDP(Net())"))
+FROZEN_LATE = planted((STEP, f"{STEP}            model.module[0].requires_grad_(False)\n"))
 SEARCHED = planted((WRAPPED, f"DDP({NET}, find_unused_parameters=True)"))
 LOSS_LINE, DDP_LINE = "loss = loss_of(", "model = DDP("
-# What is wrong → the script, its code, a part of the line to blame, and of the evidence.
-PLANTED = {
-    "a model for each rank": (unwrapped(RANDOM), "SS201", LOSS_LINE, "4 of its 4 parameters"),
-    "averaged over unequal weights": (OWN_WEIGHTS, "SS202", LOSS_LINE, "4 of 4 parameters"),
-    "one rank loads late": (LOADED_LATE, "SS202", LOSS_LINE, "1 of 4 parameters", "0.bias"),
-    "learning rates": (RATES, "SS203", "optimizer.step()", "step 1", "4 of 4", "0.1, 0.2"),
-    "gradients": (GRADIENTS, "SS203", "optimizer.step()", "1 of 4", "2.bias already differed"),
-    "past the wrapper": (PAST_DDP, "SS204", "model.module(inputs)"),
-    "normalised over few samples": (NORMALISED, "SS205", DDP_LINE, "8 samples"),
-    "a buffer that one rank changes": (BUFFER, "SS206", DDP_LINE, "seen", "only rank 0"),
-    "unused, so that it fails": (UNUSED, "SS207", DDP_LINE, "2 of 4 parameters", "spare.weight"),
-    "searched for what is not there": (SEARCHED, "SS208", DDP_LINE),
-}
-ADVICE = {"SS205", "SS208"}
-REMEDIES = {"SS204": "+ loss = loss_of(model(inputs), labels)", "SS208": f"+ model = {WRAPPED}"}
-
-
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_mistake_with_the_model_is_found_at_its_line(name, tmp_path):
-    found = found_in(tmp_path, *PLANTED[name])
-    assert (found.severity == "advice") == (found.code in ADVICE)
-    assert REMEDIES.get(found.code, "") in found.remedy
-
-
 MASTERS = """
 class Masters(torch.optim.SGD):
     def __init__(self, model, lr):
@@ -136,12 +113,46 @@ CLIPPED_ALIKE = planted(
     ("NORM", "dist.all_reduce(norm, op=dist.ReduceOp.MAX)"),
     base=OF_EXPERTS,
 )
+CLIPPED_APART = OF_EXPERTS.replace("            NORM\n", "")
 EXPERTS_INSIDE = unwrapped(
     (NET, "nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 64), nn.Linear(64, 2))"),
     (OPTIMIZER, f"    nn.init.constant_(model[1].bias, 0.1 * rank)\n{OPTIMIZER}"),
     (BACKWARD, BY_HAND.replace("model.parameters()", "model[0].parameters()")),
 )
+OF_EACH = unwrapped(RANDOM, ("rank == 0:\n                t", "True:\n                t"))
+OF_EACH = OF_EACH.replace('"best.pt"', 'f"{rank}.pt"')
+# What is wrong → the script, its code, a part of the line to blame, and of the evidence.
+PLANTED = {
+    "a model for each rank": (unwrapped(RANDOM), "SS201", LOSS_LINE, "4 of its 4 parameters"),
+    "averaged over unequal weights": (OWN_WEIGHTS, "SS202", LOSS_LINE, "4 of 4 parameters"),
+    "one rank loads late": (LOADED_LATE, "SS202", LOSS_LINE, "1 of 4 parameters", "0.bias"),
+    "experts clipped apart": (CLIPPED_APART, "SS203", CLIPS, "2 gradients that are equal", "0.1"),
+    "learning rates": (RATES, "SS203", "optimizer.step()", "step 1", "4 of 4", "0.1, 0.2"),
+    "gradients": (GRADIENTS, "SS203", "optimizer.step()", "1 of 4", "2.bias already differed"),
+    "past the wrapper": (PAST_DDP, "SS204", "model.module(inputs)"),
+    "normalised over few samples": (NORMALISED, "SS205", DDP_LINE, "8 samples"),
+    "a buffer that one rank changes": (BUFFER, "SS206", DDP_LINE, "seen", "only rank 0"),
+    "unused, so that it fails": (UNUSED, "SS207", DDP_LINE, "2 of 4 parameters", "spare.weight"),
+    "frozen once it is wrapped": (FROZEN_LATE, "SS207", DDP_LINE, "2 of 4 parameters", "0.weight"),
+    "searched for what is not there": (SEARCHED, "SS208", DDP_LINE),
+}
+ADVICE = {"SS205", "SS208"}
+REMEDIES = {"SS204": "+ loss = loss_of(model(inputs), labels)", "SS208": f"+ model = {WRAPPED}"}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_mistake_with_the_model_is_found_at_its_line(name, tmp_path):
+    found = found_in(tmp_path, *PLANTED[name])
+    assert (found.severity == "advice") == (found.code in ADVICE)
+    assert REMEDIES.get(found.code, "") in found.remedy
+
+
+AVERAGED = "        [dist.all_reduce(p.data) or p.data.div_(2) for p in model.parameters()]\n"
 RIGHT = {
+    "models averaged after each epoch": unwrapped(
+        ("batch_size=8, sampler=sampler", "batch_size=8 + 8 * rank, sampler=sampler"),
+        ("        scheduler.step()\n", f"        scheduler.step()\n{AVERAGED}"),
+    ),
     "experts clipped by one norm": CLIPPED_ALIKE,
     "experts inside of the model": EXPERTS_INSIDE,
     "master weights": unwrapped(
@@ -149,6 +160,7 @@ RIGHT = {
         ("torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)", "Masters(model, 0.1)"),
     ),
     "averaged by hand": unwrapped((BACKWARD, BY_HAND)),
+    "a model for each rank": OF_EACH,
     "normalised over enough samples": planted(
         ("DataLoader(train_set, batch_size=8", "DataLoader(train_set, batch_size=16"),
         base=NORMALISED,
@@ -190,8 +202,3 @@ def test_ranks_that_join_with_unequal_shares_do_not_drift_apart(tmp_path):
     report = check(tmp_path, text)
     assert not codes(report) & {"SS203", "SS602"}
     assert any(told.startswith("SS203") and "join" in told for told in report.not_seen)
-
-
-def test_experts_that_are_clipped_by_each_ranks_own_norm_are_found(tmp_path):
-    text = OF_EXPERTS.replace("            NORM\n", "")
-    found_in(tmp_path, text, "SS203", CLIPS, "2 gradients that are equal", "limit of 0.1")

@@ -35,16 +35,12 @@ LATE = planted(
     ("            loss.backward()\n", f"            loss.backward()\n            {BARE}\n"),
     base=RESTORED,
 )
+FROM_8 = """\
+            number, weight = number + 1, model.module[0].weight.data
+            (first if number < 8 else weight).copy_(weight if number < 8 else first)
+"""
 STOPPED = planted(
-    (
-        "            model.module[0].weight.data.copy_(first)\n",
-        """\
-            number += 1
-            (first if number < 8 else model.module[0].weight.data).copy_(
-                model.module[0].weight.data if number < 8 else first
-            )
-""",
-    ),
+    ("            model.module[0].weight.data.copy_(first)\n", FROM_8),
     ("    best = 0.0\n", "    best, number = 0.0, 0\n"),
     ("batch_size=8, sampler=sampler", "batch_size=3, sampler=sampler"),
     base=RESTORED,
@@ -65,6 +61,8 @@ LOADS_ITSELF = planted(
     ("best = accuracy", TAKEN),
     ("        dist.barrier()\n", "    model.module.load_state_dict(kept)\n    dist.barrier()\n"),
 )
+HIDES = "model.module.register_forward_pre_hook(lambda _, given: hidden(*given))"
+HIDDEN = planted((MODEL, lines(MODEL, "hidden = nn.Linear(8, 8)", HIDES)))
 FROZEN = planted((STEP, f"            optimizer.param_groups[0]['lr'] = 0.0\n{STEP}"))
 UNTRAINED = planted(
     (f"{MODEL}\n", lines(NET, "import copy; kept = copy.deepcopy(net)", "model = DDP(net)\n")),
@@ -73,6 +71,7 @@ UNTRAINED = planted(
 # What is wrong → the script, its code, a part of the line to blame, and of the evidence.
 WRONG = {
     "held in part": (ONLY_FIRST, "SS701", "optimizer = torch.optim", "2 of 4 parameters"),
+    "unknown to the model": (HIDDEN, "SS701", "optimizer = torch.optim", "2 of 2 parameters"),
     "loaded": (early(LOADED), "SS306", "optimizer = torch.optim", "4 tensors"),
     "part replaced": (early(REPLACED), "SS702", "optimizer = torch.optim", "2 tensors"),
     "copied": (early(COPIED), "SS702", "optimizer = torch.optim", "4 tensors"),
@@ -153,12 +152,6 @@ def test_two_optimizers_copies_frozen_parts_and_updates_by_hand_are_right(tmp_pa
     assert report.steps == 8
 
 
-def test_what_was_not_saved_is_said(tmp_path):
-    text = planted(('torch.save(model.module.state_dict(), "best.pt")', "pass"))
-    report = check(tmp_path, text, nproc=1)
-    assert any(text.startswith("SS712") for text in report.not_seen)
-
-
 ALONE = planted(
     (MODEL, NET.replace("net", "model", 1)), ("model.module.state_dict()", "model.state_dict()")
 )
@@ -189,6 +182,7 @@ def passes(move, gradient):
     return (f"{ZERO}            loss = {LOSS}\n{PLAIN}", text)
 
 
+TWO_PASSES = (PLAIN, f"            loss.backward(retain_graph=True)\n{PLAIN}")
 DETACHED = [(LOSS, f"torch.tensor({LOSS}.item(), requires_grad=True)")]
 INFINITE = [SCALER, (PLAIN, SCALED), (LOSS, f"{LOSS} * float('inf')")]
 
@@ -197,12 +191,13 @@ INFINITE = [SCALER, (PLAIN, SCALED), (LOSS, f"{LOSS} * float('inf')")]
     ("changes", "code", "line", "number"),
     [
         ([(ZERO, "")], "SS704", "loss.backward()", "16 of 17 steps"),
+        ([(ZERO, ""), TWO_PASSES], "SS704", "(retain_graph=True)", "16 of 17 steps"),
         ([(ZERO, ""), (STEP, f"{ZERO}{STEP}")], "SS705", "optimizer.zero_grad()", "16 of 17 steps"),
         ([passes("0", "second")], "SS705", "model.zero_grad()", "of 1 of their micro-batches"),
         (DETACHED, "SS708", "loss.backward()", "17 steps"),
         (INFINITE, "SS710", "scaler.step(optimizer)", "the last 17 of 17"),
     ],
-    ids=["never zeroed", "zeroed too late", "zeroed between", "detached", "infinite"],
+    ids=["never zeroed", "two passes", "zeroed too late", "zeroed between", "detached", "infinite"],
 )
 def test_steps_that_learn_nothing_are_found(tmp_path, changes, code, line, number):
     found_in(tmp_path, planted(*changes, base=ALONE), code, line, number, nproc=1)
@@ -223,12 +218,15 @@ def test_gradients_may_be_zeroed_in_any_way(tmp_path, change):
     assert check(tmp_path, planted(change, base=ALONE), nproc=1).findings == []
 
 
-def test_a_traced_model_is_watched_only_when_it_trains(tmp_path):
+def test_a_traced_model_is_watched_only_when_it_trains_and_what_is_not_saved_is_said(tmp_path):
     text = planted(
-        ("    best = 0.0\n", "    best, _ = 0.0, torch.jit.trace(model, x)\n"), base=ALONE
+        ("    best = 0.0\n", "    best, _ = 0.0, torch.jit.trace(model, x)\n"),
+        ('torch.save(model.state_dict(), "best.pt")', "pass"),
+        base=ALONE,
     )
     report = check(tmp_path, text, nproc=1)
     assert (report.findings, report.steps) == ([], 8 + 8 + 1)
+    assert any(said.startswith("SS712") for said in report.not_seen)
 
 
 def test_a_scaler_that_finds_its_scale_is_right(tmp_path):

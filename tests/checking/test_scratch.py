@@ -68,10 +68,6 @@ def by_numpy(path: Path) -> None:
     memory.flush()
 
 
-def by_number(path: Path) -> None:
-    os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))
-
-
 def replace_by_temporary(path: Path) -> None:
     temporary = path.with_name("temporary")
     temporary.write_text("new")
@@ -96,25 +92,22 @@ def remove_folder(path: Path) -> None:
     overwrite(path)
 
 
-def through_own_link(path: Path) -> None:
-    path.with_name("link").symlink_to(path)
-    path.with_name("link").write_text("new")
-
-
-def through_hard_link(path: Path) -> None:
-    path.with_name("hard").hardlink_to(path)
-    path.with_name("hard").write_text("new")
+def through_links(path: Path) -> None:
+    for kind in ("symlink_to", "hardlink_to"):
+        getattr(path.with_name(kind), kind)(path)
+        path.with_name(kind).write_text("new")
 
 
 def truncate(path: Path) -> None:
+    os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))
     os.truncate(path, 1)
     path.chmod(0o600)
     os.utime(path, (0, 0))
 
 
 CHANGES = [
-    *(overwrite, append, by_torch, by_numpy, by_number, replace_by_temporary, rename_away),
-    *(remove, remove_folder, through_own_link, through_hard_link, truncate),
+    *(overwrite, append, by_torch, by_numpy, replace_by_temporary, rename_away),
+    *(remove, remove_folder, through_links, truncate),
 ]
 FILES = [
     *("project/data/deep/kept.txt", "project/.cache/kept.txt", "project/large.bin"),

@@ -107,6 +107,7 @@ SCALED_STEP = planted(SCALER, (STEP, f"{STEPS_SCALED}            scaler.update()
 LBFGS = "LBFGS(model.parameters(), lr=0.1, max_iter=3"
 GRADIENTS = "[optimizer.zero_grad(), loss := loss_of(model(inputs), labels), loss.backward()]"
 IN_A_CLOSURE = f"optimizer.step(lambda: {GRADIENTS}[1])"
+HALVED = f"{LOSS[:-1]} / 2\n"
 BACKWARD, CLIP, STEPPED = "loss.backward()", "clip_grad_norm_", "optimizer.step()"
 TWICE = planted((BACKWARD, f"{BACKWARD}\n{SUMMED.rstrip()}"))
 NOT_DIVIDED = planted(
@@ -131,6 +132,7 @@ PLANTED = {
     "micro-batches": (NOT_DIVIDED, "SS314", BACKWARD, "2 micro-batches per step"),
     "one autocast": (ONE_AUTOCAST, "SS312", STEPPED, "step 2 two steps"),
     "unequal shares": (UNEQUAL, "SS307", BACKWARD, "step 4 the ranks have 4 and 8 samples"),
+    "divided by the ranks": (planted((LOSS, HALVED)), "SS309", BACKWARD, "is divided by 2"),
     "gradients that are added up": (by_hand(SUMMED), "SS309", BACKWARD, "is 2 times"),
 }
 
@@ -198,6 +200,12 @@ def test_dropout_is_not_compared_with_the_joined_batch_and_a_scaled_loss_is(tmp_
 
 OUT = "            out = model(inputs)\n            loss = loss_of(out, labels)"
 PENALTY = "0.1 * sum(p.square().sum() for p in model.parameters())"
+PAIR = """\
+            both = lambda net, _, out: (out, net[0].bias.sum()) if net.training else out
+            model.module._forward_hooks or model.module.register_forward_hook(both)
+            out, number = model(inputs)
+            loss = loss_of(out * 2, labels) + 0 * number
+"""
 BY_HAND = "for p in model.parameters(): p.grad.clamp_(-0.01, 0.01)"
 
 
@@ -207,8 +215,9 @@ BY_HAND = "for p in model.parameters(): p.grad.clamp_(-0.01, 0.01)"
         (f"{OUT} + nn.functional.mse_loss(out, out.detach() + 1)\n", False),
         (f"{OUT} + {PENALTY}\n", False),
         (f"{LOSS}            loss = loss * 3\n", True),
+        (PAIR, False),
     ],
-    ids=["a second loss", "a penalty", "a factor"],
+    ids=["a second loss", "a penalty", "a factor", "another number of the model"],
 )
 def test_a_loss_is_judged_only_where_its_own_gradient_can_be_made_again(now, compared, tmp_path):
     report = check(tmp_path, planted((LOSS, now)))

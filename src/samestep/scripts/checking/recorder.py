@@ -3,6 +3,7 @@
 import functools
 import os
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -43,14 +44,14 @@ class Recorder:
         self.pulse = Pulse(self._folder, rank)
         self._noted: set[tuple[str, bytes]] = set()
         self._began = time.perf_counter()
-        self.quiet = 0  # above 0 while a watcher itself calls PyTorch
+        self.quiet, self._watcher = 0, 0  # how deep watchers call PyTorch themselves; their thread
         self.is_cut = False  # whether an epoch ended earlier than its data
         self.at_end: list[Callable[[int], None]] = []
         """Called with the world size when the script has ended."""
 
     def note(self, event: ev.Event, *, where: str | None = None) -> None:
         """Append an event; without `where`, at the innermost line of the user's code."""
-        if self.quiet:
+        if self.quiet and self._watcher == threading.get_ident():
             return
         self.pulse.alive()
         event.where = self.where() if where is None else where
@@ -76,7 +77,7 @@ class Recorder:
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Note nothing of what a watcher itself does inside, and build no graph of it."""
-        self.quiet += 1
+        self.quiet, self._watcher = self.quiet + 1, threading.get_ident()
         try:
             with torch.no_grad():
                 yield
@@ -122,8 +123,8 @@ def frames() -> Iterator[FrameType]:
 
 
 def is_tracing() -> bool:
-    """Whether `torch.jit` is tracing, which would keep what a watcher calls."""
-    return torch._C._is_tracing()  # noqa: SLF001 - its public name has no types
+    """Whether tensors are stand-ins: `torch.jit` is tracing, or within `vmap` or `grad`."""
+    return bool(torch._C._is_tracing() or torch._C._functorch.peek_interpreter_stack())  # noqa: SLF001
 
 
 def checksum(tensor: Tensor) -> int | None:

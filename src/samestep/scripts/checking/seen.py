@@ -104,6 +104,20 @@ class Seen:
         return call[1] or call[2] if call else "optimizer"
 
 
+def why_apart(seen: Seen) -> str:
+    """Return what shows that each rank is meant to train a model of its own; empty if nothing."""
+    models = [model for rank in seen.ranks if (model := rank.first(ev.ModelTrained))]
+    saved = [{e.path for e in rank.of(ev.FileSaved) if e.tensors > 2} for rank in seen.ranks]
+    rates = {step.lr for rank in seen.ranks if (step := rank.first(ev.OptimizerStep))}
+    reasons = {
+        "the ranks train models of other shapes": any(m.shapes != models[0].shapes for m in models),
+        "each rank has a part of a weight": any(e.sharded for e in seen.any(ev.WeightSums)),
+        "each rank saves a model of its own": all(saved) and not set.intersection(*saved),
+        "the learning rates of the ranks differ": len(rates) > 1,
+    }
+    return "" if seen.any(ev.ModelWrapped) else next((why for why in reasons if reasons[why]), "")
+
+
 def asks_for_gpu(seen: Seen) -> bool:
     """Whether the script asks for a GPU."""
     return bool(seen.any(ev.CudaAsked) or seen.any(ev.DeviceAsked))

@@ -21,7 +21,7 @@ from samestep.scripts.checking.readings import (
     shuffled_differently,
     together,
 )
-from samestep.scripts.checking.seen import RankSeen, Seen
+from samestep.scripts.checking.seen import RankSeen, Seen, why_apart
 
 _MUCH = 0.1  # of samples that differ in content
 
@@ -29,6 +29,9 @@ _MUCH = 0.1  # of samples that differ in content
 @rule("SS101")
 def all_ranks_train_the_same_samples(seen: Seen) -> Iterator[Found | NotSeen]:
     """Judge by the first pass over each loader; without one, by what the model was given."""
+    if why := why_apart(seen):
+        yield NotSeen(why)
+        return
     for readings in together(seen):
         first = readings[0]
         if first.loader.iterable or not same_samples(readings):
@@ -45,7 +48,8 @@ def all_ranks_train_the_same_samples(seen: Seen) -> Iterator[Found | NotSeen]:
     if len(rows[0]) == 3 and all(own == rows[0] for own in rows) and len(distinct) > 1:
         text = f"all ranks were given the same {passes[0][0].n} samples in each of the first 3 "
         text += "forward passes"
-        demo = all(f.drawn for f in passes[0])  # noise in place of data
+        # Noise in place of data, or one graph, of which each rank's loss may take a part.
+        demo = all(f.drawn for f in passes[0]) or rows[0].count(rows[0][0]) == len(rows[0])
         remedy = "Seed what draws the batches by the rank, or share out the data."
         yield Found(passes[0][0].where, text, remedy, "advice" if demo else None)
 
@@ -153,7 +157,9 @@ def stream_is_not_split_over_ranks(seen: Seen) -> Iterator[Found | NotSeen]:
         first = readings[0]
         rows = set(first.rows)
         common = rows.intersection(*(r.rows for r in readings[1:]))
-        if first.loader.iterable and len(rows) >= ENOUGH and len(common) * 2 >= len(rows):
+        # Drawn with replacement, a rank's own samples come again, too.
+        drawn = any(r.rows != first.rows and len({*r.rows}) < len(r.rows) for r in readings)
+        if first.loader.iterable and not drawn and ENOUGH <= len(rows) <= 2 * len(common):
             text = f"{len(common)} of the first {len(rows)} samples of rank 0 came on all ranks"
             split = "`itertools.islice(stream, rank, None, world_size)`"
             where = first.loader.reads or first.made
@@ -350,9 +356,10 @@ def uneven_batches(seen: Seen) -> Iterator[Found | NotSeen]:
         least = min((n for n, ended in lengths if ended), default=None)
         if least is None or all(n <= least for n, _ in lengths) or seen.any(ev.JoinEntered):
             continue
-        # Without an exchange of gradients, no rank waits.
-        reduced = [c for c in seen.any(ev.CollectiveCalled) if c.step and not c.evaluating]
-        if not seen.any(ev.ModelWrapped) and not any(c.name == "all_reduce" for c in reduced):
+        # Without an exchange of gradients, no rank waits. Weights may be averaged now and then.
+        calls = (c for c in seen.ranks[0].of(ev.CollectiveCalled) if not c.evaluating)
+        reduced = {c.step for c in calls if c.step and c.name == "all_reduce"}
+        if not seen.any(ev.ModelWrapped) and 2 * len(reduced) < seen.ranks[0].steps:
             continue
         if any(event.op == "MIN" for event in seen.any(ev.CollectiveCalled)):
             yield NotSeen("the ranks agreed on a minimum, perhaps of their batches")

@@ -234,11 +234,11 @@ def with_loader(seen: Seen, rank: RankSeen, kind: type[E]) -> Iterator[tuple[E, 
     for other in seen.ranks:
         loaders = {loader for loader, _ in _with_latest(other, ev.BackwardPass)}
         own = loaders if other is rank else own
-        data = _data_of(other)
+        data = {read.loader_id: read.data for read in other.of(ev.LoaderRead)}
         for order in other.of(ev.OrderDrawn):
             if order.loader_id in loaders:
                 trained.setdefault(data[order.loader_id], set()).update(order.indices)
-    data = _data_of(rank)
+    data = {read.loader_id: read.data for read in rank.of(ev.LoaderRead)}
     foreign = {
         order.loader_id
         for order in rank.of(ev.OrderDrawn)
@@ -259,11 +259,6 @@ def _with_latest(rank: RankSeen, kind: type[E]) -> Iterator[tuple[int | None, E]
             loader = event.loader_id
         elif isinstance(event, ev.BackwardPass):
             loader = None  # not all batches of a long epoch are noted
-
-
-def _data_of(rank: RankSeen) -> dict[int, int | None]:
-    """Return the id of each loader's data set."""
-    return {loader.loader_id: loader.data for loader in rank.of(ev.LoaderRead)}
 
 
 def _are_shards(seen: Seen, parts: Sequence[_Evaluation]) -> bool:

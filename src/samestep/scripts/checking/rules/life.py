@@ -86,7 +86,8 @@ def wrong_variables(seen: Seen) -> Iterator[Found | NotSeen]:
     numbers = [(event.rank, event.world_size) for event in begun.values()]
     if any(None in pair for pair in numbers):
         return  # given with the address, or by a store
-    missing = _missing(seen)
+    read = (event for event in seen.any(ev.VariableRead) if event.own and event.name in _OTHERS)
+    missing = [event for event in read if event.value is None]
     names = ", ".join(sorted({event.name for event in missing}))
     asks = f"; the script asked for {names}, not set here" if names else ""
     right = {(rank, seen.world_size) for rank in range(seen.world_size)}
@@ -103,12 +104,6 @@ def wrong_variables(seen: Seen) -> Iterator[Found | NotSeen]:
         text += "process group was made"
         remedy = "Read RANK and WORLD_SIZE where another launcher than srun or mpirun may start it."
         yield Found(missing[0].where, text, remedy)
-
-
-def _missing(seen: Seen) -> list[ev.VariableRead]:
-    """Return the user's reads of variables of a launcher that is not here."""
-    read = [event for event in seen.any(ev.VariableRead) if event.own]
-    return [event for event in read if event.name in _OTHERS and event.value is None]
 
 
 @rule("SS605", least_ranks=1)

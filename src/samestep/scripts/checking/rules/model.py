@@ -7,7 +7,7 @@ from math import prod
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
 from samestep.scripts.checking.rules.files import named
-from samestep.scripts.checking.seen import M, Seen
+from samestep.scripts.checking.seen import M, Seen, why_apart
 
 _FEW_SAMPLES = 16
 _CLIPPED = 1.001  # factors are the same
@@ -105,15 +105,11 @@ def _differing(sums: Sequence[ev.Checksums]) -> list[str]:
     return [name for name in sums[0] if any(own.get(name) != sums[0][name] for own in sums)]
 
 
-def _differing_weights(weights: Sequence[ev.ModelSums]) -> list[str]:
-    return _differing([rank.parameters for rank in weights])
-
-
 @rule("SS201")
 def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
     """Nothing wraps the model, and no tensor as large as a weight goes from rank to rank."""
-    if _clipped_apart(seen) is not None:
-        return  # what they share is exchanged: its gradients were equal on all ranks
+    if why_apart(seen) or _clipped_apart(seen) is not None:
+        return  # or what they share is exchanged: its gradients were equal on all ranks
     for trained in _trained(seen):
         if (
             trained.wrap is not None
@@ -122,7 +118,7 @@ def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
             or not trained.steps
         ):
             continue
-        apart = [(w[0].step, _differing_weights(w)) for w in trained.weights]
+        apart = [(w[0].step, _differing([e.parameters for e in w])) for w in trained.weights]
         if any(names for _, names in apart) and not apart[-1][1]:
             continue  # the ranks average their models from time to time
         step, names = next((pair for pair in apart if pair[1]), (0, []))
@@ -151,7 +147,7 @@ def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
 def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
     """The gradients are the same, but the weights before the first step are not."""
     for trained in _trained(seen):
-        names = _differing_weights(trained.weights[0])
+        names = _differing([event.parameters for event in trained.weights[0]])
         if names and trained.steps and (trained.is_wrapped or trained.is_exchanged):
             if _differing([step.grads for step in trained.steps[0]]):
                 continue
@@ -179,7 +175,7 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
         yield clipped
         return
     for trained in _trained(seen):
-        apart = [(weights, _differing_weights(weights)) for weights in trained.weights]
+        apart = [(w, _differing([e.parameters for e in w])) for w in trained.weights]
         if not trained.is_one or apart[0][1] or not apart[-1][1]:
             continue
         weights, names = next(pair for pair in apart if pair[1])
@@ -328,7 +324,8 @@ def unused_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
         ranks = set()
         for rank, model in zip(seen.ranks, trained.models, strict=True):
             left: list[str] = []
-            for event in rank.of(ev.BackwardPass, ev.OptimizerStep, ev.RankEnded):
+            events = rank.of(ev.BackwardPass, ev.OptimizerStep, ev.RankEnded)
+            for event in (e for e in events if getattr(e, "grads", True)):  # a step not looked at
                 if isinstance(event, ev.BackwardPass):
                     left = event.unused.get(str(model.model_id), []) if event.sync else []
                     continue
@@ -344,8 +341,8 @@ def unused_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
             failed = "; the next forward pass failed" if any(_UNUSED in t for t in ends) else ""
             text = f"the loss does not reach {len(names)} of {of} parameters of {trained.name} on "
             text += f"{named(ranks)}: {', '.join(names[:3])}{failed}"
-            remedy = "Remove what is not used or freeze it with requires_grad_(False); if it is "
-            remedy += "used in other steps, DistributedDataParallel(…, "
+            remedy = "Remove what is not used, or freeze it by requires_grad_(False) before DDP is "
+            remedy += "made; if it is used in other steps, DistributedDataParallel(…, "
             remedy += "find_unused_parameters=True)."
             yield Found(wrap.where, text, remedy)
 

@@ -70,14 +70,14 @@ def unheld_parameters(seen: Seen) -> Iterator[Found | NotSeen]:
     """Gradients other than zero, in no optimizer that was ever made, and never changed."""
     for rank, step, model, shapes in _unheld(seen, instead=False):
         whole = not any(model.model_id in event.models for event in rank.of(ev.OptimizerStep))
-        if whole and not any(
-            event.training for event in rank.of_model(ev.ForwardPass, model.model_id)
-        ):
+        passes = rank.of_model(ev.ForwardPass, model.model_id)
+        if whole and passes and not any(event.training for event in passes):
             continue  # a frozen part of a loss, for instance
         text = f"{len(shapes)} of {len(model.shapes)} parameters of {model.model} get gradients "
         text += f"but no optimizer holds them: {listed([*shapes])}; they are the same after "
         text += f"{rank.steps} steps"
-        remedy = "Give them to the optimizer, or freeze them with requires_grad_(False)."
+        remedy = "Give them to the optimizer, or freeze them with requires_grad_(False). A plain "
+        remedy += "list hides layers: make it an `nn.ModuleList`."
         yield Found(_made_at(rank, step), text, remedy, severity="warning" if whole else None)
 
 

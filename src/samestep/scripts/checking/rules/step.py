@@ -165,7 +165,12 @@ def _losses(rank: RankSeen) -> Iterator[tuple[ev.LossAverage | None, int, bool]]
 @rule("SS309", residual=True)
 def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare what the optimizer was given with the gradient of all parts in one process."""
-    event = seen.ranks[0].first(ev.GradientCompared)
+    yield from _divided_by_ranks(seen)
+    event, backward = seen.ranks[0].first(ev.GradientCompared), seen.ranks[0].first(ev.BackwardPass)
+    met = (c.time for c in seen.ranks[0].of(ev.CollectiveCalled) if not c.step)
+    if backward and not seen.any(ev.ModelWrapped) and max(met, default=0.0) < backward.time:
+        yield NotSeen("no gradient was exchanged before the first step")
+        return
     if event is None or event.not_seen or seen.ranks[0].steps < 2:
         why = "fewer than two optimizer steps were taken, or the script failed"
         yield NotSeen((event.not_seen if event is not None else "") or why)
@@ -189,6 +194,25 @@ def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
     text = f"the gradient of the first step differs by {event.residual:.1%} from that of the "
     text += f"joined batch of {sizes} samples, computed in one process{first}"
     yield Found(event.where, text)
+
+
+def _divided_by_ranks(seen: Seen) -> Iterator[Found]:
+    """Yield losses that are divided by the number of ranks, before DDP averages as well."""
+    rank, ranks = seen.ranks[0], seen.world_size
+    steps = _by_step(rank, ev.BackwardPass, ev.GradientsUsed)
+    pairs = list(zip(_losses(rank), steps, strict=False))
+    for number, ((average, n, synced), (passes, step)) in enumerate(pairs):
+        if not synced or average is None or len(passes) != 1 or (number and step.grown != 1.0):
+            return  # of the first step it is not known what they grew by
+        own = average.count if average.count > 1 else n
+        if average.by != ranks * own or not math.isclose(average.weight * average.by, 1.0):
+            return
+    if len(pairs) >= _FEW_STEPS:
+        text = f"in each of {len(pairs)} steps the loss is divided by {ranks}, the number of "
+        text += "ranks, although DDP averages their gradients: the step is that much smaller"
+        maybe = ranks == 2 or step.optimizer != "SGD"  # a mean of two; Adam has its own size
+        remedy = "Leave out the division. If it has another reason, `--nproc 3` does not show this."
+        yield Found(passes[0].where, text, remedy, "advice" if maybe else None)
 
 
 @rule("SS310", least_ranks=1)

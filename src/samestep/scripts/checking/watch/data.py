@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader, DistributedSampler, dataloader, get_worker_info
 from torch.utils.data._utils import fetch
@@ -124,7 +125,10 @@ class _Loaders:
         return length
 
     def _turn(self, loader: Any) -> _Turn:
-        where, evaluating = self._recorder.where(), self._recorder.hooks.evaluating
+        where, hooks = self._recorder.where(), self._recorder.hooks
+        # Rank 0 may have left an average in evaluation mode: all ranks have to cut an epoch alike.
+        trains = hooks.loader is not None and loader.dataset is hooks.loader.dataset
+        evaluating = not torch.is_grad_enabled() or (hooks.evaluating and not trains)
         iterable = _is_iterable(loader)
         length = None if iterable else _length(loader.dataset)
         key = (type(loader.dataset), length, loader.batch_size, where, evaluating)

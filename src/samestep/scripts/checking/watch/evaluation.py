@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections import Counter
 from contextlib import AbstractContextManager
-from typing import Any
 
 from torch import Tensor
 from torch import distributed as dist
@@ -78,7 +77,8 @@ class _NumbersWatcher:
     def on_print(self, call: ProbedCall) -> Around:
         yield
         # A tensor's text is that of the number in it; other objects may be large.
-        self._note_text(" ".join(str(a) for a in call.args if not _is_large(a)))
+        plain = (a for a in call.args if isinstance(a, str | int | float | Tensor))
+        self._note_text(" ".join(str(a) for a in plain if getattr(a, "numel", int)() <= _SMALL))
 
     def on_log(self, call: ProbedCall) -> Around:
         """Note the numbers that the script itself logs."""
@@ -120,9 +120,3 @@ class _NumbersWatcher:
                 value = float(tensor.flatten()[0])
             if math.isfinite(value):
                 self._note(ev.NumberAveraged(value))
-
-
-def _is_large(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() > _SMALL
-    return not isinstance(value, str | int | float)

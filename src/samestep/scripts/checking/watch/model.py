@@ -69,6 +69,7 @@ class _Models:
         self._weights = weights
         self._pid = os.getpid()  # workers of a loader are forked with all of this
         self._depth = 0  # of calls of modules with parameters
+        self._parts: set[int] = set()  # modules in the outermost of them
         self._evaluated = False  # whether the outermost of them has no part in training mode
         self._in_backward = False
         self._trains = False  # whether the outermost call records a graph
@@ -77,6 +78,7 @@ class _Models:
         self._wrapped: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = {}
         """Each part of a wrapped model, with the model."""
         self._pending: set[int] = set()  # DDP models whose next backward meets the other ranks'
+        self._awaited: set[int] = set()  # parameters whose gradients DDP waits for, frozen or not
         self._counts: Counter[Any] = Counter()
         self._drawn: deque[weakref.ref[Tensor]] = deque(maxlen=_FEW_DRAWN)
 
@@ -88,6 +90,8 @@ class _Models:
         model, *_ = _unwrapped(wrapper)
         for part in model.modules():
             self._wrapped[id(part)] = weakref.ref(part), weakref.ref(model)
+        self._awaited -= {id(p) for p in model.parameters()}
+        self._awaited |= {id(p) for p in model.parameters() if p.requires_grad}
         self._recorder.note(
             ev.ModelWrapped(
                 type(model).__name__,
@@ -104,8 +108,13 @@ class _Models:
     def on_call(self, call: ProbedCall) -> Around | None:
         module: nn.Module = call.args[0]
         inside = self._depth and not (self._trains and not torch.is_grad_enabled())
-        if inside or self._passive() or next(module.parameters(), None) is None:
+        if inside and (id(module) in self._parts or not (self._trains and module.training)):
+            return None
+        if self._passive() or next(module.parameters(), None) is None:
             return None  # without parameters, it is a loss or an activation
+        if inside:  # a layer that the model does not know, as in a plain list
+            self._weights.begin(module)
+            return None
         if self._depth:  # a teacher within the model that it teaches
             return self._around_teacher(module)
         parts = list(module.modules())  # once: a large model's walk costs a millisecond
@@ -114,7 +123,7 @@ class _Models:
         return self._around_model(call, parts)
 
     def _around_model(self, call: ProbedCall, parts: list[nn.Module]) -> Around:
-        called = call.args[0]
+        called, self._parts = call.args[0], set(map(id, parts))
         model, self._trains = self._note_forward(called, parts, call.args[1:], call.kwargs)
         self._depth += 1
         try:
@@ -138,7 +147,8 @@ class _Models:
         steps = self._inferred_after.setdefault(number, set())
         parameters = list(model.parameters())
         sharded = any(hasattr(p, "to_local") or is_lazy(p) for p in parameters)
-        if step in steps or len(steps) >= _INFERENCES or sharded or _is_checkpointed():
+        later = (f for f in frames() if f.f_globals.get("__name__") == "torch.utils.checkpoint")
+        if step in steps or len(steps) >= _INFERENCES or sharded or any(later):
             yield
             return
         steps.add(step)
@@ -246,7 +256,7 @@ class _Models:
                 str(number): [
                     name
                     for name, p in model.named_parameters()
-                    if p.requires_grad and id(p) not in reached
+                    if (p.requires_grad or id(p) in self._awaited) and id(p) not in reached
                 ]
                 for model in self._weights.trained.alive()
                 if traced and (number := self._weights.models[model]) in self._pending
@@ -290,11 +300,6 @@ def _depends_on_mode(part: nn.Module) -> bool:
     if isinstance(part, nn.modules.dropout._DropoutNd):  # noqa: SLF001 - there is no public name
         return part.p > 0
     return isinstance(part, _NormBase) and part.track_running_stats
-
-
-def _is_checkpointed() -> bool:
-    """Whether a block of a model is called without gradients because they are computed later."""
-    return any(frame.f_globals.get("__name__") == "torch.utils.checkpoint" for frame in frames())
 
 
 def _statistics(model: nn.Module) -> list[int | None]:

@@ -287,7 +287,8 @@ def _compared(part: _Part, folder: Path, world_size: int) -> ev.GradientCompared
     names = [name for name in again if name in part.gradients and name in part.own]
     flat = partial(_flat, names=names)
     own, times = flat(part.own), _along(flat(part.own), flat(again))
-    if _residual(own, flat(again) * times) > _SAME:
+    rest = (part.own.keys() & part.gradients.keys()).difference(names)
+    if rest or _residual(own, flat(again) * times) > _SAME:
         raise _Unseen("its last loss by itself does not give a rank's own gradient")
     model.load_state_dict(part.state, strict=False)
     arguments = _joined([p["arguments"] for p in parts])

@@ -64,7 +64,9 @@ class _Held:
     left: dict[int, int] = field(default_factory=dict)
     """Checksums of the gradients that it stepped with, by place in the sample."""
     still_left: bool = False
-    """Whether they were there at the beginning of every backward pass since then."""
+    """Whether every backward pass since then has added to them."""
+    added_up: list[int | None] = field(default_factory=list)
+    """Checksums after the last pass that has."""
     steps: int = 0
     backwards: int = 0
     cleared: str = ""
@@ -168,7 +170,7 @@ class _Steps:
         with self._recorder.unwatched():
             anew |= any(held.has_unused() for held in self._held.values())
             for held in self._held.values():
-                held.still_left &= held.is_left()
+                held.still_left &= held.is_left() or held.sums() == held.added_up
                 if held.cleared and (anew or held.weights != [*map(checksum, held.sample)]):
                     held.lost = None
             if self._first_times("reach", _FIRST):
@@ -192,6 +194,7 @@ class _Steps:
                 for held in self._held.values():
                     # Those that a pass does not add to are of tensors that no model has.
                     held.still_left &= not held.is_left()
+                    held.added_up = now if held.still_left and any(now := held.sums()) else []
                     held.backwards += 1
                     held.cleared, held.grown = "", 1.0
                     held.weights = [*map(checksum, held.sample)]
