@@ -211,9 +211,14 @@ def test_muon_takes_the_step_of_ddp_to_the_last_bit(tmp_path):
     tiny.assert_close(*(tiny.last_state(tmp_path / of)["model"] for of in ("fsdp", "ddp")), 0.0)
 
 
+HOOKED = """
+def hooked(model): model.weight.register_hook(torch.neg); return model
+recipe = replace(recipe, model=lambda: hooked(nn.Linear(8, 2)))
+"""
 ABSENT = "recipe = replace(recipe, shard=(nn.TransformerEncoderLayer,))"
 REFUSED = {
     "tied": (TIED, (), ("blocks.0.outer.weight", "blocks.2.outer.weight")),
+    "hooks": (HOOKED, (), ("hooks: weight", "--strategy ddp")),
     "one number": (ONE_NUMBER, (), ("scale",)),
     "absent": (ABSENT, (), ("TransformerEncoderLayer", "Block")),
     "offload": ("", ("--cpu-offload",), ("--cpu-offload",)),

@@ -175,6 +175,8 @@ def test_what_fails_only_while_counted_has_no_count_and_an_unknown_device_no_mfu
     found, counted = count_flops(forward)
     assert found.tolist() == [[2.0, 2.0], [2.0, 2.0]]
     assert counted == 0
+    ragged = torch.nested.nested_tensor([torch.ones(2, 3)], layout=torch.jagged)
+    assert count_flops(lambda: nn.Linear(3, 1)(ragged).shape[-1])[0] == 1
     assert ModelCost(peak_flops_per_s=1e12).rates(5.0) == {}
     assert ModelCost(flops_per_sample=100).rates(5.0) == {"flops_per_s": 500.0}
     known = ModelCost(flops_per_sample=100, peak_flops_per_s=2000.0)

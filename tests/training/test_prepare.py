@@ -153,6 +153,7 @@ def test_optimizer_state_of_another_layout_is_applied_to_the_right_weights(saved
         (lambda: nn.Linear(2, 2), 1, {"checkpoint_activations": True}, "--checkpoint-activations"),
         (blocks, 1, {"checkpoint_activations": True, "compile": "on"}, "--compile on"),
         (blocks, 2, {"sync_batchnorm": True}, r"2 ranks .* cpu"),
+        (lambda: nn.SyncBatchNorm(2), 2, {}, r"2 ranks .* cpu"),
         (lambda: nn.Linear(2, 2), 1, {"sync_batchnorm": True}, "--sync-batchnorm"),
     ],
 )
@@ -165,7 +166,8 @@ def test_sync_batchnorm_keeps_the_names_of_weights_and_on_one_rank_is_batchnorm(
     """There is no GPU here: this is what is converted, not what it computes."""
     from samestep.core.learner import prepare as module
 
-    model = module._synchronise(blocks(), World(world_size=2, device=torch.device("cuda", 0)))
+    world = World(world_size=2, device=torch.device("cuda", 0))
+    model = module._synchronise(blocks(), world, convert=True)
     assert sum(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) == 4
     assert model.state_dict().keys() == blocks().state_dict().keys()
     model = prepared(blocks(), sync_batchnorm=True)

@@ -185,6 +185,8 @@ OTHER_WEIGHTS = model(before="spare = nn.Parameter(torch.ones(1))")
 OTHER_WEIGHTS |= optimizer("torch.optim.SGD([*model.parameters(), spare], lr=0.1)")
 
 # What is wrong, and what the message says of it beside the recipe's file.
+WRITES = "model.weight.register_post_accumulate_grad_hook(lambda p: p.detach().__setitem__(0, 1))"
+ODD, ALL = "type('Odd', (torch.optim.SGD,), ", "(model.parameters())"
 MISTAKES = {
     "no splits": ({"data": "(x, y)"}, "Splits("),
     "a built model": ({"model": "model = nn.Linear(4, 2)"}, "function"),
@@ -232,7 +234,6 @@ MISTAKES = {
     "a model that is a class": (model("nn.Linear"), "class Linear"),
     "a frozen model": (model("nn.Linear(4, 2).requires_grad_(False)"), "frozen"),
     "a model without numbers": (model("nn.Linear(4, 2, device='meta')"), "meta"),
-    "a model without a word": (raising("raise ValueError"), "ValueError"),
     "a model that raises what has no text": (raising("raise Bad", UNSAID), "Bad"),
     "a model that raises half a letter": (raising("raise ValueError('\\udcff')"), "\\udcff"),
     "a model that returns a dict": (module("forward(self, x)", "return {'logits': x}"), "a dict"),
@@ -246,10 +247,14 @@ MISTAKES = {
     "a schedule that raises": (schedule("1 / step"), "ZeroDivisionError", "at step"),
     "an optimizer that is a class": (more("optimizer=torch.optim.SGD"), "(model, settings)"),
     "an optimizer that fails": (stepping("raise ValueError('no step')"), "no step"),
-    "an optimizer that fails within torch": (stepping(f"{FIRST}.add_(torch.ones(77))"), "77"),
     "an optimizer that no checkpoint holds": (UNKEPT, "checkpoint"),
     "an optimizer of half the model": (optimizer("torch.optim.SGD([model.weight])"), "bias"),
     "an optimizer of other weights": (OTHER_WEIGHTS, "not the model's"),
+    "an optimizer without state_dict": (optimizer(f"{ODD}{{'state_dict': None}}){ALL}"), "Odd"),
+    "an optimizer within backward": (
+        optimizer(f"[{WRITES}, {ODD}{{}}){ALL}][1]"),
+        "changes weight",
+    ),
     "no optimizer": (optimizer("model.parameters"), "method"),
     "an optimizer that calls the model": (LBFGS, "LBFGS"),
     "an optimizer that asserts a closure": (INSISTING, "calls the model itself"),

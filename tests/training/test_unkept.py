@@ -159,31 +159,33 @@ def test_buffers_that_are_lost_or_made_of_a_ranks_own_samples_are_told(tmp_path)
     assert found(world_size=2) == {"lost": ("drift",), "of_rank": ("codes",)}
     assert found(world_size=2, virtual_ranks=4)["of_rank"] == ()
 
-    told: list[unkept.Unkept] = []
+    seen: list[unkept.Unkept] = []
     model, plain = Buffers(), Buffers()
-    unkept.at_first_forward(model, World(world_size=2), told.append)
+    unkept.at_first_forward(model, World(world_size=2), seen.append)
     for one in (model, plain):
         one.eval()(x)
-        assert told == []
+        assert seen == []
     for one in (model.train(), plain.train()):
         one(x)
         one(x)
-    assert told == [unkept.Unkept(lost=("drift",), of_rank=("codes",))]
+    assert seen == [unkept.Unkept(lost=("drift",), of_rank=("codes",))]
     for name, buffer in plain.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
     text = (
         "\nclass Drifts(nn.Linear):\n    def forward(self, x):\n"
         "        self.drift += self.training\n        return super().forward(x) + self.drift\n\n"
         "def drifts():\n    model = Drifts(8, 2)\n"
-        "    model.register_buffer('drift', torch.zeros(2), persistent=False)\n    return model\n"
-        "from dataclasses import replace\nrecipe = replace(recipe, model=drifts)\n"
+        "    model.register_buffer('drift', torch.zeros(2), persistent=False)\n"
+        "    model.weight.register_hook(torch.neg)\n    return model\n"
+        "class Loss(nn.PReLU):\n    def forward(self, o, t): return nn.functional.nll_loss(o, t)\n"
+        "from dataclasses import replace\nrecipe = replace(recipe, model=drifts, loss=Loss())\n"
     )
     tiny.trained(
         tiny.write_recipe(tmp_path, tiny.RECIPE + text), tmp_path / "run", "--max-steps", "1"
     )
-    (note,) = tiny.events(tmp_path / "run", "start")[0]["notes"]
-    assert "drift" in note
-    assert "persistent=True" in note
+    told = " ".join(tiny.events(tmp_path / "run", "start")[0]["notes"])
+    named = ("drift", "persistent=True", "Hooks of weight", "The loss's weight")
+    assert [name for name in named if name not in told] == []
 
 
 class Counts(nn.Linear):

@@ -329,7 +329,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         formula = self._formulas.get(func._overloadpacket)  # noqa: SLF001 - as PyTorch's own does
-        if formula is None and func is not torch.ops.prim.device.default:
+        nested = any(kind.__name__ == "NestedTensor" for kind in types)  # comes back decomposed
+        if formula is None and func is not torch.ops.prim.device.default and not nested:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:

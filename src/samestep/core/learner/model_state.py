@@ -39,6 +39,12 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     return [p for table in tables for p in table.values() if p is not None]
 
 
+def hooked_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return by name the parameters with hooks on their gradients."""
+    named = model.named_parameters()
+    return {n: p for n, p in named if p._backward_hooks or p._post_accumulate_grad_hooks}  # noqa: SLF001
+
+
 def misfits(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each saved weight that does not fit the model's."""
     problems = [f"{name} is missing" for name in own if name not in saved]

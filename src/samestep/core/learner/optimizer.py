@@ -203,7 +203,8 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     rates = lr.each if isinstance(lr, GroupRates) else repeat(lr, len(optimizer.param_groups))
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if (ratio := group.get(RATIO, 1.0)) is not None:
-            group["lr"] = rate * ratio
+            held = group["lr"]  # some that hold a tensor refuse a number in its place
+            group["lr"] = held.fill_(rate * ratio) if isinstance(held, Tensor) else rate * ratio
 
 
 def rates_of(
@@ -338,6 +339,8 @@ class Update:
         try:
             with update:
                 self._ordinary_step()
+            if self._trial is not None and self._trial.after_step():
+                self._trial = None
         except Exception as error:
             if "does not have a grad_fn" in str(error):
                 raise UserError(
@@ -350,8 +353,6 @@ class Update:
             )
             remedy = parts if self._sharded else ""
             blame(f"{what}, failed in a step", error, self._maker, remedy=remedy)
-        if self._trial is not None and self._trial.after_step():
-            self._trial = None
 
     def _look_up(self) -> Callable[[list[Tensor], float], None] | None:
         states = [self._optimizer.state[p] for p in self._parameters]

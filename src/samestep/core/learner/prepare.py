@@ -34,8 +34,8 @@ def prepare(model: nn.Module, settings: Settings, world: World, dtype: torch.dty
     # One that the ranks share out goes there block by block.
     place(model, None if is_fsdp(settings, world) else world.device, dtype)
     hold_parameters(model, settings)
-    if settings.sync_batchnorm:
-        model = _synchronise(model, world)
+    if settings.sync_batchnorm or any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
+        model = _synchronise(model, world, convert=settings.sync_batchnorm)
     for name, module in model.named_modules() if settings.virtual_ranks is not None else ():
         if isinstance(module, nn.SyncBatchNorm):
             raise UserError(
@@ -131,19 +131,20 @@ def match_layouts(optimizer: torch.optim.Optimizer, *, owned: bool = False) -> N
                     state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _synchronise(model: nn.Module, world: World) -> nn.Module:
+def _synchronise(model: nn.Module, world: World, *, convert: bool) -> nn.Module:
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         raise UserError("--sync-batchnorm: the model has no batch normalisation. Leave it out.")
     if world.world_size == 1:
         return model  # one rank sees the whole batch already
     if world.device.type != "cuda":
         raise UserError(
-            f"--sync-batchnorm: PyTorch synchronises batch normalisation only on NVIDIA GPUs, "
-            f"and these {world.world_size} ranks are on {world.device.type}. Leave it out, or "
-            "train on one rank."
+            "PyTorch synchronises batch normalisation (--sync-batchnorm, SyncBatchNorm) only on "
+            f"NVIDIA GPUs, and these {world.world_size} ranks are on {world.device.type}. Leave it "
+            "out, or train on one rank."
         )
-    synchronised: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    return synchronised
+    if convert:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    return model
 
 
 def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:

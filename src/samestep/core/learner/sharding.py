@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, did_you_mean, listed
 from samestep.base.settings import Settings
 from samestep.core.learner.agreement import rng_state, set_rng_state
+from samestep.core.learner.model_state import hooked_parameters
 from samestep.core.recipe import Recipe
 from samestep.launch.ranks.mesh import is_shard_root, is_sharded, make_mesh, shard_module
 from samestep.launch.ranks.world import World
@@ -57,6 +58,11 @@ def shard(
             "often as it likes, and every forward takes all ranks. Use --strategy ddp, or measure "
             "with metrics=….",
             on_all_ranks=True,
+        )
+    if hooked := [*hooked_parameters(model)]:
+        raise UserError(
+            f"--strategy fsdp replaces the parameters with their hooks: {listed(hooked)}. "
+            "Register them in Recipe(optimizer=…), or use --strategy ddp."
         )
     blocks = find_blocks(model, recipe.shard)
     _check_groups(model, blocks)

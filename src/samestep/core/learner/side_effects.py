@@ -139,7 +139,8 @@ def _may_count(value: object, module: object = None) -> bool:
 def optimizer_prints(optimizer: torch.optim.Optimizer) -> Prints:
     """Fingerprint what an optimizer keeps outside what its `state_dict` returns."""
     held = parameters_in(optimizer)
-    held += tree_leaves(optimizer.state_dict())
+    with contextlib.suppress(KeyError):  # one of several that share a state has keys of the others
+        held += tree_leaves(optimizer.state_dict())
     known = [id(t) for t in held if isinstance(t, Tensor)]
     for inner in with_inner(optimizer):  # it may hold the state of others as its own
         tensors = [t for t in tree_leaves([*inner.state.values()]) if isinstance(t, Tensor)]

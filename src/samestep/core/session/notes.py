@@ -14,6 +14,7 @@ from samestep.base.settings import Settings
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.recipe_data import Unpacked
 from samestep.core.learner.agreement import arithmetic
+from samestep.core.learner.model_state import hooked_parameters
 from samestep.core.learner.optimizer_state import kind_of
 from samestep.core.learner.side_effects import batch_norms
 from samestep.core.plan import Plan, warmup_steps
@@ -40,6 +41,14 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
     sharded = work.learner.sharded
     by_virtual = f"With --strategy ddp, {by_virtual}" if sharded else by_virtual
     notes += [*built.unkept.notes(by_virtual), *_without_effect(work)]
+    if not sharded and (hooked := [*hooked_parameters(work.learner.model)]):
+        notes.append(
+            f"Hooks of {listed(hooked)} get each rank's own gradient: unless they multiply it by "
+            "fixed numbers, as a mask does, on another number of ranks this is another training."
+        )
+    of_loss = [*getattr(request.recipe.loss, "named_parameters", dict)()]
+    if untrained := [name for name, parameter in of_loss if parameter.requires_grad]:
+        notes.append(f"The loss's {listed(untrained)} is not trained: the model's parameters are.")
     if work.world.elastic and (asked := asks_for_ranks(request.recipe.data)):
         notes.append(
             f"data() asks for {asked}, which change when a rank dies or joins (--elastic). It is "

@@ -16,6 +16,7 @@ from samestep.core.data.order import Block, cut_block, cut_rows
 from samestep.core.learner.agreement import may_draw
 from samestep.core.learner.apply import call, with_parts
 from samestep.core.learner.device import AUTOCAST, autocast
+from samestep.core.learner.model_state import hooked_parameters
 from samestep.core.learner.optimizer import Update, clip_gradients
 from samestep.core.learner.prepare import without_sync
 from samestep.core.training.metrics import StepOutputs, remedy_of
@@ -45,6 +46,7 @@ class EagerStep:
         self._objective = objective or Objective(learner, settings, world)
         self._phases = phases or Phases()
         self._parameters = [p for p in learner.model.parameters() if p.requires_grad]
+        self._hooked = hooked_parameters(learner.model)
         self._batch_size = batch_size
         self._together = settings.forwards_together and world.world_size > 1
         self._cut = partial(
@@ -128,6 +130,7 @@ class EagerStep:
         loss, reported = self._loss(part, weight)
         if self._learner.measured and part.weight:
             self._seen.append(self._objective.seen(part))
+        versions = [p._version for p in self._hooked.values()]  # noqa: SLF001
         phases = self._phases
         last = "backward"
         phases.lap("forward")
@@ -136,6 +139,7 @@ class EagerStep:
             last = "all_reduce"
         loss.backward()  # type: ignore[no-untyped-call]
         phases.lap(last)
+        check_unchanged(self._hooked, versions)
         return reported
 
     def _loss(self, part: Block, weight: Any) -> tuple[Tensor, Tensor]:
@@ -281,6 +285,17 @@ def check_used(model: nn.Module) -> None:
             f"The loss does not depend on {listed(unused)}, so ranks would wait for a gradient "
             "that never comes. Use these parameters in forward, or freeze them with "
             f"requires_grad_(False){or_else}."
+        )
+
+
+def check_unchanged(hooked: Mapping[str, Tensor], versions: Sequence[int]) -> None:
+    """Check that no hook has changed its parameter since they all had `versions`."""
+    names = [n for n, v in zip(hooked, versions, strict=True) if hooked[n]._version != v]  # noqa: SLF001
+    if names:
+        hooks = (hooked[names[0]]._post_accumulate_grad_hooks or {}).values()  # noqa: SLF001
+        raise UserError(
+            f"A hook{defined_at(*hooks)} changes {listed(names)} in the backward pass. If it is an "
+            "optimizer, return it from Recipe(optimizer=…), so that checkpoints hold its state."
         )
 
 
