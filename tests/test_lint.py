@@ -37,20 +37,18 @@ def lint(path: Path, text: str) -> tuple[int, list[str]]:
     return ran.returncode, ran.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    "sentence",
-    [
-        *("Rank 0 alone writes.", "That is no error.", "It stands beside the file."),
-        *("The rank is told its share.", "It takes so many steps.", "The training goes on."),
-        *("Nobody waits.", "Whoever needs it can have it.", "It is not without rules."),
-        "This continues\nonly if it is\ntold to.",
-    ],
-)
-def test_a_sentence_against_the_words_is_found_in_a_page(tmp_path, sentence):
-    code, lines = lint(tmp_path / "page.md", f"# A page\n\n{sentence}\n")
+AGAINST_THE_WORDS = [
+    *("Rank 0 alone writes.", "That is no error.", "It stands beside the file."),
+    *("The rank is told its share.", "It takes so many steps.", "The training goes on."),
+    *("Nobody waits.", "Whoever needs it can have it.", "It is not without rules."),
+    "This continues\nonly if it is\ntold to.",
+]
+
+
+def test_each_sentence_against_the_words_is_found_in_a_page(tmp_path):
+    code, lines = lint(tmp_path / "page.md", "\n\n".join(["# A page", *AGAINST_THE_WORDS, ""]))
     assert code == 1
-    assert len(lines) == 1
-    assert lines[0].split(":")[1] == ("4" if "\n" in sentence else "3")
+    assert [int(line.split(":")[1]) for line in lines] == [*range(3, 21, 2), 22]
 
 
 @pytest.mark.parametrize(
@@ -80,11 +78,8 @@ def test_long_sentences_and_lines_are_found_and_good_text_passes(tmp_path):
     code, lines = lint(tmp_path / "page.md", f"# A page\n\n{table}")
     assert code == 1
     assert [line.split(":")[1] for line in lines] == ["3"]
-    page = (
-        "# A page\n\nRank 0 only writes. There is no error. Run `goes on` or "
-        "[this](https://example.org/alone).\n\n```console\n$ nobody goes on\n```\n\n"
-        f"| only | {'word ' * 40}|\n|---|---|\n"
-    )
+    page = "# A page\n\nThere is no error. Run `goes on` or [this](https://example.org/alone).\n\n"
+    page += f"```console\n$ nobody goes on\n```\n\n| only | {'word ' * 40}|\n|---|---|\n"
     assert lint(tmp_path / "page.md", page) == (0, [])
     assert lint(tmp_path / "module.py", 'alone = "alone"\n"""Return the sum."""\n') == (0, [])
 

@@ -220,8 +220,8 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def find(text: str, *arguments: str) -> Workload:
-    return find_workload(text, list(arguments), RECIPES)
+def find(text: str, *arguments: str, as_recipe: bool = False) -> Workload:
+    return find_workload(text, list(arguments), RECIPES, as_recipe=as_recipe)
 
 
 def test_a_recipes_name_becomes_a_training_and_a_run_goes_on_in_place(here):
@@ -248,12 +248,11 @@ def test_a_recipes_name_becomes_a_training_and_a_run_goes_on_in_place(here):
 def test_a_script_with_a_trainer_runs_as_it_is_or_is_trained_as_a_recipe(here):
     Path("mine.py").write_text("from transformers import Trainer\nTrainer().train()\n")
     assert find("mine.py", "--rows", "3").kind == "script"
-    words = ["--epochs", "5", "--", "--rows", "3"]
-    found = find_workload("mine.py", words, RECIPES, as_recipe=True)
+    found = find("mine.py", "--epochs", "5", "--", "--rows", "3", as_recipe=True)
     trained = ("train", str(here / "mine.py"), "--epochs", "5", "--run-dir", str(found.run))
     assert found.command[2:] == (*trained, "--resume", "--recipe-of-run", "--", "--rows", "3")
     with pytest.raises(UserError, match="spiral does not"):
-        find_workload("spiral", [], RECIPES, as_recipe=True)
+        find("spiral", as_recipe=True)
 
 
 @pytest.mark.parametrize(
