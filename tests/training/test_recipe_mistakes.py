@@ -164,6 +164,7 @@ REQUIRED = "@dataclass\nclass Own:\n    hidden: int\n\n" + OF_ARGUMENTS
 OPTIONS = more("options=Own")
 SPOILT = {"model": CHECKED.replace("1", "0"), "flags": "--hidden 2"} | OPTIONS
 UNVALIDATED = "Splits(train=(x, y), validation=(x[:0], y[:0]))"
+REPLACES = "self.weight = nn.Parameter(self.weight.data); return super().forward(x)"
 DETACHED = loss("nn.functional.cross_entropy(o.detach(), t)")
 LIGHTNING = {"flags": "--engine lightning"}
 UNKEPT = stepping("self.state[0]['own'] = lambda: 0")
@@ -214,7 +215,6 @@ MISTAKES = {
     "a metric that is a word": (metric("'f1'"), "'f1'"),
     "a metric of another shape": (metric("__import__('torchmetrics').F1Score('binary')"), "shape"),
     "a metric that is a class": (metric("__import__('torchmetrics').F1Score"), "F1Score(…)"),
-    "a transform of nothing": (more("transform=lambda x: None"), "None"),
     "a transform that raises": (more("transform=lambda x: x / nothing"), "mine.py:16"),
     "an augment of nothing": (more("augment=lambda x, keys: None"), "None"),
     "sparse inputs": ({"data": "Splits(train=(x.to_sparse(), y))"}, "to_dense()"),
@@ -225,7 +225,6 @@ MISTAKES = {
     "no data to validate on": ({"data": UNVALIDATED}, "validation data has no samples"),
     "a tensor as data": ({"data": "Splits(train=x)"}, "a Tensor"),
     "classes that are letters": ({"data": "Splits(train=(x, y), classes='abc')"}, "'abc'"),
-    "classes that are numbers": ({"data": "Splits(train=(x, y), classes=(0, 1))"}, "(0, 1)"),
     "a setting of a wrong type": ({"epochs": '"one"'}, "epochs"),
     "an option without default": ({"model": REQUIRED} | OPTIONS, "'hidden'"),
     "options that refuse themselves": ({"model": CHECKED} | OPTIONS, "at most 0"),
@@ -237,6 +236,7 @@ MISTAKES = {
     "a model that raises what has no text": (raising("raise Bad", UNSAID), "Bad"),
     "a model that raises half a letter": (raising("raise ValueError('\\udcff')"), "\\udcff"),
     "a model that returns a dict": (module("forward(self, x)", "return {'logits': x}"), "a dict"),
+    "a replaced weight": (module("forward(self, x)", REPLACES), "step changes: weight"),
     "state that no checkpoint holds": (module("get_extra_state(self)", "return Model"), "_extra_"),
     "a schedule of several": (schedule("torch.ones(2)"), "at step 0 of 6"),
     "a schedule that is not a number": (schedule("float('nan')"), "nan"),

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from samestep.base.errors import UserError, defined_at
+from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.run.checkpoints import FORMAT
 from samestep.core.data.keyed_random import mix, seed_rank
 from samestep.core.data.order import held_parts
 from samestep.core.learner.agreement import check_weights, may_draw, rng_state, set_rng_state
 from samestep.core.learner.model_state import load_model
 from samestep.core.learner.optimizer import set_lr
-from samestep.core.learner.optimizer_state import load_state, what_groups_keep
+from samestep.core.learner.optimizer_state import load_state, parameters_in, what_groups_keep
 from samestep.core.learner.prepare import match_layouts
 from samestep.core.plan import learning_rate, warmup_steps
 from samestep.core.training.stopping import Watch
@@ -90,10 +90,21 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
 
 
 def check_alike(work: Work, step: int) -> None:
-    """Check that all ranks have the same weights; with virtual ranks, also buffers."""
+    """Check that all ranks have the same weights, which the optimizer steps.
+
+    With virtual ranks, buffers are compared, too.
+    """
+    model, stepped = work.learner.model, {*map(id, parameters_in(work.learner.optimizer))}
+    new = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if new:
+        raise UserError(
+            f"After step {step} the model{defined_at(*work.learner.makers[:1])} has parameters "
+            f"that no optimizer step changes: {listed(new)}. They have replaced those that it "
+            "began with, as by an assignment in forward.",
+            remedy="Make all layers as the model is made, and choose between them in forward.",
+        )
     if not work.world.connected:
         return
-    model = work.learner.model
     # Each rank has a part of its own of what is sharded, so there is nothing to compare.
     named: dict[str, torch.Tensor] = {
         name: p for name, p in model.named_parameters() if not is_sharded(p)
