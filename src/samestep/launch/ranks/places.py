@@ -99,9 +99,17 @@ class Places:
                 os.kill(process.pid, signum)
 
 
+_KILLS = {
+    "SIGKILL": " (out of memory?)",
+    "SIGABRT": " (did the ranks' collectives differ? --find-unused is for a model of which forward "
+    "uses only a part in some steps)",
+}
+"""Why a signal may have come: the kernel kills where memory runs out, Gloo aborts."""
+
+
 def killed_by(name: str) -> str:
-    """Say by which signal a rank was killed; the kernel sends SIGKILL where memory runs out."""
-    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    """Say by which signal a rank was killed."""
+    return f"was killed by {name}{_KILLS.get(name, '')}"
 
 
 def places_of(folder: Path) -> Places:
