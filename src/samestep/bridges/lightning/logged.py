@@ -37,7 +37,7 @@ class Evaluated:
     def add(self, samples: int, values: dict[str, Any], objects: Any, where: str) -> dict[str, Any]:
         """Take what a batch has logged; return it as numbers.
 
-        What is not a mean over samples, metrics and values of theirs, is refused by the second batch.
+        Metrics other than means over samples, and their values, are refused by the second batch.
         """
         returned = [(v, m) for m in objects for v in (m._forward_cache, m._computed)]  # noqa: SLF001
         of = {value.data_ptr(): m for value, m in returned if isinstance(value, Tensor)}
