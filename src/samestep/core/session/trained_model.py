@@ -9,14 +9,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, listed
 from samestep.base.machine import usable_cores
 from samestep.base.run import checkpoints
 from samestep.base.run.directory import is_run, no_run
 from samestep.base.run.index import Entry, find_checkpoint
 from samestep.base.settings import Device, Settings
 from samestep.core.data.keyed_random import seed_alike
-from samestep.core.data.recipe_data import load_splits, open_split
+from samestep.core.data.recipe_data import SPLITS, load_splits, open_split
 from samestep.core.data.source import Source
 from samestep.core.learner.apply import Moment, applied, evaluating, measure_of, terms_of
 from samestep.core.learner.device import check_precision, choose_threads, data_dtype, switched
@@ -162,9 +162,10 @@ def open_data(
     check_classes(opened.content, splits.classes)
     data = getattr(splits, split)
     if data is None:
+        others = [f"--split {name}" for name in SPLITS if getattr(splits, name) is not None]
         raise UserError(
             f"Recipe {recipe.name} has no {split} data.",
-            remedy="Name another: --split validation, or --split train.",
+            remedy=f"Name another: {listed(others, between=' or ')}.",
         )
     if isinstance(data, Sized) and not len(data):
         place = f" in {data_dir}" if data_dir is not None else ""
