@@ -300,26 +300,6 @@ def test_a_picture_that_takes_too_long_is_left_out(tmp_path, monkeypatch, interr
     go_on.set()  # while its thread waits, `samestep train` would end this process
 
 
-def test_pyplot_is_left_as_it_was(tmp_path):
-    import matplotlib.pyplot as plt
-    from matplotlib import rcParams
-
-    mine, backend, width = plt.figure(), plt.get_backend(), rcParams["lines.linewidth"]
-
-    def by_pyplot(_model, _data):
-        plt.rcParams["lines.linewidth"] = 9
-        assert plt.get_backend() == "agg"
-        made, _ = plt.subplots()
-        plt.subplots()
-        return made
-
-    one = trained(made(pictures={"plot": by_pyplot}), tmp_path)
-    assert told(one)["plot"]["kind"] == "figure"
-    assert plt.get_fignums() == [mine.number]
-    assert (plt.get_backend(), rcParams["lines.linewidth"]) == (backend, width)
-    plt.close(mine)
-
-
 def test_pictures_that_cannot_be_written_do_not_fail_the_run(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise UserError("The disk is full.")

@@ -4,7 +4,9 @@ The second half does so through the command with --nproc: signals to the parent,
 """
 
 import contextlib
+import ctypes
 import fcntl
+import hashlib
 import json
 import os
 import pty
@@ -21,6 +23,7 @@ from pathlib import Path
 
 import pytest
 
+from samestep.base import startup
 from samestep.base.startup import stop_signals
 from tests import tiny
 from tests.command_line import one_message, start
@@ -36,6 +39,22 @@ SEED = int(os.environ.get("SAMESTEP_TEST_SEED", "20261121"))
 @pytest.fixture
 def recipe(tmp_path) -> Path:
     return tiny.write_recipe(tmp_path)
+
+
+@pytest.mark.skipif(not startup._MAY_HANG, reason="this Python forks whatever its threads do")
+def test_a_fork_waits_for_a_thread_of_pytorch_that_runs(monkeypatch):
+    monkeypatch.setattr(startup, "_SETTLE_S", 60.0)
+
+    def run():
+        ctypes.CDLL(None).prctl(15, b"pt_runs", 0, 0, 0)  # PR_SET_NAME
+        hashlib.sha256(bytes(100_000_000)).digest()
+
+    threading.Thread(target=run).start()
+    tiny.until(startup._threads_run)
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not startup._threads_run()
 
 
 def assert_stopped(run: Path, signum: int, printed: str) -> int:

@@ -78,7 +78,28 @@ def _our_signals() -> list[signal.Signals]:
     return [n for n, by in handled.items() if str(getattr(by, "__module__", "")).startswith(_OURS)]
 
 
+_MAY_HANG = sys.platform == "linux" and sys.version_info < (3, 11, 10)
+"""Whether a child hangs that was forked as a thread entered Python (python/cpython#112275)."""
+_SETTLE_S = 0.2
+
+
+def _threads_run() -> bool:
+    """Whether a thread of PyTorch's runs.
+
+    After a collective one of Gloo's enters Python, to drop the tensors, and sleeps then.
+    """
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            name, _, state = stat.read_text().partition(") ")
+            if "(pt_" in name and state.startswith("R"):
+                return True
+    return False
+
+
 def _before_fork() -> None:
+    until = time.monotonic() + _SETTLE_S
+    while _MAY_HANG and _threads_run() and time.monotonic() < until:
+        time.sleep(0.001)
     if ours := _our_signals():  # one that comes too early would be lost, and its sender wait
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ours)  # type: ignore[assignment]
 

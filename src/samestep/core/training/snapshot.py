@@ -27,6 +27,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     """Return a checkpoint's contents. All ranks call it; each adds its own part."""
     position = state.position
     check_alike(work, position.step)
+    _check_stepped(work.learner, position.step)
     learner, plan, settings = work.learner, work.plan, work.settings
     scaler, average, virtual = learner.scaler, learner.average, settings.virtual_ranks is not None
     scheduler = learner.scheduler
@@ -89,22 +90,24 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     }
 
 
-def check_alike(work: Work, step: int) -> None:
-    """Check that all ranks have the same weights, which the optimizer steps.
-
-    With virtual ranks, buffers are compared, too.
-    """
-    model, stepped = work.learner.model, {*map(id, parameters_in(work.learner.optimizer))}
-    new = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
-    if new:
+def _check_stepped(learner: Learner, step: int) -> None:
+    """Check that the model has no parameters that came later, which the optimizer does not step."""
+    stepped = {*map(id, parameters_in(learner.optimizer))}
+    named = learner.model.named_parameters()
+    if new := [name for name, p in named if p.requires_grad and id(p) not in stepped]:
         raise UserError(
-            f"After step {step} the model{defined_at(*work.learner.makers[:1])} has parameters "
+            f"After step {step} the model{defined_at(*learner.makers[:1])} has parameters "
             f"that no optimizer step changes: {listed(new)}. They have replaced those that it "
             "began with, as by an assignment in forward.",
             remedy="Make all layers as the model is made, and choose between them in forward.",
         )
+
+
+def check_alike(work: Work, step: int) -> None:
+    """Check that all ranks have the same weights; with virtual ranks, also buffers."""
     if not work.world.connected:
         return
+    model = work.learner.model
     # Each rank has a part of its own of what is sharded, so there is nothing to compare.
     named: dict[str, torch.Tensor] = {
         name: p for name, p in model.named_parameters() if not is_sharded(p)
@@ -122,6 +125,7 @@ def check_resumable(work: Work, step: int) -> None:
     check_alike(work, step)
     what = f"The recipe's model{defined_at(*work.learner.makers[:1])}"
     work.world.on_every(lambda: work.trial.check(work.learner.model, what))
+    _check_stepped(work.learner, step)
 
 
 def kept_parts(work: Work) -> tuple[str, ...]:
