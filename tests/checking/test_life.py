@@ -208,5 +208,6 @@ def test_what_another_thread_does_while_a_watcher_works_is_noted(tmp_path):
         for run in (Thread.run, Thread.start):  # in this thread, then in its own
             run(thread := Thread(target=notes.note, args=[recorder.ev.Remark(run.__name__)]))
     thread.join()
+    notes.pulse.close()
     text = recorder.events_path(tmp_path, 0).read_text()
     assert ('"start"' in text, '"run"' in text) == (True, False)
