@@ -79,14 +79,14 @@ def _our_signals() -> list[signal.Signals]:
 
 
 _MAY_HANG = sys.platform == "linux" and sys.version_info < (3, 11, 10)
-"""Whether a child hangs that was forked as a thread entered Python (python/cpython#112275)."""
+"""Such a Python may hang in a child forked while a thread enters it (python/cpython#112275)."""
 _SETTLE_S = 0.2
 
 
 def _threads_run() -> bool:
-    """Whether a thread of PyTorch's runs.
+    """Whether a PyTorch thread is running.
 
-    After a collective one of Gloo's enters Python, to drop the tensors, and sleeps then.
+    After a collective, a Gloo thread enters Python to drop the tensors, then sleeps.
     """
     for stat in Path("/proc/self/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # it has ended

@@ -297,7 +297,8 @@ class _ForTrainer:
             )
         if not labels and self.predicts:  # the Trainer would not call it, and not say so
             raise UserError(
-                f"compute_metrics needs labels, not in {kind.__name__}.forward{defined_at(kind)}.",
+                "compute_metrics needs labels, and no argument of "
+                f"{kind.__name__}.forward{defined_at(kind)} is known to be one.",
                 remedy='Name them: TrainingArguments(…, label_names=["labels"]).',
             )
         variable = any(p.kind is p.VAR_KEYWORD for p in takes.values())

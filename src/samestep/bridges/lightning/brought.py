@@ -353,7 +353,8 @@ class _Brought:
         values = {plain_name(n, nth): v for n, v in logged.items()}
         if trainer.validating:
             self._note_names({plain_name(n, nth): n for n in logged}, nth, f"{name}{place}")
-        values = seen.add(batch.samples, values, metrics := metrics_of(module), place)
+        metrics = metrics_of(module)
+        values = seen.add(batch.samples, values, metrics, place)
         for metric in metrics:
             metric.reset()
         own, loss = values.pop("loss", None), outputs.get("loss")  # the record has it as the loss
