@@ -84,7 +84,11 @@ def open_predictions(
     for flag, value in (("data_dir", data_dir), ("skip_bad", skip_bad)):
         if split is None and value is not None:
             raise UserError(f"--{flag_name(flag)} goes with --split.", flags=[flag])
-    check_files(files)
+    for file in files:
+        if file.is_dir():
+            raise UserError(f"{file} is a folder. Name the files in it: {file}/*")
+        if not file.exists():
+            raise UserError(f"There is no file {file}.")
     if split is None:
         model = open_predictor(path, name, device=device, recipe=recipe)
         return model, predict_files(model, files, top=top)
@@ -228,15 +232,6 @@ def draw(opened: TrainedModel, file: Path, rows: Sequence[Mapping[str, Any]], fi
         paint(file, rows, figure)
     except Exception as error:
         blame(f"The recipe's plot failed with {file}", error, paint)
-
-
-def check_files(files: Sequence[Path]) -> None:
-    """Check that each is a file, before a model is loaded for them."""
-    for file in files:
-        if file.is_dir():
-            raise UserError(f"{file} is a folder. Name the files in it: {file}/*")
-        if not file.exists():
-            raise UserError(f"There is no file {file}.")
 
 
 def as_table(prediction: Prediction) -> dict[str, Any]:

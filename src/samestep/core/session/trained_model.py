@@ -26,7 +26,7 @@ from samestep.core.session.declared import read_config
 from samestep.core.session.recipe_changes import check_recipe_unchanged
 from samestep.core.session.request import draft
 from samestep.core.training.dry_run import fitting_metrics
-from samestep.core.training.evaluation import evaluate, evaluation_batch
+from samestep.core.training.evaluation import Totals, evaluate, evaluation_batch
 from samestep.core.training.snapshot import check_classes, check_recipe, load_evaluated
 from samestep.launch.ranks.world import World, choose_device
 
@@ -112,23 +112,25 @@ def evaluate_run(
     moment = Moment()
     moment.after(opened.content["position"])
     loss = place_loss(recipe.evaluated_loss, opened.device, opened.dtype)
-    measured = partial(
-        switched(settings, opened.device)(evaluate),
-        applied(model, recipe, moment),
-        loss=evaluating(recipe, loss, moment),
-        metrics=fitting_metrics(recipe.metrics, source.peek(1).targets),
-        world=world,
-        batch_size=evaluation_batch(settings),
-        precision=settings.precision,
-        seed=settings.seed,
-        classes=recipe.counted_classes(splits),
+    totals = partial(
+        Totals,
+        evaluating(recipe, loss, moment),
+        fitting_metrics(recipe.metrics, source.peek(1).targets),
+        world,
         terms=terms_of(recipe),
         reduction=recipe.reduction,
         measure=measure_of(recipe, model),
     )
-    values = measured(source)
+    measured = partial(
+        switched(settings, opened.device)(evaluate),
+        applied(model, recipe, moment),
+        batch_size=evaluation_batch(settings),
+        precision=settings.precision,
+        seed=settings.seed,
+    )
+    values = measured(source, totals(classes=recipe.counted_classes(splits)))
     for of, data in splits.by_name.items() if split == "validation" else ():
-        of_it = measured(open_split(data, world, recipe, settings, opened.dtype), classes=())
+        of_it = measured(open_split(data, world, recipe, settings, opened.dtype), totals())
         values |= {f"{of}/{key}": of_it[key] for key in of_it if key != "samples"}
     about: dict[str, Any] = {"recipe": recipe.name, "split": split}
     about |= {"checkpoint": opened.entry.path, "step": opened.entry.step}

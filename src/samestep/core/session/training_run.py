@@ -20,7 +20,6 @@ from samestep.base.settings import Settings, free_names, order_name
 from samestep.core.learner.agreement import OF_A_RANK, arithmetic, check_same
 from samestep.core.learner.device import kernels_of, switched
 from samestep.core.learner.prepare import Wrap, wrap
-from samestep.core.recipe import Splits
 from samestep.core.recipe_checks import FROM_PYTHON
 from samestep.core.session.build import Built, build
 from samestep.core.session.declared import kept_options
@@ -138,7 +137,11 @@ def run_elastic(
 
     holding = Holding()
     if is_newcomer(membership):  # what takes time is done before the others wait for it
-        holding = Holding(splits=_warmed_up(request, world))
+        alone = World(device=world.device)
+        with switched(request.settings, world.device):
+            built = build(completed(request, alone), alone)
+            built.work.close()
+        holding = Holding(splits=built.splits)
         membership.wait_to_join()
     found = world
     while True:
@@ -149,14 +152,6 @@ def run_elastic(
         if isinstance(outcome, Outcome):
             return outcome, world
         holding = outcome
-
-
-def _warmed_up(request: Request, world: World) -> Splits:
-    alone = World(device=world.device)
-    with switched(request.settings, world.device):
-        built = build(completed(request, alone), alone)
-        built.work.close()
-        return built.splits
 
 
 def _going_on(
@@ -199,13 +194,13 @@ def _run(
             named = world.on_main(lambda: choose_path(request))
             path = named.absolute()  # the recipe's functions may change the working directory
             request = completed(request, world)
-            norms = engine.holds_norms
             fresh = request
             if request.resume:
                 from samestep.core.session.restoring import as_built  # noqa: PLC0415
 
                 fresh = as_built(request, path, world)
-            built = build(fresh, world, engine.wrap, holding.splits, holds_norms=norms)
+            how = (engine.wrap, holding.splits)
+            built = build(fresh, world, *how, holds_norms=engine.holds_norms)
             holding = replace(holding, splits=built.splits)
             session = Session(path, world, shown.begin, shown.sinks)
             if membership is not None:

@@ -26,6 +26,7 @@ from samestep.core.training.evaluation import (
     Evaluable,
     EvaluationError,
     Interruptible,
+    Totals,
     evaluate,
     evaluation_batch,
 )
@@ -267,20 +268,23 @@ def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) ->
     average = work.learner.average
     weights = contextlib.nullcontext() if average is None else average.in_place()
     with weights, made_by(*work.learner.makers), watched.within(watched.EVALUATION):
-        return evaluate(
-            work.learner.applied,
-            source,
+        totals = Totals(
             work.evaluation_loss,
             work.metrics,
-            world=work.world,
-            batch_size=evaluation_batch(work.settings, work.plan.evaluated_at_once),
-            precision=work.settings.precision,
-            seed=work.settings.seed,
-            classes=classes,
-            terms=work.learner.terms,
+            work.world,
+            classes,
+            work.learner.terms,
             reduction=work.learner.reduction,
             parts=work.evaluation_parts,
             measure=work.measure,
+        )
+        return evaluate(
+            work.learner.applied,
+            source,
+            totals,
+            batch_size=evaluation_batch(work.settings, work.plan.evaluated_at_once),
+            precision=work.settings.precision,
+            seed=work.settings.seed,
             forward=work.forward,
         )
 

@@ -15,7 +15,7 @@ from samestep.core.data.order import share
 from samestep.core.learner.apply import Moment, measure_of, terms_of, timed
 from samestep.core.learner.side_effects import ALL_KINDS, RandomDraws
 from samestep.core.session.restoring import load_newest
-from samestep.core.training.evaluation import evaluate
+from samestep.core.training.evaluation import Totals, evaluate
 from samestep.core.training.metrics import Objects, is_object
 from samestep.core.training.snapshot import load_evaluated
 from samestep.launch.ranks.world import World
@@ -183,18 +183,21 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
     sets = [("", splits.validation), *((f"{of}/", data) for of, data in splits.by_name.items())]
     for prefix, data in sets:
         with tested.source(data, world=world) as source:
-            values = evaluate(
-                tested.applied(model),
-                source,
+            totals = Totals(
                 loss,
                 tested.recipe.metrics,
-                world=world,
-                batch_size=256,
-                precision=tested.settings.precision,
-                seed=tested.settings.seed,
+                world,
                 terms=terms_of(tested.recipe),
                 reduction=tested.recipe.reduction,
                 measure=measure,
+            )
+            values = evaluate(
+                tested.applied(model),
+                source,
+                totals,
+                batch_size=256,
+                precision=tested.settings.precision,
+                seed=tested.settings.seed,
             )
         evaluation |= {
             f"{prefix}{n}": value for n, value in values.items() if isinstance(value, float)
