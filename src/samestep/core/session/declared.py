@@ -50,7 +50,9 @@ def known_of_run(run: Path) -> tuple[Settings, list[str]] | None:
         return None
     table.pop(SCRIPT_ARGS, None)
     names = {f.name for f in fields(Settings)} | ALSO_ACCEPTED
-    ours = typed_settings({k: v for k, v in table.items() if k in names}, file)
+    types = _field_types(Settings)
+    given = own_names({k: v for k, v in table.items() if k in names}, file).items()
+    ours = {key: of_type(value, types[key], f"{file}: {key} = {value!r}") for key, value in given}
     return Settings(**merge_layers(ours)), [k for k in table if k not in names]  # type: ignore[arg-type]
 
 
@@ -71,13 +73,6 @@ def typed(
         home, kind = (ours, types[key]) if key in types else (theirs, own[key])
         home[key] = of_type(value, kind, f"{where}: {key} = {value!r}")
     return ours, theirs
-
-
-def typed_settings(table: Mapping[str, Any], where: Path | str) -> dict[str, object]:
-    """Return the settings of a table that has no others, each of its declared type."""
-    types = _field_types(Settings)
-    given = own_names(table, where).items()
-    return {key: of_type(value, types[key], f"{where}: {key} = {value!r}") for key, value in given}
 
 
 def checked_settings(given: Mapping[str, Any], call: str) -> dict[str, Any]:

@@ -194,13 +194,13 @@ def _run(
             named = world.on_main(lambda: choose_path(request))
             path = named.absolute()  # the recipe's functions may change the working directory
             request = completed(request, world)
+            norms = engine.holds_norms
             fresh = request
             if request.resume:
                 from samestep.core.session.restoring import as_built  # noqa: PLC0415
 
                 fresh = as_built(request, path, world)
-            how = (engine.wrap, holding.splits)
-            built = build(fresh, world, *how, holds_norms=engine.holds_norms)
+            built = build(fresh, world, engine.wrap, holding.splits, holds_norms=norms)
             holding = replace(holding, splits=built.splits)
             session = Session(path, world, shown.begin, shown.sinks)
             if membership is not None:

@@ -9,6 +9,7 @@ from samestep.shell.api.run_functions import compare
 from samestep.shell.commands.forms import print_json, print_lines, verb
 from samestep.show.reporting.comparison import compare_runs
 from samestep.show.reporting.comparison_text import as_table, lines
+from samestep.show.reporting.comparison_text import plot as draw
 
 
 @verb(
@@ -34,8 +35,6 @@ def main(
         given.runs, given.metric, given.target, any_recipe=given.any_recipe, alone=plot is not None
     )
     if plot is not None:
-        from samestep.show.reporting.comparison_text import plot as draw  # noqa: PLC0415 - matplotlib is an extra
-
         draw(comparison, plot)
     if json:
         print_json(as_table(comparison), indent=2)

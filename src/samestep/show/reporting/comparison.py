@@ -136,7 +136,16 @@ def compare_runs(
     """
     check_target(target)
     paths = with_sweeps_opened(paths)
-    _check_paths(paths, alone=alone)
+    if len(paths) < 2 - alone:
+        raise UserError(
+            "Name two runs or more: samestep compare runs/ID runs/ID. With --plot FILE.png one is "
+            "enough."
+        )
+    if len(paths) > MOST:
+        raise UserError(f"{len(paths)} runs are more than can be shown; name at most {MOST}.")
+    for path, other in pairwise(sorted(path.resolve() for path in paths)):
+        if path == other:
+            raise UserError(f"{path} is named twice; name different runs.")
     runs = [read_run(path) for path in paths]
     if num_recipes(runs) > 1 and not any_recipe:
         raise UserError(
@@ -159,19 +168,6 @@ def with_sweeps_opened(paths: Sequence[Path]) -> list[Path]:
         runs = [path / name for name in points if is_run(path / name)] if points else []
         opened += runs or [path]
     return opened
-
-
-def _check_paths(paths: Sequence[Path], *, alone: bool) -> None:
-    if len(paths) < 2 - alone:
-        raise UserError(
-            "Name two runs or more: samestep compare runs/ID runs/ID. With --plot FILE.png one is "
-            "enough."
-        )
-    if len(paths) > MOST:
-        raise UserError(f"{len(paths)} runs are more than can be shown; name at most {MOST}.")
-    for one, other in pairwise(sorted(path.resolve() for path in paths)):
-        if one == other:
-            raise UserError(f"{one} is named twice; name different runs.")
 
 
 def _list(runs: Sequence[RunData]) -> str:

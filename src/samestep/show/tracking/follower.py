@@ -459,7 +459,16 @@ _QUIET = {
 
 def main() -> int:
     """Follow the run of the order; return 0 if all was sent."""
-    _stand_back()
+    # The training says when to end.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGPIPE"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(10)
+        # Linux may weigh whole sessions against each other, and this is one of its own.
+        Path("/proc/self/autogroup").write_text("10")
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
     reports = Reports(secrets_of(os.environ))
     code = 1
     try:
@@ -474,19 +483,6 @@ def main() -> int:
         reports.tell(failed=": ".join([type(error).__name__, *first_line]))
     reports.close()
     return code
-
-
-def _stand_back() -> None:
-    """Lower the priority, and ignore signals: the training says when to end."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGPIPE"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):
-        os.nice(10)
-        # Linux may weigh whole sessions against each other, and this is one of its own.
-        Path("/proc/self/autogroup").write_text("10")
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
 
 
 if __name__ == "__main__":
