@@ -477,8 +477,8 @@ def merge_layers(*layers: dict[str, object]) -> dict[str, object]:
     merged: dict[str, object] = {}
     for layer in (own_names(layer, "settings") for layer in layers):
         for names in _ALTERNATIVES:
-            given = [name for name in names if layer.get(name) is not None]
-            for other in names if len(given) == 1 else ():
+            named = [name for name in names if layer.get(name) is not None]
+            for other in names if len(named) == 1 else ():
                 merged.pop(other, None)
         if layer.get("batch_tokens") is not None:
             merged.pop("micro_batch_size", None)  # it was meant for a batch of samples

@@ -69,12 +69,12 @@ def check_choice(settings: Settings) -> None:
     names = [short_name(tracker) for tracker in trackers]
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(f"--track {settings.track} names {min(twice)} twice: name it once.")
-    given = {"--track-project": settings.track_project}
+    sources = {"--track-project": settings.track_project}
     if settings.track_project is None:
         variables = [PROJECT_VARIABLES[t] for t in trackers if t in PROJECT_VARIABLES]
-        given = {name: os.environ.get(name) or None for name in variables}
-    given["--track-workspace"] = settings.track_workspace
-    for flag, name in given.items():
+        sources = {name: os.environ.get(name) or None for name in variables}
+    sources["--track-workspace"] = settings.track_workspace
+    for flag, name in sources.items():
         _check_name(flag, name, _NOT_IN_PROJECTS)
     _check_name("--track-name", settings.track_name)
     for tag in split(settings.track_tags):

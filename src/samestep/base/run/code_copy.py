@@ -151,7 +151,7 @@ def _known_to_git(root: Path) -> tuple[list[str], set[str], dict[str, str]]:
     ignored = _git(root, "ls-files", "-z", "-o", "-i", "--exclude-standard", "--directory")
     linked = {n: "ignored by git" for n in ignored.split("\0")[:-1] if not _CACHES.search(n)}
     names = list[str]()
-    kept = set(tracked)
+    files = set(tracked)
     runs = dict[str, str]()
     for name in dict.fromkeys([*tracked, *others]):
         path = root / name
@@ -161,13 +161,13 @@ def _known_to_git(root: Path) -> tuple[list[str], set[str], dict[str, str]]:
             inner, inner_kept, inner_linked = _known_to_git(path)
             start = f"{name.rstrip('/')}/"
             names += [start + inside for inside in inner]
-            kept |= {start + inside for inside in inner_kept}
+            files |= {start + inside for inside in inner_kept}
             linked |= {start + inside: why for inside, why in inner_linked.items()}
-        elif name not in kept and (run := _run_above(root, name, runs)):
+        elif name not in files and (run := _run_above(root, name, runs)):
             linked[run] = "a run"
         else:
             names.append(name)
-    return names, kept, linked
+    return names, files, linked
 
 
 def _run_above(root: Path, name: str, known: dict[str, str]) -> str:

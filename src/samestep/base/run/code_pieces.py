@@ -112,8 +112,8 @@ class _Reach:
             statements = self.sources[module].statements
             parts = [piece for place in sorted(places) for piece in statements[place].pieces]
             parts += [
-                (f"{_IMPORT}{name}", f"{_IMPORT}{name} = {what}")
-                for (where, name), what in sorted(self.stands_for.items())
+                (f"{_IMPORT}{name}", f"{_IMPORT}{name} = {target}")
+                for (where, name), target in sorted(self.stands_for.items())
                 if where == module
             ]
             for name, text in parts:  # a name that is given twice has both

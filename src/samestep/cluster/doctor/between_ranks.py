@@ -239,9 +239,9 @@ def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts,
         return tuple(ranks), red(what, ONE_ENVIRONMENT, "roll call")
     main = ranks[0]
     if missing:
-        seen = {rank.machine.host.partition(".")[0] for rank in ranks}
+        hosts = {rank.machine.host.partition(".")[0] for rank in ranks}
         listed = main.slurm.hosts if main.slurm else ()
-        silent = [host for host in listed if host.partition(".")[0] not in seen]
+        silent = [host for host in listed if host.partition(".")[0] not in hosts]
         where = f" (none came from {', '.join(silent[:4])})" if silent else ""
         return tuple(ranks), red(
             f"{_numbers(missing)} of {len(received)} never came {why}{where}",

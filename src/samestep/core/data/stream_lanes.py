@@ -192,9 +192,9 @@ class Lane:
         state = self._try(self._stream.state_dict)
         return copy.deepcopy(state) if is_plain(state) else None
 
-    def _try(self, function: Any, *given: Any) -> Any:
+    def _try(self, function: Any, *arguments: Any) -> Any:
         try:
-            return function(*given)
+            return function(*arguments)
         except Exception as error:
             self._blame(error)
 

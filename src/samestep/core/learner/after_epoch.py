@@ -156,9 +156,9 @@ class AfterEpoch:
         check_same({"frozen": now}, self._world, what)
         if now == before:
             return
-        given = {*map(id, parameters_in(self._optimizer))}
+        in_optimizer = {*map(id, parameters_in(self._optimizer))}
         named = dict(self._model.named_parameters())
-        missing = [n for n, p in named.items() if p.requires_grad and id(p) not in given]
+        missing = [n for n, p in named.items() if p.requires_grad and id(p) not in in_optimizer]
         if missing or len(now) == len(named):
             raise UserError(
                 f"The recipe's after_epoch{place} trains {listed(missing)} from now on, which the "

@@ -231,8 +231,8 @@ class Measure:
         try:
             result = self.function(self.model, batch)
         except Exception as error:
-            given = describe(batch)
-            blame(f"The recipe's evaluate_batch failed with a batch {given}", error, self.function)
+            message = f"The recipe's evaluate_batch failed with a batch {describe(batch)}"
+            blame(message, error, self.function)
         where = f"The recipe's evaluate_batch{defined_at(self.function)} returned"
         if not isinstance(result, Mapping):
             raise UserError(

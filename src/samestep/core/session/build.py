@@ -453,8 +453,8 @@ def _agree_on_stream(source: Source | None) -> None:
 
 
 def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> Watch:
-    known, parts = in_training(recipe.metrics), tried.evaluation_parts
-    names = [*dict.fromkeys(("loss", *parts, *known, *tried.measured, *tried.computed))]
+    metrics, parts = in_training(recipe.metrics), tried.evaluation_parts
+    names = [*dict.fromkeys(("loss", *parts, *metrics, *tried.measured, *tried.computed))]
     falling = (*recipe.falling(), *parts)
     names += [f"{of}/{name}" for of in splits.by_name for name in names]
     if splits.validation is None:

@@ -51,8 +51,8 @@ def known_of_run(run: Path) -> tuple[Settings, list[str]] | None:
     table.pop(SCRIPT_ARGS, None)
     names = {f.name for f in fields(Settings)} | ALSO_ACCEPTED
     types = _field_types(Settings)
-    given = own_names({k: v for k, v in table.items() if k in names}, file).items()
-    ours = {key: of_type(value, types[key], f"{file}: {key} = {value!r}") for key, value in given}
+    named = own_names({k: v for k, v in table.items() if k in names}, file).items()
+    ours = {key: of_type(value, types[key], f"{file}: {key} = {value!r}") for key, value in named}
     return Settings(**merge_layers(ours)), [k for k in table if k not in names]  # type: ignore[arg-type]
 
 
@@ -116,15 +116,15 @@ def kept_options(recipe: Recipe, options: Any, *, completed: bool = False) -> An
     own = {f.name: getattr(options, f.name) for f in fields(options)}
     types = _field_types(recipe.options)
     for name, value in options_table(options).items():
-        what = f"{who} the option {name} = {own[name]!r:.80}"
+        subject = f"{who} the option {name} = {own[name]!r:.80}"
         try:
-            kept = tomllib.loads(tomli_w.dumps({name: value}).encode().decode())[name]
+            read_back = tomllib.loads(tomli_w.dumps({name: value}).encode().decode())[name]
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"{what}, a {type(own[name]).__name__}, which settings.toml cannot hold.",
+                f"{subject}, a {type(own[name]).__name__}, which settings.toml cannot hold.",
                 remedy="Make it a number, a text, or a list of them, such as str(path).",
             ) from error
-        own[name] = of_type(kept, types[name], what)
+        own[name] = of_type(read_back, types[name], subject)
     return recipe.make_options(**own)
 
 

@@ -180,14 +180,14 @@ def open_data(
     return _OpenedData(replace(opened, recipe=recipe, options=options), splits, source, world)
 
 
-def _elsewhere(options: Any, recipe: str, **given: Any) -> Any:
+def _elsewhere(options: Any, recipe: str, **changes: Any) -> Any:
     """Return the options for data in another place; what is read there is not made up."""
-    named = {name: value for name, value in given.items() if value is not None}
-    known = {field.name for field in fields(options)} if options is not None else set()
+    named = {name: value for name, value in changes.items() if value is not None}
+    names = {field.name for field in fields(options)} if options is not None else set()
     for name in named:
-        if name not in known:
+        if name not in names:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag}: recipe {recipe} has no such option.")
-    if "data_dir" in named and "synthetic" in known:
+    if "data_dir" in named and "synthetic" in names:
         named["synthetic"] = False
     return replace(options, **named) if named else options

@@ -311,8 +311,8 @@ class Totals:
         own = self._sums.shape[1]
         (loss, *totals, terms, samples), others = values[:own], iter(values[own:])
         if not terms > 0:
-            what = f"the {samples:g} samples that are evaluated"
-            raise EvaluationError(over_nothing(terms, what, self._terms), on_all_ranks=True)
+            subject = f"the {samples:g} samples that are evaluated"
+            raise EvaluationError(over_nothing(terms, subject, self._terms), on_all_ranks=True)
         means = {"loss": loss / terms} | {name: next(others) / terms for name in self.parts}
         means |= {n: total / samples for n, total in zip(self._metrics, totals, strict=True)}
         means |= self.objects.values(self.world)

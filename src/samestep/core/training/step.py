@@ -303,17 +303,17 @@ def check_loss(value: Any, loss: object) -> None:
     """Check that a recipe's loss returned a floating-point scalar."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
         return
-    what = describe(value)
+    returned = describe(value)
     remedy = ""
     if isinstance(value, Mapping):
-        what = f"a dict of {', '.join(map(str, value))}"
+        returned = f"a dict of {', '.join(map(str, value))}"
         remedy = (
             " A dict of losses is tried before the first step, on copies of model and loss: let "
             "copy.deepcopy copy them, or return the sum."
         )
     raise UserError(
-        f"The recipe's loss{defined_at(loss)} returned {what}; it must be a scalar tensor, the "
-        f"mean over the samples of the batch.{remedy}"
+        f"The recipe's loss{defined_at(loss)} returned {returned}; it must be a scalar tensor, "
+        f"the mean over the samples of the batch.{remedy}"
     )
 
 

@@ -102,12 +102,12 @@ def start_nproc(
     return start_ranks(number, arguments, task, None if elastic is None else elastic(number))
 
 
-def refuse_inside_launcher(what: str, instead: str) -> None:
+def refuse_inside_launcher(command: str, instead: str) -> None:
     """Refuse to start ranks where a launcher has started this process among others."""
     launch = detect_launch(os.environ)
     if launch.world_size > 1:
         raise UserError(
-            f"{what} starts ranks itself, but {launch.launcher} has already started "
+            f"{command} starts ranks itself, but {launch.launcher} has already started "
             f"{launch.world_size}. {instead}",
             on_all_ranks=True,
         )

@@ -84,7 +84,7 @@ def run_ranks(
         return Ended(128 + unheeded_signal())  # no rank has begun, so none has to know
     variables, disabled = dict(os.environ), logging.root.manager.disable
     # The agent keeps them, and would raise its own exception where nothing expects it.
-    kept = stop_signals() if threading.current_thread() is threading.main_thread() else []
+    stops = stop_signals() if threading.current_thread() is threading.main_thread() else []
     first_at: dict[int, float] = {}
 
     def interrupt(signum: int, _frame: FrameType | None) -> None:
@@ -100,7 +100,7 @@ def run_ranks(
         if waited_s > _AGAIN_S.get(signum, math.inf):
             end_leftovers(os.getpid())
 
-    handlers = [(number, signal.signal(number, interrupt)) for number in kept]
+    handlers = [(number, signal.signal(number, interrupt)) for number in stops]
     # The agent's own accounts of a failure are for its developers; ours follows.
     logging.disable(logging.CRITICAL)
     os.environ |= {PARENT: str(os.getpid())} | ({TASK: task} if task else {})

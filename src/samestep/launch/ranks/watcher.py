@@ -148,10 +148,10 @@ class _Watcher:
             }
             for pulse in pulses
         ]
-        said = {"time": time.time(), "host": host_name(), "ranks": ranks}
-        said |= {"still_s": still_s, "limit_s": limit_s}
+        beat = {"time": time.time(), "host": host_name(), "ranks": ranks}
+        beat |= {"still_s": still_s, "limit_s": limit_s}
         with contextlib.suppress(UserError):  # a full disk
-            write_object(self._run / HEARTBEAT.format(node=self._node.node), said, sync=False)
+            write_object(self._run / HEARTBEAT.format(node=self._node.node), beat, sync=False)
 
     def _others_are_still(self) -> bool:
         """Whether the ranks of all other nodes stand still, too, as far as these have told."""

@@ -274,12 +274,12 @@ def _by_strategy(
 
 def _evaluations(settings: Settings, plan: Plan, built: Built) -> Evaluations:
     work, watch = built.work, built.state.watch
-    known = sum(source.num_samples for source in work.sources()[1:])
+    num_samples = sum(source.num_samples for source in work.sources()[1:])
     return Evaluations(
         has_validation=work.validation is not None,
-        num_samples=known or None,
+        num_samples=num_samples or None,
         batch_size=evaluation_batch(settings, plan.evaluated_at_once),
-        share=schedule.evaluation_shares(known, work.world) if known else None,
+        share=schedule.evaluation_shares(num_samples, work.world) if num_samples else None,
         monitor=watch.metric,
         mode=watch.mode,
         has_test=built.splits.test is not None,

@@ -43,8 +43,8 @@ def text_of(explained: Explanation) -> str:
         "notes": [("note", note) for note in explained.notes],
     }
     parameters = explained.memory.weights.elements if explained.memory else None
-    known = f", {parameters:,} parameters" if parameters else ""
-    lines = [f"{explained.recipe}{known}: explained, not run. Nothing is started or written."]
+    counted = f", {parameters:,} parameters" if parameters else ""
+    lines = [f"{explained.recipe}{counted}: explained, not run. Nothing is started or written."]
     for title, rows in blocks.items():
         named = list(rows)
         lines += ["", title] if named else []

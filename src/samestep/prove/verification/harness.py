@@ -235,11 +235,11 @@ def _sizes(options: VerifyOptions, virtual: int | None) -> Sequence[int]:
 
 def _accepted(options: VerifyOptions, virtual: int | None) -> tuple[Accepted, ...]:
     """Return the accepted differences; refuse unknown words, and any with virtual ranks."""
-    known, accept = list(get_args(Accepted)), ",".join(options.accept)
-    for word in (word for word in options.accept if word not in known):
+    words, accept = list(get_args(Accepted)), ",".join(options.accept)
+    for word in (word for word in options.accept if word not in words):
         raise UserError(
             f"--accept {accept}: {word!r} cannot be accepted. "
-            f"{did_you_mean(word, known)}There is: {', '.join(known)}."
+            f"{did_you_mean(word, words)}There is: {', '.join(words)}."
         )
     for flag, value in (("accept", accept), ("tolerance", options.tolerance)):
         if value and virtual is not None:

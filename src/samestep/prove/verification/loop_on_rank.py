@@ -136,8 +136,8 @@ def run_script(task: LoopTask, output: RecipeOutput, log: Path) -> NoReturn:
 def _exited(name: str, error: SystemExit, log: Path) -> UserError:
     """Return the error for a script that ended itself, as for a missing argument."""
     sys.stderr.flush()
-    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    last = error.code if isinstance(error.code, str) else (said or ["it said nothing"])[-1]
+    printed = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    last = error.code if isinstance(error.code, str) else (printed or ["it said nothing"])[-1]
     return UserError(
         f"{name} ended itself by exit({error.code if isinstance(error.code, int) else ''}) before "
         f"its steps were taken: {last}. The script's own arguments follow `--`."

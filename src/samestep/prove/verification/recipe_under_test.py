@@ -275,10 +275,10 @@ class RecipeUnderTest:
             return cast("Tensor", loss(outputs, block.targets))
 
 
-def draws_in_words(seen: RandomDraws) -> list[str]:
+def draws_in_words(draws: RandomDraws) -> list[str]:
     """Return the generators drawn from: torch, with the user's lines, Python or NumPy."""
-    torch_lines = {f"torch ({line})" if line else "torch" for line in seen.draws.values()}
-    return sorted(torch_lines | seen.generators)
+    torch_lines = {f"torch ({line})" if line else "torch" for line in draws.draws.values()}
+    return sorted(torch_lines | draws.generators)
 
 
 def first_line(error: Exception) -> str:
@@ -309,7 +309,7 @@ def exact_precision(tested: RecipeUnderTest, chosen: Precision) -> tuple[Precisi
 
 def hold_model(
     model: nn.Module,
-    seen: RandomDraws,
+    draws: RandomDraws,
     held: frozenset[Kind],
     calibrate: Callable[[], Any] | None = None,
 ) -> None:
@@ -333,7 +333,7 @@ def hold_model(
             norm.momentum = momentum
         model.train(was_training)
     freeze(norms)
-    model.forward = watched(model.forward, seen, held)
+    model.forward = watched(model.forward, draws, held)
 
 
 def freeze(norms: Iterable[_BatchNorm]) -> None:

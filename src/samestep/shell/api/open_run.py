@@ -104,9 +104,9 @@ def _trackers(
     from samestep.show.tracking.processes import TrackerProcesses  # noqa: PLC0415
 
     given = merge_layers({"track": track})
-    known = {field.name for field in fields(Settings) if field.name.startswith("track")}
-    if unknown := sorted(given.keys() - known):
-        there = ", ".join(sorted(name.removeprefix("track_") for name in known - {"track"}))
+    names = {field.name for field in fields(Settings) if field.name.startswith("track")}
+    if unknown := sorted(given.keys() - names):
+        there = ", ".join(sorted(name.removeprefix("track_") for name in names - {"track"}))
         name = unknown[0].removeprefix("track_")
         raise UserError(f"open_run(track=…): {name!r} is not known; there are to, {there}.")
     settings = Settings(**checked_settings(given, "open_run"))

@@ -181,9 +181,9 @@ def _verify(target: ScriptTarget, command: Any, kind: str) -> int:
     only_of_check = {"--sarif": command.sarif, "--resume": command.resume}
     unused = [flag for flag, value in only_of_check.items() if value is not None]
     if unused or (target.words and not takes_words):
-        what = unused[0] if unused else "-- and what follows it"
+        superfluous = unused[0] if unused else "-- and what follows it"
         raise UserError(
-            f"{target.name} is {kind}, which `samestep verify` checks. Leave {what} out."
+            f"{target.name} is {kind}, which `samestep verify` checks. Leave {superfluous} out."
         )
     words = [target.name, "--json"] if command.json else [target.name]
     if command.nproc is not None:

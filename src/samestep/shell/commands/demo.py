@@ -175,9 +175,9 @@ def resume(run: Path, nproc: int) -> "TrainedRun":
     return samestep.train(run, resume=True, nproc=nproc, quiet=True)
 
 
-def proof(one: "TrainedRun", other: "TrainedRun") -> SameTraining:
+def proof(first: "TrainedRun", other: "TrainedRun") -> SameTraining:
     """Compare each loss, and the weights at the end."""
-    (comparison,) = compare_runs([one.path, other.path]).same_training
+    (comparison,) = compare_runs([first.path, other.path]).same_training
     return comparison
 
 

@@ -107,7 +107,7 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
             start,
             settings,
             options,
-            given=given,
+            named=given,
             resume=getattr(command, "resume", False),
             allow_change=getattr(command, "allow_change", None),
         )
@@ -130,9 +130,9 @@ def _show_help(
 
 def _check_names(form: Form, target: str, given: set[str], kinds: Iterable[type]) -> None:
     """Refuse flags that other tools have for a known one, and settings that the verb decides."""
-    known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
-    for name in sorted(given - known):
-        if meant := known_elsewhere(name, known):
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    for name in sorted(given - names):
+        if meant := known_elsewhere(name, names):
             raise UserError(
                 f"--{flag_name(name)} is not a flag of samestep {form.verb} {target}: it is called "
                 f"--{flag_name(meant)} here."
@@ -163,7 +163,7 @@ def own_flags(arguments: list[str]) -> list[str]:
     """
     of_units = (f.name for f in dataclasses.fields(Settings) if f.name.rpartition("_")[0] in MERGED)
     translated = {*ALSO_ACCEPTED, *OTHER_NAMES.values(), "monitor", "mode", *of_units}
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     places: dict[str, slice] = {}
     flags: list[str | None] = []
     waiting = [*arguments]
@@ -175,7 +175,7 @@ def own_flags(arguments: list[str]) -> list[str]:
             flags.append(flag)
             continue
         value = value if equals else waiting.pop(0)
-        given[name] = _number_or_text(value)
+        values[name] = _number_or_text(value)
         own = own_names({name: value}, "the command")
         before = places.get(name)
         if before and (before.stop - before.start > 2 or flags[before.start] != typed):
@@ -183,7 +183,7 @@ def own_flags(arguments: list[str]) -> list[str]:
         words = [word for key, v in own.items() for word in (f"--{flag_name(key)}", str(v))]
         places[name] = slice(len(flags), len(flags) + len(words))
         flags += words
-    own_names(given, "the command")
+    own_names(values, "the command")
     return [word for word in flags if word is not None]
 
 

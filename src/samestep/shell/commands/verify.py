@@ -121,8 +121,8 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
     def show_progress(done: int, total: int, ranks: str) -> None:
         nonlocal last
         if console.is_terminal:
-            said = f"{ranks}, start {done + 1} of {total}"
-            bar.update(task, description=said, completed=done, total=total)
+            text = f"{ranks}, start {done + 1} of {total}"
+            bar.update(task, description=text, completed=done, total=total)
         elif done:
             seconds = time.monotonic() - began
             sys.stderr.write(f"{done} of {total} starts done: {last}, {duration(seconds)}\n")

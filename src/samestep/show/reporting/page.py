@@ -139,13 +139,13 @@ class _Scripts(HTMLParser):
 def _scripts(pages: list[str]) -> list[str]:
     parser = _Scripts()
     for page in pages:
-        known = len(parser.texts)
+        num_before = len(parser.texts)
         try:
             # As a browser reads it: a carriage return is a line feed.
             parser.feed(re.sub(r"\r\n?", "\n", page))
             parser.close()
         except AssertionError:  # of Python's parser, for markup that it does not know
-            del parser.texts[known:]
+            del parser.texts[num_before:]
         parser.reset()
     return parser.texts
 

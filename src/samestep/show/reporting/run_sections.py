@@ -137,14 +137,14 @@ def _straggler(own: list[float], step: float) -> str:
     """Say which rank holds up the others, by the time that each works or waits for its data."""
     usual = statistics.median(own)
     slowest = max(range(len(own)), key=lambda rank: own[rank])
-    said = (
+    facts = (
         f"Rank {slowest} takes {number(own[slowest])} ms of a step for data and computing, the "
         f"median rank {number(usual)} ms"
     )
     if own[slowest] - usual < _STRAGGLES * step:
-        return f"No rank holds up the others. {said}."
+        return f"No rank holds up the others. {facts}."
     waits = "all ranks wait for it in the all-reduce"
-    return f"Rank {slowest} holds up the others: {waits}. {said}."
+    return f"Rank {slowest} holds up the others: {waits}. {facts}."
 
 
 _MOST_MARKS = 300
@@ -351,9 +351,9 @@ def _by_class(
     split: str, accuracies: Mapping[str, float | None], confusion: list[list[int]] | None
 ) -> ByClass:
     names = list(accuracies)
-    known = [name for name in names if accuracies[name] is not None]
-    worst = sorted(known, key=lambda name: accuracies[name] or 0.0)
-    shown = worst if len(names) > _MOST_CLASSES else [*worst, *(n for n in names if n not in known)]
+    rated = [name for name in names if accuracies[name] is not None]
+    worst = sorted(rated, key=lambda name: accuracies[name] or 0.0)
+    shown = worst if len(names) > _MOST_CLASSES else [*worst, *(n for n in names if n not in rated)]
     place = {name: at for at, name in enumerate(names)}
     rows = []
     for name in shown[:_MOST_CLASSES]:

@@ -206,19 +206,19 @@ class Reports:
         self._early = ""
 
     @contextlib.contextmanager
-    def within(self, seconds: float, what: str) -> Iterator[None]:
+    def within(self, seconds: float, task: str) -> Iterator[None]:
         """End the process if the block takes longer."""
-        timer = self.all_within(seconds, what)
+        timer = self.all_within(seconds, task)
         try:
             yield
         finally:
             timer.cancel()
 
-    def all_within(self, seconds: float, what: str) -> threading.Timer:
+    def all_within(self, seconds: float, task: str) -> threading.Timer:
         """End the process after this time, unless the timer is cancelled."""
 
         def expire() -> None:
-            self.tell(failed=f"{what} took more than {seconds:.3g} s")
+            self.tell(failed=f"{task} took more than {seconds:.3g} s")
             end_descendants(os.getpid())
             os._exit(1)  # the call that hangs cannot be ended otherwise
 
@@ -438,8 +438,8 @@ class _FollowedRun:
         if self._records.last.get("event") != "stop":
             return TrackedResult(status="killed", values={})
         table = read_object(self._path / "result.json")
-        known = ("completed", "stopped", "failed")
-        status: Any = table.get("status") if table.get("status") in known else "killed"
+        statuses = ("completed", "stopped", "failed")
+        status: Any = table.get("status") if table.get("status") in statuses else "killed"
         for name in ("recipe", "versions", "device", "backend", "world_size", "global_batch_size"):
             table.pop(name, None)
         if isinstance(table.get("test"), dict):

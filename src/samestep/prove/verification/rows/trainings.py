@@ -197,10 +197,10 @@ def _optimizer(evidence: Evidence) -> Iterator[Check]:
         allowed = evidence.by_optimizer(training)
         if arithmetic is None or allowed <= evidence.before_updates(training):
             continue
-        what = "losses" if evidence.losses_only(training) else "weights"
+        compared = "losses" if evidence.losses_only(training) else "weights"
         moved, unit = allowed / OPTIMIZER_TIMES, _off(arithmetic)
         cause = causes.OPTIMIZER_ROUNDS.of(
-            kind=arithmetic.kind, unit=unit, what=what, moved=moved, allowed=allowed
+            kind=arithmetic.kind, unit=unit, what=compared, moved=moved, allowed=allowed
         )
         if arithmetic.unit <= arithmetic.of_weights:
             cause = replace(cause, advice="")
