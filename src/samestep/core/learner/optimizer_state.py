@@ -308,7 +308,15 @@ def _load(
     ]
     saved = {**saved, "state": _sharded_state(optimizer, saved)}
     optimizer.load_state_dict({**saved, "param_groups": groups})
-    _keep_numbers(optimizer, saved)
+    # Torch casts all but the step count to the type of the weight; single numbers, such as NAdam's
+    # product of momenta, have one of their own.
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = parameters_in(optimizer)
+    for number, parameter in zip(numbers, parameters, strict=True):
+        state = optimizer.state[parameter] if number in saved["state"] else {}
+        for name, value in saved["state"].get(number, {}).items():
+            if name != "step" and isinstance(value, Tensor) and value.dim() == 0 < parameter.dim():
+                state[name] = value.to(state[name].device, copy=True)
 
 
 def _sharded_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[Any, Any]:
@@ -327,20 +335,6 @@ def _sharded_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> d
         else state
         for number, state in saved["state"].items()
     }
-
-
-def _keep_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Restore the saved type of single numbers, such as NAdam's product of momenta.
-
-    Torch casts all but the step count to the type of the weight.
-    """
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = parameters_in(optimizer)
-    for number, parameter in zip(numbers, parameters, strict=True):
-        state = optimizer.state[parameter] if number in saved["state"] else {}
-        for name, value in saved["state"].get(number, {}).items():
-            if name != "step" and isinstance(value, Tensor) and value.dim() == 0 < parameter.dim():
-                state[name] = value.to(state[name].device, copy=True)
 
 
 def _placed(
