@@ -210,11 +210,11 @@ class _Parser(ArgumentParser):
         except UserError as error:
             self.error(error.what)
 
-    def refuse(self, word: str, known: Iterable[str]) -> typing.NoReturn:
+    def refuse(self, word: str, names: Iterable[str]) -> typing.NoReturn:
         name = word.partition("=")[0]
         if not name.startswith("-"):
             self.error(f"{self.prog} does not take {word!r}")
-        hint = did_you_mean(name.strip("-").replace("-", "_"), known)
+        hint = did_you_mean(name.strip("-").replace("-", "_"), names)
         hint = re.sub(r"'(\w+)'", lambda quoted: f"--{flag_name(quoted[1])}", hint)
         self.error(f"{name} is not a flag of {self.prog}. {hint}".rstrip())
 

@@ -433,16 +433,16 @@ def own_names(table: Mapping[str, Any], where: object) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     for name, value in table.items():
-        for key, given in _fields_set_by(name, value, where).items():
+        for key, own_value in _fields_set_by(name, value, where).items():
             before = settings.get(key, table.get(key))
-            if key != name and before not in (None, given):
+            if key != name and before not in (None, own_value):
                 limit = "; micro_batch_size limits what one rank computes at once"
                 raise UserError(
                     f"{where}: {key} is {before} and {name} is {value}, but both set {key}.",
                     remedy=f"Keep one of them{limit if key == 'batch_size' else ''}.",
                     flags=[key],
                 )
-            settings[key] = given
+            settings[key] = own_value
     return settings
 
 

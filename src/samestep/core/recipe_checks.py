@@ -346,7 +346,7 @@ def unread_options(recipe: Any) -> tuple[list[str], list[str]]:
 
     A function that hands the options on as a whole may read any of them.
     """
-    known = [f.name for f in fields(recipe.options)]
+    options = [f.name for f in fields(recipe.options)]
     read: set[str] = set()
     without: list[str] = []
     for kind in recipe.options.__mro__[:-1]:
@@ -363,10 +363,10 @@ def unread_options(recipe: Any) -> tuple[list[str], list[str]]:
                 continue
             # Of a class, what takes the options may be inherited.
             names = _names_in(function.__init__ if inspect.isclass(function) else function, asked)
-            if names is None or names - {*known, *dir(recipe.options)} or "__dict__" in names:
+            if names is None or names - {*options, *dir(recipe.options)} or "__dict__" in names:
                 return [], []
             read |= names
-    return [name for name in known if name not in read], without
+    return [name for name in options if name not in read], without
 
 
 def schedule_asks(schedule: Any) -> tuple[str, ...]:

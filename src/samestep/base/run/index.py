@@ -231,5 +231,5 @@ def find_checkpoint(folder: Path, name: str) -> Entry:
     for entry in index.checkpoints:
         if entry.path in (name, f"{name}.pt"):
             return entry
-    known = ", ".join(entry.path for entry in index.checkpoints) or "none yet"
-    raise UserError(f"{folder} has no checkpoint {name!r}. It has: best, last, {known}.")
+    paths = ", ".join(entry.path for entry in index.checkpoints) or "none yet"
+    raise UserError(f"{folder} has no checkpoint {name!r}. It has: best, last, {paths}.")

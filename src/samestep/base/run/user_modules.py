@@ -105,21 +105,21 @@ def finder(file: Path | None, also: Collection[str] = ()) -> Find:
 
     Nothing is imported for it. `also` are modules that count as the user's wherever they are.
     """
-    known: dict[str, tuple[Path | None, Sequence[str] | None]] = {}
+    found_at: dict[str, tuple[Path | None, Sequence[str] | None]] = {}
     beside = [] if file is None else [str(file.parent)]
 
     def located(name: str) -> tuple[Path | None, Sequence[str] | None]:
         """Return a module's file, and the folders where its modules are."""
-        if name not in known:
+        if name not in found_at:
             above, _, last = name.rpartition(".")
-            known[name] = (None, None)
+            found_at[name] = (None, None)
             if not last.isidentifier() or name.partition(".")[0] in _NEVER:
-                return known[name]
+                return found_at[name]
             places = located(above)[1] if above else None
             path, inner = _inner(last, places or ()) if above else _top(name, beside)
             is_own = path and (name in also or not _LIBRARIES & {*path.parts})
-            known[name] = (path if is_own else None, inner)
-        return known[name]
+            found_at[name] = (path if is_own else None, inner)
+        return found_at[name]
 
     return lambda name: located(name)[0]
 

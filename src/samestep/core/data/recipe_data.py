@@ -72,12 +72,12 @@ def load_splits(
     else:
         splits = world.on_every(load)
     splits = world.on_every(lambda: without_loaders(splits, recipe.collate))
-    given = {name: getattr(splits, name) for name in SPLITS if name in wanted}
-    if splits.by_name and "validation" in given:
+    datasets = {name: getattr(splits, name) for name in SPLITS if name in wanted}
+    if splits.by_name and "validation" in datasets:
         # Also in the order of their names, so that all ranks prepare them in the same.
-        given |= {f"validation/{name}": data for name, data in splits.by_name.items()}
-        del given["validation"]
-    parts = {name: data for name, data in given.items() if isinstance(data, PreparedOnRanks)}
+        datasets |= {f"validation/{name}": data for name, data in splits.by_name.items()}
+        del datasets["validation"]
+    parts = {name: data for name, data in datasets.items() if isinstance(data, PreparedOnRanks)}
     if not prepare or not parts:
         return splits
     done = next(iter(parts.values())).prepare_on_ranks(parts, world)
@@ -151,9 +151,9 @@ def as_pytorch(loader: DataLoader[Any], where: str) -> DataLoader[Any]:
 
 def reads_each_once(loader: DataLoader[Any]) -> bool:
     """Whether a loader reads each sample once, in an order of PyTorch's."""
-    sampler, known = loader.sampler, (RandomSampler, SequentialSampler, DistributedSampler)
+    sampler, kinds = loader.sampler, (RandomSampler, SequentialSampler, DistributedSampler)
     again = isinstance(sampler, RandomSampler) and sampler.replacement
-    return type(loader.batch_sampler) is BatchSampler and isinstance(sampler, known) and not again
+    return type(loader.batch_sampler) is BatchSampler and isinstance(sampler, kinds) and not again
 
 
 def without_loaders(splits: Splits, collate: Collate | None) -> Splits:

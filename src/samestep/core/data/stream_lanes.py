@@ -312,5 +312,5 @@ def _content(leaf: Any) -> bytes:
         return mark_of(leaf.tolist()).encode()
     if callable(getattr(leaf, "tobytes", None)):
         return bytes(leaf.tobytes())
-    known = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes)
-    return repr(leaf).encode() if known else b""  # other texts may hold an address
+    is_plain = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes)
+    return repr(leaf).encode() if is_plain else b""  # other texts may hold an address

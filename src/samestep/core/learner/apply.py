@@ -131,8 +131,8 @@ def timed(function: Callable[..., Any], moment: Moment) -> Callable[..., Any]:
         return function
 
     @functools.wraps(function)
-    def at_moment(*args: Any, **given: int) -> Any:
-        return function(*args, **{name: getattr(moment, name) for name in asks} | given)
+    def at_moment(*args: Any, **named: int) -> Any:
+        return function(*args, **{name: getattr(moment, name) for name in asks} | named)
 
     return at_moment
 

@@ -326,8 +326,8 @@ def _sharded_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> d
     like = dict(zip(numbers, parameters, strict=False))
 
     def share(number: Any, value: Any) -> Any:
-        known = isinstance(value, Tensor) and number in like
-        return sharded_as(value, like[number]) if known else value
+        of_weight = isinstance(value, Tensor) and number in like
+        return sharded_as(value, like[number]) if of_weight else value
 
     return {
         number: {name: share(number, value) for name, value in state.items()}

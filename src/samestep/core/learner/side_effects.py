@@ -168,14 +168,14 @@ def _of_attributes(
     prefix: str,
     attributes: Mapping[str, Any],
     apart: Collection[str] = (),
-    known: Collection[int] = (),
+    left_out: Collection[int] = (),
 ) -> Prints:
     prints = {}
     for name, value in attributes.items():
         if name not in apart:
             digest = hashlib.sha256()
             with contextlib.suppress(Exception):  # of an object that does not let itself be read
-                for piece in _content_bytes(value, _DEPTH, {*known}):
+                for piece in _content_bytes(value, _DEPTH, {*left_out}):
                     digest.update(piece)
             prints[f"{prefix}{name}"] = digest.hexdigest()
     return prints

@@ -75,7 +75,7 @@ def typed(
     return ours, theirs
 
 
-def checked_settings(given: Mapping[str, Any], call: str) -> dict[str, Any]:
+def checked_settings(values: Mapping[str, Any], call: str) -> dict[str, Any]:
     """Return arguments of a call, named like settings, after the checks of the flags.
 
     Raises:
@@ -84,14 +84,14 @@ def checked_settings(given: Mapping[str, Any], call: str) -> dict[str, Any]:
     types = _field_types(Settings)
     settings = {
         name: of_type(plain_value(value), types[name], f"{call}({name}={value!r})")
-        for name, value in given.items()
+        for name, value in values.items()
     }
     try:
         Settings(**settings)
     except UserError as error:
         name = next(iter(error.flags), "")
         must = error.what.partition("; ")[2] or error.what
-        raise UserError(f"{call}({name}={given.get(name)!r}): {must}") from error
+        raise UserError(f"{call}({name}={values.get(name)!r}): {must}") from error
     return settings
 
 

@@ -88,9 +88,9 @@ def _weights_file(source: Path, flag: str) -> tuple[Path, Entry | None, str]:
     """Return the file to read, its entry if it is a run's checkpoint, and its SHA-256."""
     if source.is_dir() and not is_run(source):
         saved = (source / name for name in _SAVED)
-        if (found := next(filter(Path.is_file, saved), None)) is None:
+        if (weights := next(filter(Path.is_file, saved), None)) is None:
             raise no_run(source)
-        source = found
+        source = weights
     folder, name = source.parent, source.name
     if source.is_dir():
         folder = source / "checkpoints"

@@ -86,8 +86,8 @@ def open_checkpoint(
     load_evaluated(model, content)
     if settings.channels_last:
         to_channels_last(model)
-    kept = checkpoints.without_tensors(content)
-    return TrainedModel(model, recipe, options, settings, entry, kept, target, dtype)
+    small = checkpoints.without_tensors(content)
+    return TrainedModel(model, recipe, options, settings, entry, small, target, dtype)
 
 
 def evaluate_run(

@@ -95,8 +95,8 @@ class EagerStep:
             learner.average.update()
         self._phases.lap("optimizer")
         self._objective.outputs = None
-        seen, self._seen = self._seen, []
-        return StepResult([loss], norms, terms=None if terms is None else [terms], seen=seen)
+        outputs, self._seen = self._seen, []
+        return StepResult([loss], norms, terms=None if terms is None else [terms], seen=outputs)
 
     def _backward(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Add up the gradients of this rank's micro-steps; return the step's loss and its terms."""

@@ -191,8 +191,8 @@ class VirtualStep(EagerStep):
             parameter.grad = gradient
         before = [(id(gradient), gradient._version) for gradient in left]  # noqa: SLF001
         total = self._share(part, micro_steps)
-        for gradient, (known, version) in zip(total[:-1], before, strict=False):
-            additions = gradient._version - version if id(gradient) == known else 1  # noqa: SLF001
+        for gradient, (identity, version) in zip(total[:-1], before, strict=False):
+            additions = gradient._version - version if id(gradient) == identity else 1  # noqa: SLF001
             if additions == 0:
                 gradient.add_(0.0)  # not used by this virtual rank: -0.0 + 0.0 is 0.0
             elif additions > 1:

@@ -159,7 +159,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
         )
         scheduler = built.work.learner.scheduler
         unknown = events is None or schedule.saves_the_best(settings, events)
-        kept = (
+        kept_files = (
             None if unknown else schedule.kept_files(events or (), retention_of(settings), before)
         )
         size = None if memory is None else rank_memory.checkpoint_bytes(request, as_trained)
@@ -189,7 +189,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
             goes_on=_goes_on(built, path, resumed) if request.resume else None,
             evaluations=_evaluations(settings, plan, built),
             events=events,
-            kept=kept,
+            kept=kept_files,
             stops_first=schedule.first_stop(settings.patience, events or (), built.state.watch),
             checkpoint_bytes=size,
             notes=(

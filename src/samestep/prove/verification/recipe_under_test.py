@@ -127,16 +127,16 @@ class RecipeUnderTest:
     @cached_property
     def free_step(self) -> FreeStep:
         """One step with nothing fixed, watched."""
-        seen, block, model = RandomDraws(), self.batch(), self.build()
-        hold_model(model, seen, frozenset())
-        loss = watched(self.placed_loss, seen)
+        draws, block, model = RandomDraws(), self.batch(), self.build()
+        hold_model(model, draws, frozenset())
+        loss = watched(self.placed_loss, draws)
         self.free_loss(model, block, loss).backward()  # type: ignore[no-untyped-call]
-        before = dict(seen.own)
+        before = dict(draws.own)
         if before:  # a generator that is made or seeded anew in each forward keeps no state
-            seen.own.clear()
+            draws.own.clear()
             self.free_loss(model, block, loss)
-        own = [line for line in before if before[line] != seen.own.get(line)]
-        return FreeStep(model, seen, own)
+        own = [line for line in before if before[line] != draws.own.get(line)]
+        return FreeStep(model, draws, own)
 
     def steps_of_optimizer(self) -> Iterator[torch.optim.Optimizer]:
         """Yield the recipe's own optimizer, each time with the gradients for another step."""

@@ -187,7 +187,7 @@ def check_trainings(
         UserError: one would be refused, by itself or by its engine, or two are the same training.
     """
     checked: list[Request] = []
-    seen: dict[str, str] = {}
+    by_request: dict[str, str] = {}
     for point in points:
         try:
             request = request_of(point)
@@ -197,7 +197,7 @@ def check_trainings(
                 raise
             raise UserError(f"{error} (It is with {_typed(point)}; none was begun.)") from error
         what = repr((replace(request.settings, run_dir=None), request.options))
-        if (other := seen.setdefault(what, _typed(point))) != _typed(point):
+        if (other := by_request.setdefault(what, _typed(point))) != _typed(point):
             raise UserError(
                 f"{other} and {_typed(point)} are the same training. Give each value once."
             )

@@ -134,8 +134,8 @@ def code(comparison: Comparison) -> Table | None:
 
     def cells(name: str) -> Iterator[str]:
         yield UNSET
-        for run, known in zip(changes, comparison.code, strict=True):
-            yield UNKNOWN if known is None else run.get(name, UNSET)
+        for run, changed in zip(changes, comparison.code, strict=True):
+            yield UNKNOWN if changed is None else run.get(name, UNSET)
 
     rows = [(name, *cells(name)) for name in names]
     title = f"Code that differs from {comparison.names[0]}, in lines"

@@ -167,8 +167,8 @@ class ImageFiles(Dataset[Any]):
         if images is None:
             ready = [ImageFiles(part, self._side) for part in left]
         else:
-            kept = torch.split(images[: len(whole)], [len(part) for part in left])
-            ready = [(k, torch.from_numpy(p.labels)) for k, p in zip(kept, left, strict=True)]
+            views = torch.split(images[: len(whole)], [len(part) for part in left])
+            ready = [(k, torch.from_numpy(p.labels)) for k, p in zip(views, left, strict=True)]
         named = dict(zip(splits, ready, strict=True))
         return {**named, "left_out": left_out, "notes": tuple(filter(None, notes))}
 

@@ -251,11 +251,11 @@ def _of_forward(tested: RecipeUnderTest) -> dict[str, Any]:
         name for name in side_effects.differing(before, prints()) if not name.endswith(" forward")
     ]
     restore()
-    kept = [name for name in side_effects.differing(before, prints()) if name in changed]
+    leftover = [name for name in side_effects.differing(before, prints()) if name in changed]
     own = {id(p) for p in model.parameters()}
     learned = [_described(leaf, model, loss) for leaf in leaves_of(value) if id(leaf) not in own]
-    counted = [name for name in changed if name not in kept]
-    return {"kept": kept, "counted": counted, "asks": asks, "learned": learned}
+    counted = [name for name in changed if name not in leftover]
+    return {"kept": leftover, "counted": counted, "asks": asks, "learned": learned}
 
 
 def _of_optimizer(tested: RecipeUnderTest) -> dict[str, list[str]]:

@@ -151,8 +151,8 @@ def _check_training(
         from samestep.shell.commands.train import parse  # noqa: PLC0415 - it imports torch
 
         is_theirs = dry_run and target not in RECIPES and is_run(Path(target))
-        if is_theirs and (known := known_of_run(Path(target))):
-            check_ranks(options, known[0])
+        if is_theirs and (of_run := known_of_run(Path(target))):
+            check_ranks(options, of_run[0])
             return
 
         # Relative paths in the flags hold for the job too: it runs in this folder.
