@@ -29,12 +29,13 @@ from samestep.cluster.sweeping.sweep_plan import (
     OptunaChoice,
     Point,
     SweepPlan,
+    default_folder,
     num_points,
     read_axes,
 )
 from samestep.core.recipes import RECIPES
 from samestep.shell.api.arguments import check_positive
-from samestep.shell.api.sweeps import check_trainings, make_plan, sweep
+from samestep.shell.api.sweeps import check_trainings, sweep
 from samestep.shell.cli import HELP
 from samestep.shell.commands.forms import Form, Switch, kind_of, parse, show_notes
 from samestep.shell.commands.target import cut_at_dashes, own_flags, parse_target
@@ -160,14 +161,15 @@ def _plan(
         seed = int(seeds[0]) if seeds and seeds[0].isdigit() else seed
     if command.nproc > 1:
         words += ["--nproc", str(command.nproc)]
-    return make_plan(
-        target if target in RECIPES else str(Path(target).absolute()),
-        words,
-        axes,
-        folder=Path(run_dir) if run_dir else None,
-        sample=command.sample,
-        optuna=command.optuna,
-        seed=seed,
+    asked: dict[str, Any] = {
+        "recipe": target if target in RECIPES else str(Path(target).absolute()),
+        "flags": tuple(words),
+        "axes": axes,
+        "sample": command.sample,
+        "optuna": command.optuna,
+    }
+    return SweepPlan(
+        folder=Path(run_dir) if run_dir else default_folder(**asked), seed=seed, **asked
     )
 
 
