@@ -58,6 +58,15 @@ OF_TERMS = (
     .replace("= outputs\n", "= outputs\n    there = (targets[:, :1] > 0.3).to(targets)\n")
     .replace('reduction="sum"', "loss_terms=lambda batch: (batch[1][:, 0] > 0.3).sum()")
 )
+# The model's first parameter is complex; numbers of terms need float64 all the same.
+OF_COMPLEX = (
+    OF_TERMS.replace("/ there.sum()", "/ (0.1 * there.sum())")
+    .replace("0.3).sum()", "0.3).double().sum() * 0.1")
+    .replace(
+        "self.encode, ", "self.turn = nn.Parameter(torch.full((8,), 1j))\n        self.encode, "
+    )
+    .replace("self.encode(x)", "self.encode((x * self.turn).imag)")
+)
 JUDGED = RECIPE.replace('"kl"}', '"spread"}').replace(
     "recipe = Recipe(",
     """
@@ -129,7 +138,7 @@ def test_a_sum_is_trained_its_parts_recorded_as_means_and_the_lowest_is_the_best
 def test_sums_and_losses_by_name_are_the_same_on_any_ranks_and_in_micro_steps(alone, tmp_path):
     words, pairs = [], []
     whole, micro = (), ("--micro-batch-size", "3")
-    for text, how in ((RECIPE, micro), (MEANS, whole), (OF_TERMS, whole), (OF_TERMS, micro)):
+    for text, how in ((RECIPE, micro), (MEANS, whole), (OF_COMPLEX, whole), (OF_TERMS, micro)):
         recipe, reference = alone(text)
         path = tmp_path / str(len(pairs))
         words.append([recipe, "--run-dir", path, *FLAGS, *how])

@@ -247,7 +247,7 @@ class Parts:
         self._change: BatchTransform | None = None
         if recipe.batch_transform is not None:
             self._change = BatchTransform(recipe, settings, world)
-        self._like = torch.empty(0, dtype=data_dtype(settings.precision), device=world.device)
+        self._scalar = data_dtype(settings.precision), world.device
         self._first_step = self._step = 0
 
     def __len__(self) -> int:
@@ -308,7 +308,7 @@ class Parts:
     def _by_terms(self, parts: list[MicroBatch], count: Terms) -> list[MicroBatch]:
         """Weigh the micro-batches of a step by what the loss is a mean over; all ranks call it."""
         counts = [
-            as_scalar(count(part.inputs, part.targets), self._like) * float(part.weight > 0)
+            as_scalar(count(part.inputs, part.targets), *self._scalar) * float(part.weight > 0)
             for part in parts
         ]
         total = self._world.reduce(torch.stack(counts).sum())

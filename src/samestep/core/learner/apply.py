@@ -341,9 +341,8 @@ def describe_terms(counted: Any) -> str:
     return f"a {type(counted).__name__}"
 
 
-def as_scalar(terms: Any, like: Tensor) -> Tensor:
-    """Return a number of terms as a scalar like `like`, without waiting for the device."""
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+def as_scalar(terms: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number of terms as a scalar tensor, without waiting for the device."""
     if isinstance(terms, Tensor):
         return terms.to(dtype)
-    return torch.full((), float(terms), dtype=dtype, device=like.device)
+    return torch.full((), float(terms), dtype=dtype, device=device)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings
 from samestep.base.trees import map_tensors
+from samestep.core.learner.device import data_dtype
 from samestep.core.learner.optimizer_state import members_of
 from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World
@@ -207,9 +208,7 @@ Wrap = Callable[[nn.Module, World, Settings, nn.Parameter | None], nn.Module]
 """As `wrap`: (model, world, settings, counter) → the model on all ranks."""
 
 
-def make_counter(
-    model: nn.Module, world: World, settings: Settings, size: int
-) -> nn.Parameter | None:
+def make_counter(world: World, settings: Settings, size: int) -> nn.Parameter | None:
     """Return a weight (size,), always 0, whose gradient ranks add up with the model's.
 
     None if it is not needed: nothing is to be added up, or there is one rank.
@@ -220,9 +219,8 @@ def make_counter(
         return None  # DDP then follows the forward, in which it does not appear
     if settings.strategy == "fsdp":
         return None  # gradients are not added up in one place
-    like = next(p for p in model.parameters() if p.requires_grad)
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return nn.Parameter(torch.zeros(size, dtype=dtype, device=like.device))
+    dtype = data_dtype(settings.precision)
+    return nn.Parameter(torch.zeros(size, dtype=dtype, device=world.device))
 
 
 def wrap(

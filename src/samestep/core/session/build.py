@@ -280,7 +280,7 @@ def _make_learner(
 
     terms = terms_of(recipe)
     numbers = int(terms is not None) + (1 + len(tried.parts) if world.elastic else 0)
-    counter = make_counter(model, world, settings, numbers)
+    counter = make_counter(world, settings, numbers)
     # Code that runs between two steps of an epoch may change what model and loss read. Functions of
     # this package do not.
     between = [recipe.schedule, recipe.transform, recipe.augment, *recipe.metrics.values()]

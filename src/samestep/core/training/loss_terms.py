@@ -8,6 +8,7 @@ from torch import Tensor
 
 from samestep.core.data.order import Block
 from samestep.core.learner.apply import as_scalar, of_counted
+from samestep.core.learner.device import data_dtype
 from samestep.core.training.step import Objective
 from samestep.launch.ranks.mesh import parts_of_rank
 
@@ -43,8 +44,8 @@ class TermMean(Objective):
     def _shares(self, parts: Sequence[Block]) -> Sequence[_TermWeight]:
         count, size = self._learner.terms, parts[0].global_size
         assert count is not None
-        like = self._parameters[0]
-        counts = [as_scalar(count(p.inputs, p.targets), like) * p.weight for p in parts]
+        dtype, device = data_dtype(self._precision), self._world.device
+        counts = [as_scalar(count(p.inputs, p.targets), dtype, device) * p.weight for p in parts]
         self.terms = total = torch.stack(counts).sum() if len(counts) > 1 else counts[0]
         if self._world.virtual_ranks:
             return [_TermWeight(terms / size, None) for terms in counts]

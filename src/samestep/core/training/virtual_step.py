@@ -23,6 +23,7 @@ from samestep.core.data.keyed_random import RankSeeds, mix, seed_reading, seed_t
 from samestep.core.data.order import Block
 from samestep.core.learner.agreement import bits_of
 from samestep.core.learner.buffers import StepBuffers, WriteCheck
+from samestep.core.learner.device import data_dtype
 from samestep.core.learner.side_effects import (
     Prints,
     closure_prints,
@@ -136,8 +137,7 @@ class VirtualStep(EagerStep):
         self._to_check = not settings.allows_unused
         self._adds_once: bool | None = None
         """Whether a backward adds to each gradient once; not known before the first."""
-        wide = any(p.dtype == torch.float64 for p in self._parameters)
-        self._dtype = torch.float64 if wide else torch.float32
+        self._dtype = data_dtype(settings.precision)
         self._buffers = StepBuffers(learner.model, self._dtype)
         self._still = WriteCheck(learner.model, learner.loss)
         self._check = SelfCheck(learner) if settings.self_check else None

@@ -94,9 +94,14 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
+def _real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as its real and imaginary parts, and any other as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def values_of(tensor: Tensor) -> Values:
     """Return a tensor's norm, followed by its values, or evenly spaced ones of a large tensor."""
-    flat = dense(tensor.detach()).reshape(-1)
+    flat = _real(dense(tensor.detach())).reshape(-1)
     dtype = None if flat.device.type == "mps" else torch.float64  # Apple GPUs have no float64
     norm = torch.linalg.vector_norm(flat, dtype=dtype)
     if len(flat) > _MOST_VALUES:
@@ -111,7 +116,11 @@ def values_by_name(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Valu
     All ranks call it: those of a sharded tensor are put together.
     """
     whole_tensors = ((name, whole(t)) for name, t in named if t is not None)
-    return {name: values_of(t) for name, t in whole_tensors if t.is_floating_point() and t.numel()}
+    return {name: values_of(t) for name, t in whole_tensors if _rounds(t)}
+
+
+def _rounds(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _weights_of(model: nn.Module) -> dict[str, Values]:
@@ -224,6 +233,9 @@ ROUNDING: Mapping[Precision, float] = {"fp64": 1e-10, "fp32": 1e-2, "bf16": 1e-1
 LEAST: Mapping[Precision, float] = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 """The smallest tolerance of a loss, even if a rounding of the weights moves it less."""
 
+_NOISE = 1e-13
+"""At most rounding in a float64 gradient, relative to the largest entry of all gradients."""
+
 _LAST_BIT = 2.0**-52
 """Reported for a difference in bits of which the values were not kept."""
 
@@ -260,11 +272,12 @@ def difference(
     """Compare two trainings step by step, over the steps that the second one took.
 
     Losses and norms are relative to the larger of both; each gradient or weight to the largest
-    entry of all, as one that is zero but for rounding has no scale of its own. The first parameter
-    beyond the tolerance is named also where only losses decide. `before_updates` is a tolerance of
-    its own for what no update has touched: the loss and the gradients of step 1.
+    entry of all, as one that is zero but for rounding has no scale of its own. Weights with such a
+    gradient are not compared: Adam makes steps of its noise. The first parameter beyond the
+    tolerance is named also where only losses decide. `before_updates` is a tolerance of its own for
+    what no update has touched: the loss and the gradients of step 1.
     """
-    largest = 0.0
+    largest, idle = 0.0, _moved_by_rounding(reference)
     first = TrainingDifference()
     strict = tolerance if before_updates is None else before_updates
 
@@ -272,7 +285,7 @@ def difference(
         return strict if step == 1 and what != "weight" else tolerance
 
     for step in sorted(trace.losses):
-        differences = _in_step(reference, trace, step)
+        differences = _in_step(reference, trace, step, idle)
         decisive = differences[:1] if losses_only else differences
         largest = max(largest, *(size for _, _, size in decisive))
         if first.first_step is None and any(size > limit(step, what) for what, _, size in decisive):
@@ -287,15 +300,37 @@ def difference(
     return replace(first, largest=largest)
 
 
-def _in_step(reference: Trace, trace: Trace, step: int) -> list[tuple[str, str, float]]:
+def _moved_by_rounding(trace: Trace) -> dict[str, NDArray[np.bool_]]:
+    """Mark the weights whose gradient is never more than rounding, though not always 0.
+
+    A softmax over keys cancels the bias of all keys; Cox's loss cancels the last bias.
+    """
+    largest: dict[str, Values] = {}
+    for gradients in trace.gradients.values():
+        unit = max((float(np.abs(v[1:]).max()) for v in gradients.values()), default=0.0) or 1.0
+        for name, values in gradients.items():
+            with np.errstate(invalid="ignore"):
+                relative_to_all = np.abs(values) / unit
+            largest[name] = np.maximum(relative_to_all, largest.get(name, relative_to_all))
+    marks = {name: (values > 0) & (values < _NOISE) for name, values in largest.items()}
+    for of_tensor in marks.values():
+        of_tensor[0] = of_tensor[1:].any()  # then its norm is nothing to compare, either
+    return marks
+
+
+def _in_step(
+    reference: Trace, trace: Trace, step: int, idle: Mapping[str, NDArray[np.bool_]]
+) -> list[tuple[str, str, float]]:
     """Return each difference with its kind, parameter and size: the loss first."""
     loss = relative(reference.losses.get(step, math.nan), trace.losses[step])
     differences = [("loss", "", loss)]
     if step in reference.norms and step in trace.norms:
         norm = relative(reference.norms[step], trace.norms[step])
         differences.append(("gradient norm", "", norm))
-    differences += _tensors("gradient", reference.gradients.get(step), trace.gradients.get(step))
-    differences += _tensors("weight", reference.weights.get(step), trace.weights.get(step))
+    gradients = reference.gradients.get(step), trace.gradients.get(step)
+    differences += _tensors("gradient", *gradients, {})
+    weights = reference.weights.get(step), trace.weights.get(step)
+    differences += _tensors("weight", *weights, idle)
     if step in trace.bits:
         for name, bits in reference.bits.get(step, {}).items():
             if bits != trace.bits[step].get(name):
@@ -309,23 +344,34 @@ def _in_step(reference: Trace, trace: Trace, step: int) -> list[tuple[str, str, 
 
 
 def _tensors(
-    what: str, first: Mapping[str, Values] | None, second: Mapping[str, Values] | None
+    what: str,
+    first: Mapping[str, Values] | None,
+    second: Mapping[str, Values] | None,
+    left_out: Mapping[str, NDArray[np.bool_]],
 ) -> list[tuple[str, str, float]]:
     if first is None or second is None:
         return []  # Lightning's steps are not looked into
     largest = max((float(np.abs(v[1:]).max()) for v in first.values()), default=0.0)
     norm = math.hypot(*(float(v[0]) for v in first.values()))
     return [
-        (what, name, _apart(first.get(name), second.get(name), norm, largest))
+        (what, name, _apart(first.get(name), second.get(name), norm, largest, left_out.get(name)))
         for name in {**first, **second}
     ]
 
 
-def _apart(first: Values | None, second: Values | None, norm: float, largest: float) -> float:
+def _apart(
+    first: Values | None,
+    second: Values | None,
+    norm: float,
+    largest: float,
+    left_out: NDArray[np.bool_] | None,
+) -> float:
     """Compare two tensors' norms and values, relative to those of all tensors."""
     if first is None or second is None or first.shape != second.shape:
         return math.inf
     differs = (first != second) & ~(np.isnan(first) & np.isnan(second))
+    if left_out is not None:
+        differs &= ~left_out
     if not differs.any():
         return 0.0
     scale = np.full_like(first, largest or 1.0)
@@ -347,9 +393,9 @@ def relative(a: float, b: float) -> float:
 
 def largest_apart(first: Tensor, second: Tensor) -> float:
     """Return the largest difference of two tensors, relative to the first's largest entry."""
-    if not (first.is_floating_point() and first.numel()):
+    if not _rounds(first):
         return 0.0
-    first, second = dense(first).double(), dense(second).double()
+    first, second = _real(dense(first)).double(), _real(dense(second)).double()
     return float((first - second).abs().max() / first.abs().max().clamp(min=1e-12))
 
 
