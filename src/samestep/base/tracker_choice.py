@@ -125,9 +125,9 @@ def _check_name(flag: str, name: str | None, refused: str = "") -> None:
         return
     bad = sorted({c for c in name if c in refused or not c.isprintable()})
     if not name.strip() or len(name) > _MAX_NAME or bad:
-        what = f"holds {' '.join(map(repr, bad))}" if bad else f"has {len(name)} characters"
+        problem = f"holds {' '.join(map(repr, bad))}" if bad else f"has {len(name)} characters"
         raise UserError(
-            f"{flag} {name!r} {what}; trackers refuse that. Take 1 to {_MAX_NAME} characters"
+            f"{flag} {name!r} {problem}; trackers refuse that. Take 1 to {_MAX_NAME} characters"
             + (f" and none of {' '.join(refused)}" if refused else "")
             + "."
         )
@@ -260,8 +260,8 @@ def why_unreachable(address: str) -> str | None:
         return None  # it has answered; whose certificate it takes is the tracker's matter
     except (requests.RequestException, ValueError, OSError) as error:
         slow = isinstance(error, requests.Timeout)
-        what = f"no answer in {_ANSWER_S:.0f} s" if slow else "no connection"
+        problem = f"no answer in {_ANSWER_S:.0f} s" if slow else "no connection"
         with contextlib.suppress(ValueError):
             address = urlsplit(address).hostname or address
-        return f"{without_credentials(address)} cannot be reached: {what}"
+        return f"{without_credentials(address)} cannot be reached: {problem}"
     return None

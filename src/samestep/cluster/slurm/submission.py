@@ -154,7 +154,7 @@ def is_script(run: Path) -> bool:
 
 def without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Split --run-dir from the training's flags."""
-    run_dir, rest = None, []
+    run_dir, others = None, []
     words = iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
@@ -163,8 +163,8 @@ def without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
             if not run_dir or run_dir.startswith("--"):
                 raise UserError("--run-dir needs a directory behind it.")
         else:
-            rest.append(word)
-    return run_dir, rest
+            others.append(word)
+    return run_dir, others
 
 
 def _is_recipe_file(path: Path) -> bool:

@@ -182,9 +182,9 @@ class WriteCheck:
             wrote = [w or not torch.equal(t, k) for w, (t, k) in zip(wrote, tensors, strict=True)]
             self._first, self._kept = False, []
         if any(wrote):
-            what = list(self._named)[wrote.index(True)]
+            name = list(self._named)[wrote.index(True)]
             raise UserError(
-                f"--virtual-ranks: forward writes {what}, once for each virtual rank that a rank "
+                f"--virtual-ranks: forward writes {name}, once for each virtual rank that a rank "
                 "computes, so it would depend on the number of ranks. Keep what forward writes in "
                 "a buffer of the model, or leave --virtual-ranks out."
             )

@@ -139,9 +139,8 @@ def dry_run(
             computed = tuple(totals.objects.check())
         unkept = Unkept(loss_state, **of_model())
     judged_parts, measured = tuple(totals.parts), tuple(totals.measured)
-    tried_out = Tried(metrics, judged_parts, judged_parts, measured, flops, unkept, computed)
-    if parts is not None:
-        tried_out = tried_out._replace(parts=parts)
+    parts = judged_parts if parts is None else parts
+    tried_out = Tried(metrics, parts, judged_parts, measured, flops, unkept, computed)
     _check_names(recipe, tried_out)
     return tried_out
 

@@ -224,9 +224,9 @@ def check_classes(state: dict[str, Any], classes: Sequence[str]) -> None:
     saved = state.get("classes") or []
     if saved and classes and saved != list(classes):
         differing = [
-            f"number {place} is {one!r} there and {other!r} here"
-            for place, (one, other) in enumerate(zip_longest(saved, classes))
-            if one != other
+            f"number {place} is {saved_name!r} there and {other!r} here"
+            for place, (saved_name, other) in enumerate(zip_longest(saved, classes))
+            if saved_name != other
         ]
         raise UserError(
             f"The checkpoint was trained on other classes than the data has: {differing[0]} "

@@ -167,5 +167,5 @@ def _message(
     if "#" in verdict.waiting_in:
         return f"{who} has not entered {verdict.waiting_in} that the others wait in; {it}"
     step = f"step {pulse.steps + 1}"
-    what = f"the {pulse.doing} after step {pulse.steps}" if pulse.steps else f"the {pulse.doing}"
-    return f"{who} took no part in {what if pulse.doing else step} {still}; {it}"
+    doing = f"the {pulse.doing} after step {pulse.steps}" if pulse.steps else f"the {pulse.doing}"
+    return f"{who} took no part in {doing if pulse.doing else step} {still}; {it}"

@@ -148,9 +148,10 @@ class _Case:
         """Return the verdict that ranks are in calls that do not fit; `parties`: who agrees."""
         pairs = itertools.permutations(met, 2)
         left = [
-            one
-            for one, other in pairs
-            if parties[one] != parties[other] and _has_left(self.stands[one], self.stands[other])
+            first
+            for first, other in pairs
+            if parties[first] != parties[other]
+            and _has_left(self.stands[first], self.stands[other])
         ]
         if left:
             return self.keep_waiting([self.stands[rank] for rank in dict.fromkeys(left)])

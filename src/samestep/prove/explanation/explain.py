@@ -98,9 +98,9 @@ class Explanation:
         """Return all numbers; unknown ones are None."""
         # Settings and the world hold what JSON cannot.
         own = {"settings", "world", "plan", "others", "memory", "strategies"}
-        rest = replace(self, memory=None, others=())
+        plain = replace(self, memory=None, others=())
         return {
-            **{name: _plain(value) for name, value in vars(rest).items() if name not in own},
+            **{name: _plain(value) for name, value in vars(plain).items() if name not in own},
             "plan": self.plan.record(),
             "ranks": {
                 "world_size": self.world.world_size,

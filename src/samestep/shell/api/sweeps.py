@@ -172,8 +172,8 @@ def check_trainings(
             if not checked:
                 raise
             raise UserError(f"{error} (It is with {_typed(point)}; none was begun.)") from error
-        what = repr((replace(request.settings, run_dir=None), request.options))
-        if (other := by_request.setdefault(what, _typed(point))) != _typed(point):
+        training = repr((replace(request.settings, run_dir=None), request.options))
+        if (other := by_request.setdefault(training, _typed(point))) != _typed(point):
             raise UserError(
                 f"{other} and {_typed(point)} are the same training. Give each value once."
             )

@@ -264,11 +264,11 @@ def compare_losses(first: RunData, other: RunData) -> SameTraining:
     if not first.plan or not other.plan:
         return SameTraining(verdict="unknown", why="one of them has no start record")
     sizes = {"num_samples": "training samples", "global_batch_size": "samples per step"}
-    for name, what in sizes.items():
+    for name, unit in sizes.items():
         mine, its = first.plan[name], other.plan[name]
         if mine != its:
             its, mine = ("a stream" if n is None else f"{n:,}" for n in (its, mine))
-            why = f"{its} {what} against {mine}, so equal steps are other work"
+            why = f"{its} {unit} against {mine}, so equal steps are other work"
             return SameTraining(verdict="unknown", why=why)
     ours, theirs = _losses(first), _losses(other)
     both = sorted((key for key in ours if key in theirs), key=lambda key: key[1])

@@ -56,7 +56,7 @@ def step_time(run: RunData) -> StepTime | None:
     }
     order = sorted(spent, key=lambda group: -spent[group])
     parts = ", ".join(f"{n} {percent(phase_ms[n] / whole)}" for n in COMPUTE if phase_ms.get(n))
-    said = "; ".join(
+    shares = "; ".join(
         f"{_GROUPS[group][2]} takes {percent(spent[group] / whole)}"
         + (f" of a step ({parts})" if group == "compute" else "")
         for group in order
@@ -65,7 +65,7 @@ def step_time(run: RunData) -> StepTime | None:
     return StepTime(
         bound=order[0],
         verdict=f"The training is bound by {_GROUPS[order[0]][1]}. "
-        f"A step takes {number(whole)} ms: {said}.",
+        f"A step takes {number(whole)} ms: {shares}.",
         table=Table(
             title="Mean of a step on rank 0, without the first epoch if there are more",
             columns=("phase", "ms", "share"),

@@ -214,11 +214,11 @@ def _one_device(evidence: Evidence) -> Check:
     loaded = next((evaluation for _, evaluation in on_ranks if evaluation), None)
     if trace is None or loaded is None or stop not in trace.evaluations:
         return Check("skipped", "there is no checkpoint to load")
-    difference, what = evaluations_apart(trace.evaluations[stop], loaded)
+    difference, metric = evaluations_apart(trace.evaluations[stop], loaded)
     if difference > evidence.exact and largest_difference(evidence).largest > evidence.exact:
         return Check("skipped", "metrics differ by themselves")
     compared = f"a checkpoint of {largest.world_size} ranks, evaluated"
-    return measured(compared, TrainingDifference(difference, what=what), evidence.exact)
+    return measured(compared, TrainingDifference(difference, what=metric), evidence.exact)
 
 
 ONE_DEVICE = TableRow(name="one device", answer=_one_device, thorough=True)

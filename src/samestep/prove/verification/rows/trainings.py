@@ -67,8 +67,8 @@ def _ranks_of(evidence: Evidence, start: Start) -> Check:
     shares = [smallest + (rank < larger) for rank in range(start.world_size)]
     parts = " + ".join(map(str, shares)) if larger else f"{start.world_size} × {smallest}"
     # The weights of ranks are compared with each other even where only losses decide.
-    what = "losses, ranks' weights" if evidence.losses_only() else "loss, gradients, weights"
-    compared = f"{parts} virtual ranks" if virtual else f"{what}: {parts}"
+    quantities = "losses, ranks' weights" if evidence.losses_only() else "loss, gradients, weights"
+    compared = f"{parts} virtual ranks" if virtual else f"{quantities}: {parts}"
     trace = evidence.trace(start.place, MAIN)
     if trace is None or evidence.died(start.place):
         return failed_start(evidence, compared, start.place)
