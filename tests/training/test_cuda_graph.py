@@ -8,7 +8,7 @@ from samestep import Settings
 from samestep.core.data.source import Batch
 from samestep.core.plan import make_plan
 from samestep.core.training.compiled import FullBatches, compiled_forward
-from samestep.core.training.evaluation import evaluate
+from samestep.core.training.evaluation import Totals, evaluate
 from samestep.core.training.step_graph import Replayed, replayed_on
 from samestep.launch.ranks.world import World
 from tests.captures import Captures
@@ -129,8 +129,8 @@ def test_full_batches_run_compiled_and_the_last_one_as_it_is(compiled):
     model = nn.Linear(3, 2).double()
 
     def means(forward):
-        how = {"world": World(), "batch_size": 8, "precision": "fp64", "seed": 1}
-        return evaluate(model, Batches(), nn.functional.cross_entropy, {}, forward=forward, **how)
+        how = {"batch_size": 8, "precision": "fp64", "seed": 1, "forward": forward}
+        return evaluate(model, Batches(), Totals(nn.functional.cross_entropy, {}, World()), **how)
 
     assert means(FullBatches(model, 8)) == means(None)
     assert compiled == [8, 8]

@@ -124,9 +124,9 @@ def _conflict(settings: Any, table: _Allowed, other: str, chosen: str) -> Confli
         if value in allowed:
             continue
         flag = name.replace("_", "-")
-        given = f"--no-{flag}" if value is False else f"--{flag}"
+        typed = f"--no-{flag}" if value is False else f"--{flag}"
         if not isinstance(value, bool):
-            given += f" {value}"
+            typed += f" {value}"
         with_what = f"--{other.replace('_', '-')} {chosen}".strip()
-        return Conflict(f"{given} does not go with {with_what}: {why}.", (name, other))
+        return Conflict(f"{typed} does not go with {with_what}: {why}.", (name, other))
     return None

@@ -166,7 +166,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     if (field := _OF_A_RECIPE.get(name.lower())) in names:
         return f"Recipe({field}=…) sets it. "
     meant = known_elsewhere(name, names)
-    within = [known for known in names if len(name) > 3 and name in known]
+    within = [candidate for candidate in names if len(name) > 3 and name in candidate]
     # Below it a long name is another word; of two letters one may be wrong.
     cutoff = 0.0 if within else 0.6 if len(name) > 3 else 0.5
     close = difflib.get_close_matches(name, within or names, n=1, cutoff=cutoff)
@@ -214,11 +214,11 @@ def blame(what: str, error: Exception, *makers: object, remedy: str = "") -> NoR
     if lost or isinstance(error, UserError):
         raise error
     place = raised_at(error) or defined_at(*makers)
-    if known := device_error(error, f"{what}: ", place):
+    if known_error := device_error(error, f"{what}: ", place):
         import traceback  # noqa: PLC0415 - only after a mistake
 
         traceback.clear_frames(error.__traceback__)  # they hold tensors
-        raise known from error
+        raise known_error from error
     remedy = known_remedy(error) or remedy
     raise UserError(f"{what}: {error_text(error)}{place}", remedy=remedy) from error
 

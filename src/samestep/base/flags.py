@@ -121,11 +121,11 @@ def without_none(kind: Any) -> Any:
     return others[0] if len(others) == 1 else kind
 
 
-def of_type(value: Any, kind: Any, what: str, *, strict: bool = True) -> Any:
+def of_type(value: Any, kind: Any, place: str, *, strict: bool = True) -> Any:
     """Return a value as its declared type; unless `strict`, a word as the number that it names.
 
     Raises:
-        UserError: it is none; the message begins with `what`.
+        UserError: it is none; the message begins with `place`.
     """
     if kind in (str, str | None) and isinstance(value, list | tuple):
         value = ",".join(map(str, value))  # as the flag has several
@@ -137,9 +137,9 @@ def of_type(value: Any, kind: Any, what: str, *, strict: bool = True) -> Any:
         choices = ", ".join(map(repr, values))
         must = f"one of {choices}" if choices else in_words(kind)
         why = f"it must be {must}" if must else f"{error}".rstrip(".")
-        raise UserError(f"{what}: {why}.") from error
+        raise UserError(f"{place}: {why}.") from error
     except TypeError as error:  # a type that msgspec does not take, such as Path | str
-        raise UserError(f"{what}: its declared type does not do. {error}.") from error
+        raise UserError(f"{place}: its declared type does not do. {error}.") from error
 
 
 def _path(kind: type, value: Any) -> Any:
@@ -171,10 +171,10 @@ def parse(
                 parser.add(flag, needed=flag.needed and flag.name not in below)
     # Both --batch-size and --batch_size are right.
     words = [_UNDERSCORES.sub(lambda name: name[0].replace("_", "-"), word) for word in words]
-    given, unknown = parser.parse_known_intermixed_args(words)
+    namespace, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         parser.refuse(unknown[0], homes)
-    for name, value in vars(given).items():
+    for name, value in vars(namespace).items():
         flag, values = homes[name]
         values[name] = parser.converted(flag, value)
         if flag.mark.repeats:
@@ -210,11 +210,11 @@ class _Parser(ArgumentParser):
         except UserError as error:
             self.error(error.what)
 
-    def refuse(self, word: str, known: Iterable[str]) -> typing.NoReturn:
+    def refuse(self, word: str, names: Iterable[str]) -> typing.NoReturn:
         name = word.partition("=")[0]
         if not name.startswith("-"):
             self.error(f"{self.prog} does not take {word!r}")
-        hint = did_you_mean(name.strip("-").replace("-", "_"), known)
+        hint = did_you_mean(name.strip("-").replace("-", "_"), names)
         hint = re.sub(r"'(\w+)'", lambda quoted: f"--{flag_name(quoted[1])}", hint)
         self.error(f"{name} is not a flag of {self.prog}. {hint}".rstrip())
 

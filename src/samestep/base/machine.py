@@ -31,8 +31,8 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
     if not sys.platform.startswith("linux"):
         return None
     limits = [_available(root), *(_memory_left(group) for group in _groups("memory", root))]
-    known = [number for number in limits if number is not None]
-    return max(0, min(known)) if known else None
+    numbers = [number for number in limits if number is not None]
+    return max(0, min(numbers)) if numbers else None
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:

@@ -75,10 +75,10 @@ class Phases:
     def left_out(self) -> Iterator[None]:
         """Count nothing inside, such as compiling."""
         self.lap("other")
-        kept = self.running()
+        running = self.running()
         yield
         self.running()
-        self._seconds = defaultdict(float, kept)
+        self._seconds = defaultdict(float, running)
         self.begin()
 
     def _since_cleared(self) -> dict[str, float]:

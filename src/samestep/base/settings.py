@@ -433,16 +433,16 @@ def own_names(table: Mapping[str, Any], where: object) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     for name, value in table.items():
-        for key, given in _fields_set_by(name, value, where).items():
+        for key, own_value in _fields_set_by(name, value, where).items():
             before = settings.get(key, table.get(key))
-            if key != name and before not in (None, given):
+            if key != name and before not in (None, own_value):
                 limit = "; micro_batch_size limits what one rank computes at once"
                 raise UserError(
                     f"{where}: {key} is {before} and {name} is {value}, but both set {key}.",
                     remedy=f"Keep one of them{limit if key == 'batch_size' else ''}.",
                     flags=[key],
                 )
-            settings[key] = given
+            settings[key] = own_value
     return settings
 
 
@@ -477,8 +477,8 @@ def merge_layers(*layers: dict[str, object]) -> dict[str, object]:
     merged: dict[str, object] = {}
     for layer in (own_names(layer, "settings") for layer in layers):
         for names in _ALTERNATIVES:
-            given = [name for name in names if layer.get(name) is not None]
-            for other in names if len(given) == 1 else ():
+            named = [name for name in names if layer.get(name) is not None]
+            for other in names if len(named) == 1 else ():
                 merged.pop(other, None)
         if layer.get("batch_tokens") is not None:
             merged.pop("micro_batch_size", None)  # it was meant for a batch of samples

@@ -56,8 +56,8 @@ def stop_signals() -> list[signal.Signals]:
     where it is ignored, as under `nohup`.
     """
     names = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
-    known = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    return [s for s in known if s.name != "SIGHUP" or signal.getsignal(s) != signal.SIG_IGN]
+    signals = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    return [s for s in signals if s.name != "SIGHUP" or signal.getsignal(s) != signal.SIG_IGN]
 
 
 class _Forking(threading.local):

@@ -69,12 +69,12 @@ def check_choice(settings: Settings) -> None:
     names = [short_name(tracker) for tracker in trackers]
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(f"--track {settings.track} names {min(twice)} twice: name it once.")
-    given = {"--track-project": settings.track_project}
+    sources = {"--track-project": settings.track_project}
     if settings.track_project is None:
         variables = [PROJECT_VARIABLES[t] for t in trackers if t in PROJECT_VARIABLES]
-        given = {name: os.environ.get(name) or None for name in variables}
-    given["--track-workspace"] = settings.track_workspace
-    for flag, name in given.items():
+        sources = {name: os.environ.get(name) or None for name in variables}
+    sources["--track-workspace"] = settings.track_workspace
+    for flag, name in sources.items():
         _check_name(flag, name, _NOT_IN_PROJECTS)
     _check_name("--track-name", settings.track_name)
     for tag in split(settings.track_tags):
@@ -125,9 +125,9 @@ def _check_name(flag: str, name: str | None, refused: str = "") -> None:
         return
     bad = sorted({c for c in name if c in refused or not c.isprintable()})
     if not name.strip() or len(name) > _MAX_NAME or bad:
-        what = f"holds {' '.join(map(repr, bad))}" if bad else f"has {len(name)} characters"
+        problem = f"holds {' '.join(map(repr, bad))}" if bad else f"has {len(name)} characters"
         raise UserError(
-            f"{flag} {name!r} {what}; trackers refuse that. Take 1 to {_MAX_NAME} characters"
+            f"{flag} {name!r} {problem}; trackers refuse that. Take 1 to {_MAX_NAME} characters"
             + (f" and none of {' '.join(refused)}" if refused else "")
             + "."
         )
@@ -260,8 +260,8 @@ def why_unreachable(address: str) -> str | None:
         return None  # it has answered; whose certificate it takes is the tracker's matter
     except (requests.RequestException, ValueError, OSError) as error:
         slow = isinstance(error, requests.Timeout)
-        what = f"no answer in {_ANSWER_S:.0f} s" if slow else "no connection"
+        problem = f"no answer in {_ANSWER_S:.0f} s" if slow else "no connection"
         with contextlib.suppress(ValueError):
             address = urlsplit(address).hostname or address
-        return f"{without_credentials(address)} cannot be reached: {what}"
+        return f"{without_credentials(address)} cannot be reached: {problem}"
     return None

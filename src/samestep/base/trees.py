@@ -134,12 +134,12 @@ def _describe_leaf(leaf: Any) -> str:
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that the backward of a loss gives a gradient to."""
-    nodes, seen = [loss.grad_fn], set()
+    nodes, visited = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:
             yield leaf
         nodes += [following for following, _ in node.next_functions]

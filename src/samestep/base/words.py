@@ -53,9 +53,9 @@ def duration(seconds: float) -> str:
     """Return seconds as H:MM:SS, or M:SS below an hour; fewer than ten as such: 0.4 s."""
     if seconds < 9.5:
         return f"{seconds:.2g} s"
-    minutes, rest = divmod(int(seconds + 0.5), 60)
+    minutes, seconds_left = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds_left:02}" if hours else f"{minutes}:{seconds_left:02}"
 
 
 def joined(parts: Iterable[object]) -> str:

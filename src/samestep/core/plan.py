@@ -126,15 +126,15 @@ class Plan:
 
     def record(self) -> dict[str, Any]:
         """Return the plan as records hold it; what is unknown is None."""
-        known = asdict(replace(self, schedule=None, by_tokens=None))
-        del known["schedule"], known["schedule_asks"], known["by_tokens"], known["together"]
+        table = asdict(replace(self, schedule=None, by_tokens=None))
+        del (table["schedule"], table["schedule_asks"], table["by_tokens"], table["together"])
         if self.virtual_ranks is None:
-            del known["virtual_ranks"]
+            del table["virtual_ranks"]
         if self.is_stream:
-            known |= dict.fromkeys(("num_samples", "steps_per_epoch"))
-            known |= {"epochs": self.epochs or None}
-            known |= {"total_steps": self.total_steps if self.total_steps < ENDLESS else None}
-        return known
+            table |= dict.fromkeys(("num_samples", "steps_per_epoch"))
+            table |= {"epochs": self.epochs or None}
+            table |= {"total_steps": self.total_steps if self.total_steps < ENDLESS else None}
+        return table
 
     @cached_property
     def cut(self) -> Cut:
@@ -252,8 +252,8 @@ def _check_schedule(plan: Plan, settings: Settings) -> None:
     """Check that nothing else sets the rates, and the factors of a few steps."""
     place = defined_at(plan.schedule)
     if settings.schedule != "constant":
-        what = f"--schedule {settings.schedule}: the recipe has a schedule of its own{place}."
-        raise UserError(f"{what} Leave one of them out.")
+        problem = f"--schedule {settings.schedule}: the recipe has a schedule of its own{place}."
+        raise UserError(f"{problem} Leave one of them out.")
     if plan.makes_scheduler:
         if settings.warmup_steps:
             raise UserError(
@@ -272,26 +272,26 @@ def _check_schedule(plan: Plan, settings: Settings) -> None:
     for step in (0,) if early else (0, total // 2, total - 1):
         factors = _factors(plan, step, {})
     if factors != _factors(plan, step, {}):
-        what = f"The recipe's schedule{place} returned two rates for the same step, {step}"
-        raise UserError(f"{what}: a resume would be another training. Let only the step decide.")
+        problem = f"The recipe's schedule{place} returned two rates for the same step, {step}"
+        raise UserError(f"{problem}: a resume would be another training. Let only the step decide.")
 
 
 def _factors(plan: Plan, step: int, metrics: Mapping[str, float]) -> list[float]:
     """Return the schedule's factor, or that of each group, once they are numbers of 0 or more."""
     schedule, total, per_epoch = plan.schedule, plan.total_steps, plan.steps_per_epoch
     assert schedule is not None
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if plan.schedule_asks:
-        known = {"epoch": step // per_epoch, "steps_per_epoch": per_epoch, "metrics": {**metrics}}
-        given = {name: known[name] for name in plan.schedule_asks}
+        facts = {"epoch": step // per_epoch, "steps_per_epoch": per_epoch, "metrics": {**metrics}}
+        arguments = {name: facts[name] for name in plan.schedule_asks}
     try:
-        result = schedule(step, total, **given)
+        result = schedule(step, total, **arguments)
     except Exception as error:
         remedy = "It is called with (step, total steps); to make a scheduler, name `optimizer`."
-        if "metrics" in given:
+        if "metrics" in arguments:
             remedy = "Before the first validation `metrics` is empty."
-        what = f"The recipe's schedule failed at step {step} of {total}"
-        blame(what, error, schedule, remedy=remedy)
+        message = f"The recipe's schedule failed at step {step} of {total}"
+        blame(message, error, schedule, remedy=remedy)
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         factors = [float(one) for one in (result if isinstance(result, list | tuple) else [result])]
         if factors and all(0 <= factor < math.inf for factor in factors):
@@ -316,9 +316,9 @@ def _length(settings: Settings, per_epoch: int) -> tuple[int, int]:
 def _check_stream(settings: Settings, world_size: int, schedule: Callable[..., Any] | None) -> None:
     """Check that no setting needs the length of a stream, or excludes streams."""
     if settings.order != "shuffled" or settings.group_by_length:
-        given = "group-by-length" if settings.group_by_length else f"order {settings.order}"
+        flag = "group-by-length" if settings.group_by_length else f"order {settings.order}"
         raise UserError(
-            f"--{given} takes no stream: its elements come in an order of their "
+            f"--{flag} takes no stream: its elements come in an order of their "
             "own, or shuffled by --shuffle-buffer. Leave it out, or give a map-style Dataset."
         )
     if settings.engine != "native":
@@ -362,9 +362,9 @@ def batch_sizes(
         for name, why in _NOT_BY_TOKENS.items():
             value = getattr(settings, name)
             if value != Settings.__dataclass_fields__[name].default:
-                given = flag_name(name) + ("" if value is True else f" {value}")
+                typed = flag_name(name) + ("" if value is True else f" {value}")
                 raise UserError(
-                    f"--{given} does not go with --batch-tokens {settings.batch_tokens}: {why}. "
+                    f"--{typed} does not go with --batch-tokens {settings.batch_tokens}: {why}. "
                     "Leave one of them out."
                 )
         if by_tokens is None:
@@ -427,8 +427,8 @@ class GroupRates(float):
 
 def warmup_steps(plan: Plan, settings: Settings) -> int:
     """Return the steps of the warm-up; a fraction is rounded up, as Hugging Face's Trainer does."""
-    given = settings.warmup_steps
-    return int(given) if given >= 1 else math.ceil(given * plan.total_steps)
+    wanted = settings.warmup_steps
+    return int(wanted) if wanted >= 1 else math.ceil(wanted * plan.total_steps)
 
 
 def _ramp(settings: Settings, step: int, steps: int) -> float:
@@ -451,8 +451,8 @@ def learning_rate(
     ramp = _ramp(settings, step, warmup)
     if plan.schedule is not None and not plan.makes_scheduler:
         # A checkpoint at the end, and a profile of more steps, ask for one that is never trained.
-        known = min(step, plan.total_steps - 1)
-        rates = [plan.lr * ramp * factor for factor in _factors(plan, known, metrics)]
+        trained = min(step, plan.total_steps - 1)
+        rates = [plan.lr * ramp * factor for factor in _factors(plan, trained, metrics)]
         return rates[0] if len(rates) == 1 else GroupRates(rates)
     if step < warmup:
         return plan.lr * ramp

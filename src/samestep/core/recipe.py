@@ -316,12 +316,12 @@ class Recipe:
         objects = [n for n, m in self.metrics.items() if getattr(m, "higher_is_better", 1) is False]
         return tuple(dict.fromkeys(("loss", *self.lower_is_better, *objects)))
 
-    def make_options(self, **given: Any) -> Any:
+    def make_options(self, **values: Any) -> Any:
         """Return the recipe's options, of which some are given; None if it has none."""
         if self.options is None:
             return None
         with recipe_checks.telling_options(self.options):
-            return self.options(**given)
+            return self.options(**values)
 
     def with_options(self, options: object) -> "Recipe":
         """Return the recipe with the options in each function that asks for them."""
@@ -384,25 +384,25 @@ def find_recipe(name: str, original: str | None = None) -> Recipe:
     """Return the recipe of this name, or the one in this Python file, maybe copied from another."""
     if name.endswith(".py"):
         return _from_file(Path(name), Path(original or name))
-    known = _recipes()
-    if name not in known:
+    recipes = _recipes()
+    if name not in recipes:
         from samestep.base.nearby import nearby  # noqa: PLC0415 - for messages only
 
         if "/" in name or os.sep in name:
             raise UserError(
                 f"There is no run at {name}: no settings.toml is in it. Give the directory of a "
-                f"run, a recipe file ending in .py, or a recipe: {', '.join(known)}."
+                f"run, a recipe file ending in .py, or a recipe: {', '.join(recipes)}."
                 f"{nearby(name, 'run')}"
             )
         raise UserError(
-            f"There is no recipe {name!r}. {did_you_mean(name, known)}The recipes are: "
-            f"{', '.join(known)}; or give the path of your own file, ending in .py."
+            f"There is no recipe {name!r}. {did_you_mean(name, recipes)}The recipes are: "
+            f"{', '.join(recipes)}; or give the path of your own file, ending in .py."
             f"{nearby(name, 'run') or nearby(f'{name}.py', 'file')}"
         )
-    found = known.load(name)
-    recipe = getattr(found, "recipe", found)
+    loaded = recipes.load(name)
+    recipe = getattr(loaded, "recipe", loaded)
     if not isinstance(recipe, Recipe):
-        raise UserError(f"{known[name]}, which brings the recipe {name}, holds no `recipe`.")
+        raise UserError(f"{recipes[name]}, which brings the recipe {name}, holds no `recipe`.")
     return replace(recipe, name=name)
 
 
@@ -467,8 +467,8 @@ def _from_file(path: Path, original: Path) -> Recipe:
         _being_read.pop()
     recipe = getattr(module, "recipe", None)
     if not isinstance(recipe, Recipe):
-        what = "no `recipe`" if recipe is None else f"a `recipe` of type {type(recipe).__name__}"
-        raise _no_recipe(path, what)
+        problem = "no `recipe`" if recipe is None else f"a `recipe` of type {type(recipe).__name__}"
+        raise _no_recipe(path, problem)
     return replace(recipe, name=original.stem, file=file)
 
 

@@ -45,8 +45,8 @@ def check_functions(recipe: object) -> None:
                 f"{type(builder).__name__}: write a function and pass its name."
             )
     for key in _FUNCTIONS:
-        if (given := getattr(recipe, key)) is not None:
-            _check_function(f"Recipe({key}=…)", given)
+        if (function := getattr(recipe, key)) is not None:
+            _check_function(f"Recipe({key}=…)", function)
 
 
 def check_batch_fields(recipe: Any, over: tuple[str, ...]) -> None:
@@ -65,21 +65,21 @@ def check_batch_fields(recipe: Any, over: tuple[str, ...]) -> None:
         )
 
 
-def _check_function(what: str, given: Any) -> None:
-    if isinstance(given, type) and issubclass(given, _MADE):
-        raise _is_class(what, given)
-    if not callable(given):
-        raise UserError(f"{what} takes a function, not {given!r:.80}.")
+def _check_function(field: str, value: Any) -> None:
+    if isinstance(value, type) and issubclass(value, _MADE):
+        raise _is_class(field, value)
+    if not callable(value):
+        raise UserError(f"{field} takes a function, not {value!r:.80}.")
 
 
-def _is_class(what: str, given: type) -> UserError:
-    name = given.__name__
+def _is_class(field: str, kind: type) -> UserError:
+    name = kind.__name__
     remedy = f"write {name}(…), which makes one"
-    if issubclass(given, torch.optim.Optimizer):
+    if issubclass(kind, torch.optim.Optimizer):
         remedy = "write a function (model, settings) that returns one"
-    if issubclass(given, torch.optim.lr_scheduler.LRScheduler):
+    if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
         remedy = f"write schedule=lambda optimizer: {name}(optimizer, …)"
-    return UserError(f"{what} is the class {name}; {remedy}.")
+    return UserError(f"{field} is the class {name}; {remedy}.")
 
 
 def shown(value: object) -> str:
@@ -310,8 +310,8 @@ def with_script_words(words: Iterable[str]) -> Iterator[None]:
 
 def without_options(function: Any) -> Any:
     """Return a function of a recipe as the recipe has it."""
-    given = isinstance(function, partial) and _HAS_OPTIONS in vars(function)
-    return function.func if given else function
+    is_bound = isinstance(function, partial) and _HAS_OPTIONS in vars(function)
+    return function.func if is_bound else function
 
 
 def with_options(name: str, function: Any, options: object) -> Any:
@@ -324,9 +324,9 @@ def with_options(name: str, function: Any, options: object) -> Any:
     if asked is None or (options is None and name not in ("read", "plot")):
         return function
     is_first = asked == next(iter(inspect.signature(function).parameters))
-    given = partial(function, options) if is_first else partial(function, options=options)
-    vars(given)[_HAS_OPTIONS] = True  # no class of its own: torch.compile knows a plain partial
-    return given
+    bound = partial(function, options) if is_first else partial(function, options=options)
+    vars(bound)[_HAS_OPTIONS] = True  # no class of its own: torch.compile knows a plain partial
+    return bound
 
 
 def all_with_options(recipe: Any, options: object) -> dict[str, Any]:
@@ -346,7 +346,7 @@ def unread_options(recipe: Any) -> tuple[list[str], list[str]]:
 
     A function that hands the options on as a whole may read any of them.
     """
-    known = [f.name for f in fields(recipe.options)]
+    options = [f.name for f in fields(recipe.options)]
     read: set[str] = set()
     without: list[str] = []
     for kind in recipe.options.__mro__[:-1]:
@@ -363,10 +363,10 @@ def unread_options(recipe: Any) -> tuple[list[str], list[str]]:
                 continue
             # Of a class, what takes the options may be inherited.
             names = _names_in(function.__init__ if inspect.isclass(function) else function, asked)
-            if names is None or names - {*known, *dir(recipe.options)} or "__dict__" in names:
+            if names is None or names - {*options, *dir(recipe.options)} or "__dict__" in names:
                 return [], []
             read |= names
-    return [name for name in known if name not in read], without
+    return [name for name in options if name not in read], without
 
 
 def schedule_asks(schedule: Any) -> tuple[str, ...]:
@@ -379,8 +379,8 @@ def schedule_asks(schedule: Any) -> tuple[str, ...]:
     except (TypeError, ValueError):  # compiled functions do not say
         return ()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    given = {"options", *(schedule.keywords if isinstance(schedule, partial) else ())}
-    free = {n: p for n, p in parameters.items() if n not in given and p.kind.name[:3] != "VAR"}
+    bound = {"options", *(schedule.keywords if isinstance(schedule, partial) else ())}
+    free = {n: p for n, p in parameters.items() if n not in bound and p.kind.name[:3] != "VAR"}
     makes = "optimizer" in free
     if not makes and "plan" in free:
         raise UserError(
@@ -391,18 +391,18 @@ def schedule_asks(schedule: Any) -> tuple[str, ...]:
     if not makes:  # the first two are (step, total)
         for name in [n for n, p in free.items() if p.kind in kinds][:2]:
             del free[name]
-    known = SCHEDULER_NAMES if makes else SCHEDULE_NAMES
+    available = SCHEDULER_NAMES if makes else SCHEDULE_NAMES
     required = [n for n, p in free.items() if p.default is p.empty]
-    if unknown := [name for name in required if name not in known]:
+    if unknown := [name for name in required if name not in available]:
         called = "the optimizer" if makes else "(step, total steps)"
         raise UserError(
             f"The recipe's schedule{defined_at(schedule)} asks for {listed(unknown)}. It is called "
-            f"with {called}, and by name with what it asks for of {', '.join(known)}. "
-            f"{did_you_mean(unknown[0], known)}".rstrip(),
+            f"with {called}, and by name with what it asks for of {', '.join(available)}. "
+            f"{did_you_mean(unknown[0], available)}".rstrip(),
             remedy="Rename the parameter, or give it a default.",
         )
     by_name = [n for n, p in free.items() if makes or p.kind is p.KEYWORD_ONLY]
-    return tuple(name for name in known if name in (*required, *by_name))
+    return tuple(name for name in available if name in (*required, *by_name))
 
 
 def moment_asks(function: Any) -> tuple[str, ...]:
@@ -411,9 +411,9 @@ def moment_asks(function: Any) -> tuple[str, ...]:
         parameters = inspect.signature(getattr(function, "forward", function)).parameters
     except (TypeError, ValueError):  # compiled functions do not say
         return ()
-    given = function.keywords if isinstance(function, partial) else {}
+    bound = function.keywords if isinstance(function, partial) else {}
     first = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY][:2]
-    return tuple(n for n in MOMENT_NAMES if n in parameters and n not in (*first, *given))
+    return tuple(n for n in MOMENT_NAMES if n in parameters and n not in (*first, *bound))
 
 
 def _options_parameter(name: str, function: Any) -> str | None:

@@ -123,8 +123,8 @@ def _inner_verb(group: str, module: ModuleType, words: list[str]) -> tuple[str, 
     show_general_help(words, about + example_text(*module.EXAMPLES))
     verb = f"{group} {words[0]}"
     if verb not in verbs:
-        known = ", ".join(texts)
-        raise UserError(f"samestep {group} has no verb {words[0]!r}. The verbs are: {known}.")
+        names = ", ".join(texts)
+        raise UserError(f"samestep {group} has no verb {words[0]!r}. The verbs are: {names}.")
     return verb, words[1:]
 
 

@@ -138,7 +138,12 @@ class Mirror:
             newest = old.prune(Retention(newest=1)).checkpoints if lacking else ()
             others = (*newest, *(e for e in others if e.step > step))
         whole = (*others, *(e for e in index.checkpoints if e not in lacking))
-        self._copy_files(store)
+        for name, file in self._changed().items():
+            state, content = _state(file), file.read_bytes()
+            end = content.rfind(b"\n") + 1 if file.suffix == ".jsonl" else None  # whole lines
+            store.write(name, content[:end])
+            self._sent[name] = state
+            self._note()
         whole = tuple(sorted(whole, key=lambda entry: entry.step))
         self._publish(store, replace(index, checkpoints=whole))
 
@@ -153,15 +158,6 @@ class Mirror:
         for name in gone:
             _remove(store, name)
         self._note()
-
-    def _copy_files(self, store: Store) -> None:
-        """Copy the files that have changed, the records up to their last whole line."""
-        for name, file in self._changed().items():
-            state, content = _state(file), file.read_bytes()
-            end = content.rfind(b"\n") + 1 if file.suffix == ".jsonl" else None
-            store.write(name, content[:end])
-            self._sent[name] = state
-            self._note()
 
     def _changed(self) -> dict[str, Path]:
         matches = (file for pattern in FILES for file in sorted(self._run.glob(pattern)))

@@ -283,8 +283,8 @@ class Screen:
             ratio = plan["lr"] / plan["base_lr"]
             lr += f" = {plan['base_lr']:.4g} × {ratio:.4g} ({plan['lr_scaling']} scaling)"
         order = f", order: {o}" if (o := plan.get("order", "shuffled")) != "shuffled" else ""
-        known = plan["num_samples"]
-        samples = "a stream" if known is None else f"{known:,} training samples"
+        num_samples = plan["num_samples"]
+        samples = "a stream" if num_samples is None else f"{num_samples:,} training samples"
         batch = f"{plan['global_batch_size']} samples per step = {parts}"
         if tokens := plan.get("batch_tokens"):
             most = plan["global_batch_size"]

@@ -102,7 +102,7 @@ def find_code(file: Path) -> Code:
             chosen.append(name)
         elif path.is_file():
             num_bytes = path.stat().st_size
-            why = _why_left_out(path, num_bytes, known=name in tracked)
+            why = _why_left_out(path, num_bytes, tracked=name in tracked)
             if why and name != relative:
                 left_out[name] = why
             else:
@@ -151,7 +151,7 @@ def _known_to_git(root: Path) -> tuple[list[str], set[str], dict[str, str]]:
     ignored = _git(root, "ls-files", "-z", "-o", "-i", "--exclude-standard", "--directory")
     linked = {n: "ignored by git" for n in ignored.split("\0")[:-1] if not _CACHES.search(n)}
     names = list[str]()
-    kept = set(tracked)
+    files = set(tracked)
     runs = dict[str, str]()
     for name in dict.fromkeys([*tracked, *others]):
         path = root / name
@@ -161,24 +161,24 @@ def _known_to_git(root: Path) -> tuple[list[str], set[str], dict[str, str]]:
             inner, inner_kept, inner_linked = _known_to_git(path)
             start = f"{name.rstrip('/')}/"
             names += [start + inside for inside in inner]
-            kept |= {start + inside for inside in inner_kept}
+            files |= {start + inside for inside in inner_kept}
             linked |= {start + inside: why for inside, why in inner_linked.items()}
-        elif name not in kept and (run := _run_above(root, name, runs)):
+        elif name not in files and (run := _run_above(root, name, runs)):
             linked[run] = "a run"
         else:
             names.append(name)
-    return names, kept, linked
+    return names, files, linked
 
 
-def _run_above(root: Path, name: str, known: dict[str, str]) -> str:
+def _run_above(root: Path, name: str, cache: dict[str, str]) -> str:
     """Return the directory of a run that an untracked file belongs to; "" if to none."""
     above = name.rpartition("/")[0]
     if not above:
         return ""
-    if above not in known:
+    if above not in cache:
         here = f"{above}/" if _is_run(root / above) else ""
-        known[above] = _run_above(root, above, known) or here
-    return known[above]
+        cache[above] = _run_above(root, above, cache) or here
+    return cache[above]
 
 
 def _is_run(folder: Path) -> bool:
@@ -221,12 +221,12 @@ def _in_folder(root: Path) -> tuple[list[str], dict[str, str]]:
     return names, linked
 
 
-def _why_left_out(path: Path, num_bytes: int, *, known: bool) -> str:
+def _why_left_out(path: Path, num_bytes: int, *, tracked: bool) -> str:
     if num_bytes > MOST_OF_A_FILE:
         return size(num_bytes)
     plain = _OF_BEFORE.sub("", path.name.lower())
     is_code = plain.endswith((".py", ".ipynb", ".sh"))
-    if not (known or is_code) and any(fnmatch.fnmatchcase(plain, name) for name in _SECRETS):
+    if not (tracked or is_code) and any(fnmatch.fnmatchcase(plain, name) for name in _SECRETS):
         return "may be a secret"
     return "" if os.access(path, os.R_OK) else "cannot be read"
 

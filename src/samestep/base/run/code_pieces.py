@@ -112,8 +112,8 @@ class _Reach:
             statements = self.sources[module].statements
             parts = [piece for place in sorted(places) for piece in statements[place].pieces]
             parts += [
-                (f"{_IMPORT}{name}", f"{_IMPORT}{name} = {what}")
-                for (where, name), what in sorted(self.stands_for.items())
+                (f"{_IMPORT}{name}", f"{_IMPORT}{name} = {target}")
+                for (where, name), target in sorted(self.stands_for.items())
                 if where == module
             ]
             for name, text in parts:  # a name that is given twice has both
@@ -166,10 +166,10 @@ class _Reach:
             for place, s in enumerate(self.sources[module].statements)
             if s.bases or s.hooks
         ]
-        known = {name for _, _, s in classes if s.hooks for name in s.names}
-        while more := {n for _, _, s in classes if s.bases & known for n in s.names} - known:
-            known |= more
-        subclasses = [(m, p) for m, p, s in classes if s.bases & known and p not in self.taken[m]]
+        names = {name for _, _, s in classes if s.hooks for name in s.names}
+        while more := {n for _, _, s in classes if s.bases & names for n in s.names} - names:
+            names |= more
+        subclasses = [(m, p) for m, p, s in classes if s.bases & names and p not in self.taken[m]]
         for module, place in subclasses:
             self._include(module, place)
         return bool(subclasses)

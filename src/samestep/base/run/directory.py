@@ -216,12 +216,12 @@ class Run:
 
     def append(self, record: Record) -> None:
         """Add one record to events.jsonl, and keep summary.json."""
-        rest = memoryview(f"{_line(record)}\n".encode())
+        left = memoryview(f"{_line(record)}\n".encode())
         end = self._events.seek(0, os.SEEK_END)
         try:
             # One write a line: a killed process leaves whole lines, or one torn at the very end.
-            while rest:
-                rest = rest[self._events.write(rest) :]  # a disk that gets full takes a part
+            while left:
+                left = left[self._events.write(left) :]  # a disk that gets full takes a part
             if record["event"] == "stop":
                 os.fsync(self._events.fileno())
         except OSError as error:
@@ -355,21 +355,21 @@ def read_summary(run: Path) -> tuple[Summary, list[str]]:
     damage: list[str] = []
     try:
         with open_regular(run / SUMMARY) as file:
-            known = msgspec.convert(json.loads(file.read()), Summary)
+            summary = msgspec.convert(json.loads(file.read()), Summary)
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         if not isinstance(error, FileNotFoundError):
             damage.append(f"{SUMMARY} is damaged, or not samestep's")
-        known = _by_records(run, damage)
+        summary = _by_records(run, damage)
     else:
-        if known.format > RUN_FORMAT:
-            damage.append(f"its run format {known.format} is newer than this samestep")
+        if summary.format > RUN_FORMAT:
+            damage.append(f"its run format {summary.format} is newer than this samestep")
         if not (run / "events.jsonl").exists():
             damage.append("events.jsonl is missing")
-    if known.state == "running" or is_written(run):
-        known.state, known.reason = _state_now(run)
-    if known.state in ("running", "killed"):
-        catch_up(known, run)
-    return known, damage
+    if summary.state == "running" or is_written(run):
+        summary.state, summary.reason = _state_now(run)
+    if summary.state in ("running", "killed"):
+        catch_up(summary, run)
+    return summary, damage
 
 
 def _by_records(run: Path, damage: list[str]) -> Summary:
@@ -378,7 +378,7 @@ def _by_records(run: Path, damage: list[str]) -> Summary:
         damage.append("result.json is damaged")
     try:
         growing, events = read_growing(run)
-        if (events.num_read or events.torn) and not growing.known.starts:
+        if (events.num_read or events.torn) and not growing.summary.starts:
             damage.append("events.jsonl has no start record")
         damage += [
             f"line {number} of {run / 'events.jsonl'} is damaged" for number in events.damaged[:1]
@@ -390,7 +390,7 @@ def _by_records(run: Path, damage: list[str]) -> Summary:
         damage.append(f"events.jsonl cannot be read: {error.strerror}")
     except UserError as error:  # a newer format, or a damaged index of the checkpoints
         damage.append(error.what.partition(", and")[0])
-    return growing.known
+    return growing.summary
 
 
 def _state_now(run: Path) -> tuple[State, str]:

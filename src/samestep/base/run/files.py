@@ -232,26 +232,26 @@ def cannot_write(
     path: Path, error: OSError, *, instead: str = "choose another directory"
 ) -> UserError:
     """Return the message for a file that could not be written; `instead` is for a directory."""
-    what = f"{path} could not be written"
+    problem = f"{path} could not be written"
     if error.errno == errno.ENOSPC:
         free = shutil.disk_usage(path.parent).free
-        what = f"The disk is full: {what} ({size(free)} free in {path.parent})."
+        problem = f"The disk is full: {problem} ({size(free)} free in {path.parent})."
     elif error.errno == errno.EDQUOT:
-        what = f"Your quota of this disk is used up: {what}."
+        problem = f"Your quota of this disk is used up: {problem}."
     else:
-        what += f": {error.strerror or error}."
+        problem += f": {error.strerror or error}."
     if error.errno in _WHAT_HELPS:
-        return UserError(what, remedy=_what_helps(error.errno, path.parent))
+        return UserError(problem, remedy=_what_helps(error.errno, path.parent))
     run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
     if not run.is_dir() and (run != path.parent or path.name == "result.json"):
         return UserError(
-            f"{what} {run} was removed while the run was open.",
+            f"{problem} {run} was removed while the run was open.",
             remedy="Start anew; if this place is cleaned up by itself, name a run directory "
             "elsewhere.",
         )
     if not path.parent.is_dir():
-        return UserError(what, remedy=f"{path.parent} is not a directory; {instead}.")
-    return UserError(what, remedy=f"Check the directory's permissions, or {instead}.")
+        return UserError(problem, remedy=f"{path.parent} is not a directory; {instead}.")
+    return UserError(problem, remedy=f"Check the directory's permissions, or {instead}.")
 
 
 def _what_helps(number: int, folder: Path) -> str:

@@ -99,7 +99,10 @@ class _Copying:
             return value
         if self._only_devices and value.device.type != _DEVICE:
             return value
-        return _of_kind(value, self._copy(value.detach()))
+        copied = self._copy(value.detach())
+        if isinstance(value, nn.Parameter):
+            return nn.Parameter(copied, value.requires_grad)
+        return copied.detach().requires_grad_() if value.requires_grad else copied
 
     def _copy(self, tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided:
@@ -112,13 +115,6 @@ class _Copying:
             copied = fitting.pop() if fitting else _new_like(tensor, pins=pins)
             self.copies[key] = copied.copy_(tensor, non_blocking=pins)
         return self.copies[key]
-
-
-def _of_kind(value: Tensor, copied: Tensor) -> Tensor:
-    """Return a copy as a parameter if the original is one, and with its `requires_grad`."""
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(copied, value.requires_grad)
-    return copied.detach().requires_grad_() if value.requires_grad else copied
 
 
 def _new_like(tensor: Tensor, *, pins: bool) -> Tensor:

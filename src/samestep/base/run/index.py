@@ -115,13 +115,13 @@ def announce(
     """Name a written checkpoint in the index, then delete those that are no longer kept."""
     now = time.time()
     grown = index.add(replace(entry, time=now))
-    kept = grown.prune(rules, spared, now)
-    gone = {e.path for e in (*index.checkpoints, entry)} - {e.path for e in kept.checkpoints}
-    kept = replace(kept, gone=tuple(sorted(gone)))
-    write_text(folder / "index.json", index_text(kept))
-    for name in kept.gone:
+    retained = grown.prune(rules, spared, now)
+    gone = {e.path for e in (*index.checkpoints, entry)} - {e.path for e in retained.checkpoints}
+    retained = replace(retained, gone=tuple(sorted(gone)))
+    write_text(folder / "index.json", index_text(retained))
+    for name in retained.gone:
         remove(folder / name)
-    return kept
+    return retained
 
 
 def index_text(index: Index) -> str:
@@ -231,5 +231,5 @@ def find_checkpoint(folder: Path, name: str) -> Entry:
     for entry in index.checkpoints:
         if entry.path in (name, f"{name}.pt"):
             return entry
-    known = ", ".join(entry.path for entry in index.checkpoints) or "none yet"
-    raise UserError(f"{folder} has no checkpoint {name!r}. It has: best, last, {known}.")
+    paths = ", ".join(entry.path for entry in index.checkpoints) or "none yet"
+    raise UserError(f"{folder} has no checkpoint {name!r}. It has: best, last, {paths}.")

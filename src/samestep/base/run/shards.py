@@ -109,11 +109,11 @@ def write(
             )
     except dcp.api.CheckpointException as error:
         causes = [cause for _, (cause, _) in sorted(error.failures.items())]
-        known = [cause for cause in causes if isinstance(cause, OSError)]
+        os_errors = [cause for cause in causes if isinstance(cause, OSError)]
         unknown = OSError(errno.EIO, str(causes[0] if causes else error).splitlines()[0])
         if rank == 0:  # all have ended by now; what they wrote would fill the disk
             shutil.rmtree(folder, ignore_errors=True)
-        cause = known[0] if known else unknown
+        cause = os_errors[0] if os_errors else unknown
         raise cannot_write(folder, cause) from cause
     mine = [*folder.glob(f"__{rank}_*"), *([folder / _METADATA] if rank == 0 else [])]
     hashes = {path.name: sha256_of(path) for path in mine}
@@ -229,9 +229,9 @@ class _Reader(FileSystemReader):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        known = name in _SAFE_CLASSES.get(module, ())
-        loaded = super().find_class(module, name) if known or module == "torch" else None
-        if known or isinstance(loaded, torch.dtype):
+        is_safe = name in _SAFE_CLASSES.get(module, ())
+        loaded = super().find_class(module, name) if is_safe or module == "torch" else None
+        if is_safe or isinstance(loaded, torch.dtype):
             return loaded
         raise pickle.UnpicklingError(f"it holds {module}.{name}")
 

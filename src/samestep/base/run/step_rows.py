@@ -166,10 +166,10 @@ class CompactRecords:
         spans = [rows for record in self._kept if (rows := _rows(record)) is not None]
         if sum(map(len, spans)) == len(self._written):
             return self._written
-        kept = StepRows()
+        step_rows = StepRows()
         for rows in spans:
-            kept.extend(self._written[rows.start : rows.stop])
-        return kept
+            step_rows.extend(self._written[rows.start : rows.stop])
+        return step_rows
 
 
 def _rows(record: Record) -> range | None:

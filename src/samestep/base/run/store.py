@@ -169,12 +169,12 @@ def check_mirror(mirror: str | None, *, new: bool, lost: Path | None = None) -> 
     asking.start()
     asking.join(_ANSWER_S)
     if any(index.checkpoints for index in indexes):
-        how = f" with --resume {address}"
+        remedy = f" with --resume {address}"
         if lost is not None:
             get = f"fs, r = fsspec.url_to_fs('{address}'); fs.get(r + '/', '{lost}/', recursive=1)"
-            how = f': fetch it by python -c "import fsspec; {get}", then start with resume=True'
+            remedy = f': fetch it by python -c "import fsspec; {get}", then start with resume=True'
         raise UserError(
             f"--mirror {address} has another run.",
-            remedy=f"Choose another address, or continue that run{how}",
+            remedy=f"Choose another address, or continue that run{remedy}",
             flags=["mirror"],
         )

@@ -101,7 +101,7 @@ class GrowingSummary:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self.known = Summary(state="running")
+        self.summary = Summary(state="running")
         self._of_epochs, self._of_steps = array("d"), array("d")
         """Losses; NaN where one is not finite."""
         self._plan: Record = {}
@@ -110,73 +110,74 @@ class GrowingSummary:
 
     def add(self, record: Record) -> None:
         """Take the next record of the run."""
-        known, event = self.known, record["event"]
+        summary, event = self.summary, record["event"]
         if event == "start":
             self._begin(record)
         elif event in ("step", "epoch"):
-            known.state, known.reason, known.epoch = "running", "", record.get("epoch") or 1
+            summary.state, summary.reason, summary.epoch = "running", "", record.get("epoch") or 1
             if event == "step":
-                known.take_step(record)
-                self._of_steps.append(math.nan if known.loss is None else known.loss)
+                summary.take_step(record)
+                self._of_steps.append(math.nan if summary.loss is None else summary.loss)
             else:
                 self._end_epoch(record)
         elif event == "evaluation" and record.get("split") == "validation":
             self._validations.append(record)
         elif event == "checkpoint":
-            known.checkpoint_step = record["step"]
+            summary.checkpoint_step = record["step"]
         elif event == "regroup":
-            known.world_size = record["world_size"]
-        elif event == "stop" and known.state == "running":
-            known.reason = str(record.get("reason") or "")
-            known.state = "stopped" if known.reason.startswith("SIG") else "completed"
-            known.state = "failed" if known.reason.startswith("failed") else known.state
+            summary.world_size = record["world_size"]
+        elif event == "stop" and summary.state == "running":
+            summary.reason = str(record.get("reason") or "")
+            summary.state = "stopped" if summary.reason.startswith("SIG") else "completed"
+            summary.state = "failed" if summary.reason.startswith("failed") else summary.state
         if isinstance(step := record.get("step"), int):
-            known.steps = max(known.steps, step)
+            summary.steps = max(summary.steps, step)
 
     def _begin(self, plan: Record) -> None:
-        known = self.known
-        known.state, known.reason = "running", ""
-        known.format, known.recipe = plan.get("format", RUN_FORMAT), plan.get("recipe", "")
-        known.started = known.started if known.starts else finite_number(plan.get("time"))
-        known.starts += 1
-        known.world_size, known.total_steps = plan.get("world_size"), plan.get("total_steps")
-        known.total_epochs, known.steps_per_epoch = plan.get("epochs"), plan.get("steps_per_epoch")
+        summary = self.summary
+        summary.state, summary.reason = "running", ""
+        summary.format, summary.recipe = plan.get("format", RUN_FORMAT), plan.get("recipe", "")
+        summary.started = summary.started if summary.starts else finite_number(plan.get("time"))
+        summary.starts += 1
+        summary.world_size, summary.total_steps = plan.get("world_size"), plan.get("total_steps")
+        summary.total_epochs = plan.get("epochs")
+        summary.steps_per_epoch = plan.get("steps_per_epoch")
         self._plan = plan
-        known.samples_per_step = 0.0
+        summary.samples_per_step = 0.0
         if "global_batch_size" in plan:  # Lightning's logger does not know it
-            known.samples_per_step = samples_per_step(plan)
+            summary.samples_per_step = samples_per_step(plan)
 
     def _end_epoch(self, record: Record) -> None:
-        known, loss = self.known, finite_number(record["loss"])
-        known.epochs = record["epoch"]
+        summary, loss = self.summary, finite_number(record["loss"])
+        summary.epochs = record["epoch"]
         self._of_epochs.append(math.nan if loss is None else loss)
         if not self._of_steps:
-            known.seconds = (known.seconds or 0.0) + record["train_seconds"]
+            summary.seconds = (summary.seconds or 0.0) + record["train_seconds"]
 
     def complete(self) -> Summary:
         """Return the summary with losses and best; UserError if the index is damaged."""
-        known, epochs, steps = self.known, self._of_epochs, self._of_steps
+        summary, epochs, steps = self.summary, self._of_epochs, self._of_steps
         curve = epochs if len(epochs) >= _FEW_EPOCHS or len(steps) <= _MANY_STEPS else steps
         curve = curve or steps  # no epoch has ended
-        known.losses = [
+        summary.losses = [
             finite_number(loss) for loss in curve[:: -(-len(curve) // _MOST_LOSSES) or 1]
         ]
         if curve:
-            known.losses[-1] = finite_number(curve[-1])
+            summary.losses[-1] = finite_number(curve[-1])
         index = read_index(self._run / "checkpoints")
         metric = self._plan.get("monitor") or (index.monitor if index.best else None)
         if metric is None:  # a loop of one's own that monitors nothing
             metric = next((m for m in ("accuracy", "loss") if self._validated(m)), None)
         if metric is None:
-            return known
+            return summary
         falls = metric == "loss" or metric in (self._plan.get("lower_is_better") or ())
         is_of_index = index.monitor == metric and index.checkpoints
         falls = index.mode == "min" if is_of_index else falls
-        known.metric, known.mode = metric, "min" if falls else "max"
-        known.value = (min if falls else max)(self._validated(metric), default=None)
+        summary.metric, summary.mode = metric, "min" if falls else "max"
+        summary.value = (min if falls else max)(self._validated(metric), default=None)
         if is_of_index and index.best:
-            known.value = index.best.metric
-        return known
+            summary.value = index.best.metric
+        return summary
 
     def _validated(self, metric: str) -> list[float]:
         values = (finite_number(record.get(metric)) for record in self._validations)
@@ -207,7 +208,7 @@ def read_growing(run: Path) -> tuple[GrowingSummary, RecordFile]:
     return growing, file
 
 
-def catch_up(known: Summary, run: Path) -> None:
+def catch_up(summary: Summary, run: Path) -> None:
     """Take the newest records of a run, in the last 64 KiB, into a summary that lags behind."""
     text = b""
     with contextlib.suppress(OSError), open_regular(run / "events.jsonl") as file:
@@ -221,13 +222,13 @@ def catch_up(known: Summary, run: Path) -> None:
     for record in newest:
         event = record["event"]
         if event in ("step", "epoch"):
-            known.steps = record["step"]
+            summary.steps = record["step"]
         if event == "step":
-            known.take_step(record)
+            summary.take_step(record)
         elif event == "epoch":
-            known.epochs = known.epoch = record["epoch"]
+            summary.epochs = summary.epoch = record["epoch"]
         elif event == "checkpoint":
-            known.checkpoint_step = record["step"]
+            summary.checkpoint_step = record["step"]
 
 
 class SummaryFile:
@@ -260,11 +261,13 @@ class SummaryFile:
     def end(self, result: Mapping[str, Any]) -> None:
         """Take what result.json says of how the run ended, and write the file."""
         growing = self._growing = self._growing or read_growing(self._run)[0]
-        known = growing.known
+        summary = growing.summary
         self._has_result = True
-        known.state, known.reason = result["status"], str(result.get("reason", ""))
-        known.steps, known.epochs = (result.get(n, getattr(known, n)) for n in ("steps", "epochs"))
-        known.seconds = result.get("training_seconds", known.seconds)
+        summary.state, summary.reason = result["status"], str(result.get("reason", ""))
+        summary.steps, summary.epochs = (
+            result.get(n, getattr(summary, n)) for n in ("steps", "epochs")
+        )
+        summary.seconds = result.get("training_seconds", summary.seconds)
         self._write(growing, sync=True)
 
     def _write(self, growing: GrowingSummary, *, sync: bool = False) -> None:

@@ -68,14 +68,14 @@ def modules_of(file: Path, like: UserModules | None = None) -> UserModules:
 
 def _loaded_by(file: Path, modules: Collection[str]) -> set[str]:
     """Return own modules that reading a recipe's file has imported, and calling its functions."""
-    seen = _imported.get(os.path.realpath(file))
-    if seen is None:
+    entry = _imported.get(os.path.realpath(file))
+    if entry is None:
         return set()
     tops = {name.partition(".")[0] for name in modules}
     beside = str(file.parent) + os.sep
-    late = {name for name in sys.modules.keys() - seen.before if _is_own(name)}
+    late = {name for name in sys.modules.keys() - entry.before if _is_own(name)}
     late = {n for n in late if n.partition(".")[0] in tops or _origin(n).startswith(beside)}
-    return {n for n in seen.names | late if os.path.realpath(_origin(n)) != os.path.realpath(file)}
+    return {n for n in entry.names | late if os.path.realpath(_origin(n)) != os.path.realpath(file)}
 
 
 def _closure(file: Path, find: Find, also: Collection[str]) -> tuple[dict[str, Path], bool]:
@@ -105,21 +105,21 @@ def finder(file: Path | None, also: Collection[str] = ()) -> Find:
 
     Nothing is imported for it. `also` are modules that count as the user's wherever they are.
     """
-    known: dict[str, tuple[Path | None, Sequence[str] | None]] = {}
+    found_at: dict[str, tuple[Path | None, Sequence[str] | None]] = {}
     beside = [] if file is None else [str(file.parent)]
 
     def located(name: str) -> tuple[Path | None, Sequence[str] | None]:
         """Return a module's file, and the folders where its modules are."""
-        if name not in known:
+        if name not in found_at:
             above, _, last = name.rpartition(".")
-            known[name] = (None, None)
+            found_at[name] = (None, None)
             if not last.isidentifier() or name.partition(".")[0] in _NEVER:
-                return known[name]
+                return found_at[name]
             places = located(above)[1] if above else None
             path, inner = _inner(last, places or ()) if above else _top(name, beside)
             is_own = path and (name in also or not _LIBRARIES & {*path.parts})
-            known[name] = (path if is_own else None, inner)
-        return known[name]
+            found_at[name] = (path if is_own else None, inner)
+        return found_at[name]
 
     return lambda name: located(name)[0]
 
@@ -191,19 +191,19 @@ def kept_modules(run: Path, suffix: str = "") -> UserModules | None:
 
 def modules_note(run: Path) -> list[str]:
     """Return notes if a run has not kept all code of the user's own."""
-    kept = kept_modules(run) or UserModules()
+    modules = kept_modules(run) or UserModules()
     files = [path for name in ("recipe.py", "script.py") if (path := run / name).is_file()]
     notes = [
         f"{path.name} runs code by {match[1]}(), and not by an import: the run neither keeps nor "
         "compares that code. Import it by its name, and edits of it are noticed on a resume."
-        for path in (*files, *kept.files.values())
+        for path in (*files, *modules.files.values())
         if (match := _BY_PATH.search(path.read_text(encoding="utf-8", errors="replace")))
     ]
-    if kept.complete:
+    if modules.complete:
         return notes
     note = (
         f"Your code imports more than {MOST_FILES} files or {MOST // MB} MB of your own. The run "
-        f"keeps and compares the {len(kept.files)} that are imported first: edits of the others "
+        f"keeps and compares the {len(modules.files)} that are imported first: edits of the others "
         "are not noticed on a resume."
     )
     return [*notes, note]
@@ -212,10 +212,10 @@ def modules_note(run: Path) -> list[str]:
 def copied_modules(file: Path) -> UserModules | None:
     """Return the modules that a recipe's file in a run's directory was copied with."""
     stem = file.stem.removeprefix("recipe")
-    if file.stem.startswith("recipe") and (kept := kept_modules(file.parent, stem)):
-        return kept
+    if file.stem.startswith("recipe") and (modules := kept_modules(file.parent, stem)):
+        return modules
     inside = (folder.parent for folder in file.absolute().parents if folder.name == CODE)
-    return next((kept for run in inside if (kept := kept_modules(run))), None)
+    return next((modules for run in inside if (modules := kept_modules(run))), None)
 
 
 def keep_modules(run: Path, modules: UserModules, number: int | None = None) -> None:
@@ -290,13 +290,13 @@ def imports_of(file: Path, original: Path) -> Iterator[None]:
     )
     folders = [*dict.fromkeys(roots), file.parent.resolve(), original.parent.resolve()]
     sys.path[:0] = map(str, folders)
-    seen = _imported.setdefault(os.path.realpath(file), _Imported())
-    seen.before = frozenset(sys.modules)
+    imported = _imported.setdefault(os.path.realpath(file), _Imported())
+    imported.before = frozenset(sys.modules)
     try:
         yield
     finally:
-        new = {name for name in sys.modules.keys() - seen.before if _is_own(name)}
-        seen.names |= new
+        new = {name for name in sys.modules.keys() - imported.before if _is_own(name)}
+        imported.names |= new
         for name in new:
             _as_read[name] = _stamp(_origin(name))
 

@@ -136,7 +136,7 @@ def _open_store(options: DoctorOptions, launch: Launch) -> Store:
 
 def wait_for_all(
     store: Store,
-    what: str,
+    stage: str,
     ranks: Sequence[int],
     timeout_s: float = _FAREWELL_S,
     ended: threading.Event | None = None,
@@ -145,7 +145,7 @@ def wait_for_all(
     deadline, ended = time.monotonic() + timeout_s, ended or threading.Event()
     values: dict[int, bytes | None] = {}
     for rank in ranks:
-        key = f"{what}/{rank}"
+        key = f"{stage}/{rank}"
         while not (is_there := store.check([key])):
             if time.monotonic() > deadline or ended.wait(_POLL_S):
                 break
@@ -235,13 +235,13 @@ def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts,
         except msgspec.MsgspecError:
             foreign.append(number)
     if foreign:
-        what = f"{_numbers(foreign)} cannot be understood: another samestep runs there"
-        return tuple(ranks), red(what, ONE_ENVIRONMENT, "roll call")
+        problem = f"{_numbers(foreign)} cannot be understood: another samestep runs there"
+        return tuple(ranks), red(problem, ONE_ENVIRONMENT, "roll call")
     main = ranks[0]
     if missing:
-        seen = {rank.machine.host.partition(".")[0] for rank in ranks}
+        hosts = {rank.machine.host.partition(".")[0] for rank in ranks}
         listed = main.slurm.hosts if main.slurm else ()
-        silent = [host for host in listed if host.partition(".")[0] not in seen]
+        silent = [host for host in listed if host.partition(".")[0] not in hosts]
         where = f" (none came from {', '.join(silent[:4])})" if silent else ""
         return tuple(ranks), red(
             f"{_numbers(missing)} of {len(received)} never came {why}{where}",

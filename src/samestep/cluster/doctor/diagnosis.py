@@ -23,8 +23,8 @@ from samestep.cluster.doctor import (
 from samestep.cluster.doctor.between_ranks import CutOffError, follow, lead
 from samestep.cluster.doctor.findings import Finding, merge, red, run_checks, size_name, worst
 from samestep.cluster.doctor.rank_facts import Allocation, AllReduce, DoctorOptions, RankFacts
-from samestep.launch.ranks.launch import OPEN_MPI, PMI, TORCHRUN, Launch, detect_launch
-from samestep.launch.ranks.world import World, find_world
+from samestep.launch.ranks.launch import OPEN_MPI, PMI, TORCHRUN, detect_launch
+from samestep.launch.ranks.world import find_world
 
 _COLOURS = {"green": "green", "yellow": "bold yellow", "red": "bold red"}
 _STATUS_WIDTH = 8
@@ -86,25 +86,12 @@ def diagnose(
     except UserError as error:  # examine the rest on the CPU
         world = find_world("cpu", "auto", environment)
         problem = str(error).partition(". ")[0]
-    me = replace(_read_rank(options, world, launch, environment), device_problem=problem)
-    if launch.world_size == 1:
-        return _check(Allocation(ranks=(me,)), [])
-    if world.is_main:
-        return _check(*lead(options, world, me))
-    follow(options, world, me)
-    return None
-
-
-def _read_rank(
-    options: DoctorOptions, world: World, launch: Launch, environment: Mapping[str, str]
-) -> RankFacts:
-    """Read the facts of this rank; the first rank of a node also reads those of the node."""
-    first = launch.local_rank == 0
+    first = launch.local_rank == 0  # it also reads the facts of its node
     machine = node.read_machine(options.recipe, environment, look_outside=first)
     folder = run_directory.read_folder(options.run_dir) if first else None
     of_run = folder.num_workers if folder else 0
     own = machine.gpus[world.device.index] if world.device.type == "cuda" else None
-    return RankFacts(
+    me = RankFacts(
         launch=launch,
         machine=machine,
         address=addresses.read_address(launch.master_addr, environment),
@@ -112,10 +99,17 @@ def _read_rank(
         slurm=slurm_job.read_slurm(environment),
         device=str(world.device),
         device_uuid=own.uuid if own else "",
+        device_problem=problem,
         gpu=gpu_health.read_gpu(world.device, own.uuid, own.name) if own else None,
         elastic=bool(environment.get("TORCHELASTIC_RUN_ID")),
         num_workers=of_run if options.num_workers is None else options.num_workers,
     )
+    if launch.world_size == 1:
+        return _check(Allocation(ranks=(me,)), [])
+    if world.is_main:
+        return _check(*lead(options, world, me))
+    follow(options, world, me)
+    return None
 
 
 def _check(allocation: Allocation, findings: list[Finding]) -> Diagnosis:

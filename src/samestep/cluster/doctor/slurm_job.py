@@ -161,8 +161,8 @@ def gpu_binding(rank: RankFacts) -> Finding | None:
     slurm, launch, machine = rank.slurm, rank.launch, rank.machine
     if slurm is None:
         return None
-    seen, ranks = len(machine.gpus), launch.local_world_size
-    if slurm.gpus_on_node and not seen:
+    visible, ranks = len(machine.gpus), launch.local_world_size
+    if slurm.gpus_on_node and not visible:
         return red(
             f"the job has {slurm.gpus_on_node} GPUs on this node, PyTorch sees none",
             "Ask for them in the step too (srun --gpus-per-node=N); see the row cuda.",
@@ -171,18 +171,18 @@ def gpu_binding(rank: RankFacts) -> Finding | None:
         "Let every rank see all GPUs of its node: --gpus-per-node=N --gpu-bind=none in place of "
         "--gpus-per-task or --gpu-bind."
     )
-    if seen == 1 < ranks and slurm.gpu_bind and launch.launcher == "srun":
+    if visible == 1 < ranks and slurm.gpu_bind and launch.launcher == "srun":
         return yellow(
             f"each rank sees only one GPU ({slurm.gpu_bind})",
             f"Training works, but NCCL may not copy from GPU to GPU. {see_all}",
         )
-    if seen and seen < ranks:
+    if visible and visible < ranks:
         bound = f" ({slurm.gpu_bind})" if slurm.gpu_bind else ""
-        return red(f"{count(seen, 'GPU')} visible for {ranks} ranks of a node{bound}", see_all)
-    if seen > ranks:
-        advice = f"The others are idle: --ntasks-per-node={seen} uses them."
-        return yellow(f"{seen} GPUs for {ranks} ranks of a node", advice)
-    return green(f"{seen} GPUs for {ranks} ranks of a node") if seen else None
+        return red(f"{count(visible, 'GPU')} visible for {ranks} ranks of a node{bound}", see_all)
+    if visible > ranks:
+        advice = f"The others are idle: --ntasks-per-node={visible} uses them."
+        return yellow(f"{visible} GPUs for {ranks} ranks of a node", advice)
+    return green(f"{visible} GPUs for {ranks} ranks of a node") if visible else None
 
 
 def stop_signal(rank: RankFacts) -> Finding | None:

@@ -36,16 +36,16 @@ def check_partitions(options: JobOptions, partition: str | None) -> None:
     """Refuse what a partition, or each of several, can never give; None is for any partition."""
     # All, also hidden ones; without --exact, unlike nodes share a line with the least of each.
     text = call("sinfo", "--all", "--exact", "--noheader", "--format=%R|%D|%c|%l|%G")
-    known = parse_partitions(text)
-    names = partition.split(",") if partition else list(known)
+    partitions = parse_partitions(text)
+    names = partition.split(",") if partition else list(partitions)
     for name in names:
-        if name not in known:
+        if name not in partitions:
             raise UserError(
-                f"There is no partition {name!r} here. {did_you_mean(name, known)}"
-                f"The partitions are: {', '.join(sorted(known))}."
+                f"There is no partition {name!r} here. {did_you_mean(name, partitions)}"
+                f"The partitions are: {', '.join(sorted(partitions))}."
             )
     # The largest first: the user reads its refusal.
-    largest_first = sorted((known[name] for name in names), key=lambda p: p.nodes, reverse=True)
+    largest_first = sorted((partitions[name] for name in names), key=lambda p: -p.nodes)
     refusals = [_refusal(options, partition) for partition in largest_first]
     if refusals and all(refusals):
         others = " No other partition can give it either." if len(refusals) > 1 else ""

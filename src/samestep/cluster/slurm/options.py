@@ -287,10 +287,10 @@ def refuse_secret_flags(words: Sequence[str]) -> None:
             _refuse_secret(f"{flag} …", flag)
 
 
-def _refuse_secret(given: str, name: str) -> None:
+def _refuse_secret(text: str, name: str) -> None:
     if names_secret(name):
         raise UserError(
-            f"{given} looks like a secret, and others may be able to read the script. "
+            f"{text} looks like a secret, and others may be able to read the script. "
             "Export it in the shell that submits: Slurm passes the environment on."
         )
 

@@ -244,10 +244,10 @@ def _run_of(comment: str, command: str, log: str) -> Path | None:
     return next((folder for folder in folders if (folder / OPTIONS).is_file()), None)
 
 
-def ended_runs(folder: Path, known: Collection[Path | None], most: int = 20) -> list[Path]:
+def ended_runs(folder: Path, queued: Collection[Path | None], most: int = 20) -> list[Path]:
     """Return the newest runs in a folder whose jobs have started and Slurm no longer knows."""
     begun = ((path.stat().st_mtime, path.parent) for path in folder.glob(f"*/{BEGUN}"))
-    resolved = {path.resolve() for path in known if path is not None}
+    resolved = {path.resolve() for path in queued if path is not None}
     runs = [run.absolute() for _, run in sorted(begun) if run.resolve() not in resolved]
     return runs[-most:]
 

@@ -177,11 +177,11 @@ def first_end(lines: Sequence[str], failures: Sequence[dict[str, Any]] = ()) -> 
     ends = _ends_by_torchrun(lines) or list(_ends_by_srun(lines))
     ends = [_with_reason(end, raised.get(end.rank), lines) for end in ends]
     # A rank that raised may still wait, or hang, when another's end is noticed.
-    seen = {end.rank for end in ends}
+    ended = {end.rank for end in ends}
     ends += [
         _with_reason(RankEnd(rank=rank, code=failure.get("code")), failure, lines)
         for rank, failure in sorted(raised.items(), key=lambda item: item[1].get("time", 0))
-        if rank not in seen
+        if rank not in ended
     ]
     # The likeliest to be the cause, among equals the first. C++ libraries often abort when another
     # rank is lost, and a rank's last lines may be lost when Slurm ends it.

@@ -240,7 +240,7 @@ def read_ending(
     raised = stepped and any(failure.get("raised") for failure in failures)
     frames = cause.frames if cause and not mistake else ()
     nodes = [cause.node if cause else (result.get("stall") or {}).get("host") if hung else ""]
-    said = (line.removeprefix(_OURS) for line in reversed(lines) if line.startswith(_OURS))
+    messages = (line.removeprefix(_OURS) for line in reversed(lines) if line.startswith(_OURS))
     ending = Ending(
         code=code,
         received=received,
@@ -249,7 +249,7 @@ def read_ending(
         stepped=stepped,
         mistake=again and not raised,
         stopped=result.get("status") == "stopped",
-        why=mistake or hung or why or next(said, "") or _meaning(code, cause),
+        why=mistake or hung or why or next(messages, "") or _meaning(code, cause),
         frames=frames,
         nodes=tuple(filter(None, nodes)),
     )

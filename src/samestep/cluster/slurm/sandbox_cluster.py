@@ -281,8 +281,8 @@ def _end_all(folder: Path) -> bool:
                 lambda: not any(process.is_of_job for process in find_processes(folder)),
                 _TERM_WITHIN_S,
             )
-    if rest := end(lambda: find_processes(folder), _TERM_WITHIN_S):
-        names = ", ".join(f"{process.name} ({process.pid})" for process in rest)
+    if survivors := end(lambda: find_processes(folder), _TERM_WITHIN_S):
+        names = ", ".join(f"{process.name} ({process.pid})" for process in survivors)
         raise UserError(f"These processes of the sandbox in {folder} do not end: {names}.")
     return True
 

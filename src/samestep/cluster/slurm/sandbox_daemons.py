@@ -126,13 +126,13 @@ def _with_ancestors(pid: int, running: dict[int, dict[str, Any]]) -> dict[int, N
 class DaemonError(UserError):
     """A daemon did not come up; the message ends with what it logged."""
 
-    def __init__(self, folder: Path, daemon: str, what: str) -> None:
+    def __init__(self, folder: Path, daemon: str, problem: str) -> None:
         try:
             lines = log_file(folder, daemon).read_text(errors="replace").splitlines()
         except OSError:
             lines = []
         tail = "\n".join(f"  {line}" for line in lines[-_LOG_TAIL_LINES:]) or "  (nothing)"
-        super().__init__(f"The sandbox did not come up: {what}. {daemon} logged last:\n{tail}")
+        super().__init__(f"The sandbox did not come up: {problem}. {daemon} logged last:\n{tail}")
 
 
 def missing_programs() -> list[str]:

@@ -125,7 +125,7 @@ def find_workload(
     arguments, of_script = arguments[:cut], arguments[cut:]
     if any(word.split("=")[0] == "--nproc" for word in arguments):
         raise UserError("--nproc is for one machine; a job takes --nodes and --ntasks-per-node.")
-    what = str(path.absolute()) if is_file or continues else text
+    target = str(path.absolute()) if is_file or continues else text
     run_dir: tuple[str, ...] = ()
     if continues:
         run, name = path.absolute(), path.absolute().name
@@ -135,11 +135,11 @@ def find_workload(
         run = Path(wanted).absolute() if wanted else new_run_path(name).absolute()
         run_dir = ("--run-dir", str(run))
     store = [b for a, b in itertools.pairwise(arguments) if a == "--resume" and "://" in b]
-    rest = [word for word in arguments if word not in ("--resume", "--recipe-of-run", *store)]
+    words = [word for word in arguments if word not in ("--resume", "--recipe-of-run", *store)]
     resume = ["--resume", *store]
     if text not in recipes:  # its file may be edited meanwhile
         resume.append("--recipe-of-run")
-    command = ("-m", "samestep", "train", what, *rest, *run_dir, *resume, *of_script)
+    command = ("-m", "samestep", "train", target, *words, *run_dir, *resume, *of_script)
     file = path.absolute() if is_file else None
     return Workload(name=name, kind="recipe", run=run, command=command, file=file)
 
@@ -154,7 +154,7 @@ def is_script(run: Path) -> bool:
 
 def without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Split --run-dir from the training's flags."""
-    run_dir, rest = None, []
+    run_dir, others = None, []
     words = iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
@@ -163,8 +163,8 @@ def without_run_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
             if not run_dir or run_dir.startswith("--"):
                 raise UserError("--run-dir needs a directory behind it.")
         else:
-            rest.append(word)
-    return run_dir, rest
+            others.append(word)
+    return run_dir, others
 
 
 def _is_recipe_file(path: Path) -> bool:
@@ -439,7 +439,7 @@ def fill_run(job: JobScript, *, waits: bool = False) -> None:
 
 def _refused(error: ProgramError, script: str) -> UserError:
     """Return sbatch's own words with the line of the script that they mean."""
-    meant = [word for word, what in _MEANS.items() if re.search(what, error.said, re.IGNORECASE)]
+    meant = [word for word, text in _MEANS.items() if re.search(text, error.said, re.IGNORECASE)]
     named = (
         f"Line {number}: {line}"
         for directive in meant

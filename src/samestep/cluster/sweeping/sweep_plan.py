@@ -233,8 +233,17 @@ def _hashed(name: str, point: Point) -> str:
     return f"{name}-{hashlib.sha256(_text(point).encode()).hexdigest()[:8]}"
 
 
-def default_folder(recipe: str, words: Sequence[str]) -> Path:
-    """Return the folder of a sweep that names none: the same for the same command."""
+def default_folder(
+    recipe: str,
+    flags: Sequence[str],
+    axes: Mapping[str, tuple[str, ...]],
+    sample: int | None,
+    *,
+    optuna: bool,
+) -> Path:
+    """Return the folder of a sweep that names none: one in runs/ that all else decides."""
+    words = [*flags, *(f"{flag}={texts}" for flag, texts in axes.items()), f"sample={sample}"]
+    words += ["optuna"] * optuna
     key = hashlib.sha256(json.dumps([recipe, *words]).encode()).hexdigest()[:8]
     return Path("runs") / f"sweep-{Path(recipe).stem}-{key}"
 

@@ -59,9 +59,9 @@ class Collating:
             blame(f"The collate failed with {len(samples)} samples ({kinds})", error)
         rows = num_rows(batch)
         if rows not in (None, len(samples)) and self._counts(collate, samples, rows):
-            what = "leaves out" if rows < len(samples) else "adds"
+            verb = "leaves out" if rows < len(samples) else "adds"
             raise UserError(
-                f"The collate{defined_at(collate)} {what} {abs(rows - len(samples))} of "
+                f"The collate{defined_at(collate)} {verb} {abs(rows - len(samples))} of "
                 f"{len(samples)} samples: its batch has {rows} rows. Each sample belongs to one "
                 "step, so every one must be in the batch once. Leave samples out in the data set."
             )

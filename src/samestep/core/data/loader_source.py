@@ -146,9 +146,9 @@ class _Keyed(Dataset[Any]):
             blame(f"{name_of(self._dataset)} failed at sample {key[1]} of {size}", error)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _are_equal(first: Any, other: Any) -> bool:
     try:
-        pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+        pairs = zip(tree_leaves(first), tree_leaves(other), strict=True)
         # NumPy would read all of a data set that a sample refers to.
         return all(a is b or np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
     except Exception:
@@ -217,13 +217,13 @@ def blame_worker(iterator: Any, dataset: str, error: Exception, samples: str = "
     if code < 0:
         ending = f"was killed by {signal.Signals(-code).name}"
     at = f"at samples {samples} or in the next batches, " if samples else ""
-    what = f"{dataset} was being read, {at}when its loader worker {ending}."
+    text = f"{dataset} was being read, {at}when its loader worker {ending}."
     if code > 0:
         raise UserError(
-            f"{what} Code of the data set, or a library that it calls, has ended the process: "
+            f"{text} Code of the data set, or a library that it calls, has ended the process: "
             "find the sample with --num-workers 0."
         ) from error
-    raise RuntimeError(f"{what} {_REMEDIES.get(-code, _CRASHED)}") from error
+    raise RuntimeError(f"{text} {_REMEDIES.get(-code, _CRASHED)}") from error
 
 
 _GONE_S = 0.2

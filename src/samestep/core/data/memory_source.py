@@ -171,9 +171,9 @@ def _room(world: World) -> float:
     """
     device = world.device
     free, _total = torch.cuda.mem_get_info(device)
-    kept = torch.cuda.memory_reserved(device)  # by PyTorch, in use or not
+    reserved = torch.cuda.memory_reserved(device)  # by PyTorch, in use or not
     # Ranks that share a GPU are connected by Gloo: NCCL refuses two ranks on one.
     gpus = world.local_world_size if world.backend == "nccl" else torch.cuda.device_count()
     sharing = -(-world.local_world_size // max(1, gpus))
-    share = _RESIDENT_FRACTION * (free + kept) / sharing
+    share = _RESIDENT_FRACTION * (free + reserved) / sharing
     return share - torch.cuda.memory_allocated(device)

@@ -493,5 +493,5 @@ def split_indices(num_samples: int, fractions: tuple[float, ...], seed: int) -> 
 
 def hold_out(data: InMemory, fraction: float, seed: int) -> tuple[InMemory, InMemory]:
     """Return inputs and targets for training, and a random part that is held out of them."""
-    held_out, rest = split_indices(len(data[0]), (fraction,), seed)
-    return (data[0][rest], data[1][rest]), (data[0][held_out], data[1][held_out])
+    held_out, trained = split_indices(len(data[0]), (fraction,), seed)
+    return (data[0][trained], data[1][trained]), (data[0][held_out], data[1][held_out])

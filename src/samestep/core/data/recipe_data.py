@@ -72,18 +72,18 @@ def load_splits(
     else:
         splits = world.on_every(load)
     splits = world.on_every(lambda: without_loaders(splits, recipe.collate))
-    given = {name: getattr(splits, name) for name in SPLITS if name in wanted}
-    if splits.by_name and "validation" in given:
+    datasets = {name: getattr(splits, name) for name in SPLITS if name in wanted}
+    if splits.by_name and "validation" in datasets:
         # Also in the order of their names, so that all ranks prepare them in the same.
-        given |= {f"validation/{name}": data for name, data in splits.by_name.items()}
-        del given["validation"]
-    parts = {name: data for name, data in given.items() if isinstance(data, PreparedOnRanks)}
+        datasets |= {f"validation/{name}": data for name, data in splits.by_name.items()}
+        del datasets["validation"]
+    parts = {name: data for name, data in datasets.items() if isinstance(data, PreparedOnRanks)}
     if not prepare or not parts:
         return splits
     done = next(iter(parts.values())).prepare_on_ranks(parts, world)
-    told = {name: getattr(splits, name) + done.pop(name) for name in ("notes", "left_out")}
+    notes = {name: getattr(splits, name) + done.pop(name) for name in ("notes", "left_out")}
     by_name = {n: done.pop(f"validation/{n}", data) for n, data in splits.by_name.items()}
-    return replace(splits, **{**done, **told, **({"validation": by_name} if by_name else {})})
+    return replace(splits, **{**done, **notes, **({"validation": by_name} if by_name else {})})
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,9 @@ class Unpacked(Dataset[Any]):
         size, drop_last = self.batch_size, self.drop_last
         if size is None or (size, drop_last) == (settings.batch_size, settings.drop_last):
             return []
-        given = f"batch_size={size}{', drop_last=True' if drop_last else ''}"
+        flags = f"batch_size={size}{', drop_last=True' if drop_last else ''}"
         why = "--batch-size counts the samples of a step on all ranks, and --drop-last leaves out"
-        return [f"The training loader's {given} is not used: {why} an incomplete one."]
+        return [f"The training loader's {flags} is not used: {why} an incomplete one."]
 
     def ordering(self, settings: Settings) -> Ordering:
         """Return the order of the loader's sampler, in training."""
@@ -151,9 +151,9 @@ def as_pytorch(loader: DataLoader[Any], where: str) -> DataLoader[Any]:
 
 def reads_each_once(loader: DataLoader[Any]) -> bool:
     """Whether a loader reads each sample once, in an order of PyTorch's."""
-    sampler, known = loader.sampler, (RandomSampler, SequentialSampler, DistributedSampler)
+    sampler, kinds = loader.sampler, (RandomSampler, SequentialSampler, DistributedSampler)
     again = isinstance(sampler, RandomSampler) and sampler.replacement
-    return type(loader.batch_sampler) is BatchSampler and isinstance(sampler, known) and not again
+    return type(loader.batch_sampler) is BatchSampler and isinstance(sampler, kinds) and not again
 
 
 def without_loaders(splits: Splits, collate: Collate | None) -> Splits:
@@ -248,43 +248,43 @@ def ordering_of(recipe: Recipe, settings: Settings, data: Any) -> Ordering:
 
 
 def _needed(name: str, recipe: Recipe, flag: str) -> PerSample:
-    given: PerSample | None = getattr(recipe, name)
-    if given is None:
+    value: PerSample | None = getattr(recipe, name)
+    if value is None:
         raise UserError(
             f"--{flag}: the recipe has no {name}. Give it Recipe({name}=…): a number for each "
             "training sample, or a function of the training data that returns them."
         )
-    return given
+    return value
 
 
 def per_sample(name: str, given: PerSample, data: Any, giver: str = "Recipe") -> Tensor:
     """Return a number for each training sample, (samples,) float64, none negative."""
-    what, at = f"{giver}({name}=…)", defined_at(given) if callable(given) else ""
+    field, at = f"{giver}({name}=…)", defined_at(given) if callable(given) else ""
     size = len(data[0] if isinstance(data, tuple) else data)
     try:
         values = given(data) if callable(given) else given
         numbers = torch.as_tensor(values).detach().cpu().double().contiguous()
     except Exception as error:
         remedy = f"It must give a number for each of the {size:,} training samples."
-        blame(f"{what} failed", error, given, remedy=remedy)
+        blame(f"{field} failed", error, given, remedy=remedy)
     if numbers.shape != (size,):
         shape = " × ".join(map(str, numbers.shape)) or "one"
         raise UserError(
-            f"{what}{at} has {shape} numbers and there are {size:,} training samples: give one "
+            f"{field}{at} has {shape} numbers and there are {size:,} training samples: give one "
             f"for each, ({size},)."
         )
     wrong = (~(numbers >= 0) | numbers.isinf()).nonzero().view(-1).tolist()
     if wrong:
         first = wrong[0]
         raise UserError(
-            f"{what}{at} is {float(numbers[first])} for sample {first}"
+            f"{field}{at} is {float(numbers[first])} for sample {first}"
             f"{f' and wrong for {len(wrong) - 1:,} others' if len(wrong) > 1 else ''}: each must "
             "be a finite number of 0 or more."
         )
     if name == "weights" and not bool(numbers.any()):
         raise UserError(
-            f"{what}{at}: all {size:,} weights are 0, so no sample can be drawn. Give some of them "
-            "a weight."
+            f"{field}{at}: all {size:,} weights are 0, so no sample can be drawn. Give some of "
+            "them a weight."
         )
     return numbers
 

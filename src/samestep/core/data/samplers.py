@@ -52,10 +52,10 @@ class SamplerOrder:
             )
         if epoch != self._newest[0]:
             self._newest = epoch, self._ask(epoch)
-            if (given := len(self._newest[1])) != self.num_drawn:
+            if (num_given := len(self._newest[1])) != self.num_drawn:
                 raise UserError(
-                    f"{self._name} gives {given} samples in epoch {epoch} and {self.num_drawn} in "
-                    "epoch 0. Let it give equally many, so that an epoch has the same steps."
+                    f"{self._name} gives {num_given} samples in epoch {epoch} and {self.num_drawn} "
+                    "in epoch 0. Let it give equally many, so that an epoch has the same steps."
                 )
             self._check_again()
         return self._newest[1]
@@ -82,9 +82,9 @@ class SamplerOrder:
         except Exception as error:
             blame(f"{self._name} failed", error, self._sampler)
         if len(indices) > limit:
-            what = "has no end" if most is None else f"says that it has {most} and gives more"
+            problem = "has no end" if most is None else f"says that it has {most} and gives more"
             raise UserError(
-                f"{self._name} {what}: an epoch must have its number of samples. Give it a "
+                f"{self._name} {problem}: an epoch must have its number of samples. Give it a "
                 "__len__ that is right."
             )
         if indices and isinstance(indices[0], list | tuple):
@@ -105,14 +105,14 @@ class SamplerOrder:
             )
         return [index for batch in batches for index in batch]
 
-    def _place(self, given: Any) -> int:
+    def _place(self, index: Any) -> int:
         try:
-            place = int(given)
+            place = int(index)
         except (TypeError, ValueError):
             place = -1
         if not 0 <= place < self._size:
             raise UserError(
-                f"{self._name} gives {given!r:.80}: it must give numbers of samples, from 0 to "
+                f"{self._name} gives {index!r:.80}: it must give numbers of samples, from 0 to "
                 f"{self._size - 1}."
             )
         return place

@@ -224,12 +224,12 @@ class Source(ABC):
         batch = inputs if targets is None else (inputs, targets)
         return batch, batch
 
-    def _call(self, name: str, rows: int, function: Callable[..., Any], *given: Any) -> Any:
+    def _call(self, name: str, rows: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a recipe's function with a batch of inputs, and check its result."""
         try:
-            result = function(*given)
+            result = function(*arguments)
         except Exception as error:
-            blame(f"The {name} failed, with inputs {describe(given[0])}", error, function)
+            blame(f"The {name} failed, with inputs {describe(arguments[0])}", error, function)
         for leaf in tree_leaves(result):
             is_batch = isinstance(leaf, Tensor) and leaf.dim() > 0
             if not is_batch or (self._rows_are_samples and len(leaf) != rows):

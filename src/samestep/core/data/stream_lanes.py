@@ -192,9 +192,9 @@ class Lane:
         state = self._try(self._stream.state_dict)
         return copy.deepcopy(state) if is_plain(state) else None
 
-    def _try(self, function: Any, *given: Any) -> Any:
+    def _try(self, function: Any, *arguments: Any) -> Any:
         try:
-            return function(*given)
+            return function(*arguments)
         except Exception as error:
             self._blame(error)
 
@@ -312,5 +312,5 @@ def _content(leaf: Any) -> bytes:
         return mark_of(leaf.tolist()).encode()
     if callable(getattr(leaf, "tobytes", None)):
         return bytes(leaf.tobytes())
-    known = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes)
-    return repr(leaf).encode() if known else b""  # other texts may hold an address
+    is_plain = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes)
+    return repr(leaf).encode() if is_plain else b""  # other texts may hold an address

@@ -77,18 +77,18 @@ class StreamBatches(IterableDataset[Item]):
         while True:
             slots: list[int] = []
             mine: list[Any] = []
-            seen = 0
+            read = 0
             for owned, _, lane in lanes:
                 taken = lane.take(len(owned))
-                seen += len(taken)
+                read += len(taken)
                 for slot, element in zip(owned, taken, strict=False):
                     if slot in route.mine:
                         slots.append(slot)
                         mine.append(element)
-            if seen == 0:
+            if read == 0:
                 return
             if number % workers == worker:
-                facts = BatchFacts(slots, seen=seen, marks={n: lane.mark() for _, n, lane in lanes})
+                facts = BatchFacts(slots, seen=read, marks={n: lane.mark() for _, n, lane in lanes})
                 yield self._collated(mine, facts, route.first_step + number)
             number += 1
 
@@ -290,8 +290,8 @@ class StreamSource(Source):
         giver = next(rank for rank, size in enumerate(sizes) if size)
         pairs, facts = own
         offer = (pairs, facts.slots, facts.rows) if world.rank == giver else ([], [], [])
-        given, slots, rows = world.gather(offer)[giver]
-        return own if pairs else (given, BatchFacts(slots, rows))
+        received, slots, rows = world.gather(offer)[giver]
+        return own if pairs else (received, BatchFacts(slots, rows))
 
     def _too_short(self, size: int, route: Route) -> str:
         name = name_of(self._stream)

@@ -37,11 +37,11 @@ class EpochEnd:
 
 
 @contextmanager
-def keeps_trained(model: nn.Module, what: str, function: object) -> Iterator[None]:
+def keeps_trained(model: nn.Module, subject: str, function: object) -> Iterator[None]:
     """Refuse a function that freezes or unfreezes parameters: the step would not follow.
 
     Raises:
-        UserError: it is another set of parameters that is trained afterwards; `what` names the
+        UserError: it is another set of parameters that is trained afterwards; `subject` names the
             function.
     """
     parameters = parameters_of(model)
@@ -49,7 +49,7 @@ def keeps_trained(model: nn.Module, what: str, function: object) -> Iterator[Non
     yield
     if before != [p.requires_grad for p in parameters]:
         raise UserError(
-            f"{what}{defined_at(function)} freezes or unfreezes parameters during an epoch.",
+            f"{subject}{defined_at(function)} freezes or unfreezes parameters during an epoch.",
             remedy="Freeze them as the model is made, and unfreeze them after an epoch: "
             "Recipe(after_epoch=…), or on_train_epoch_end of a LightningModule.",
         )
@@ -152,13 +152,13 @@ class AfterEpoch:
     def _follow(self, before: list[str]) -> None:
         """Take the next step with what is trained now, if that is something else."""
         now, place = self.frozen(), defined_at(self._function)
-        what = f"What the recipe's after_epoch{place} has frozen"
-        check_same({"frozen": now}, self._world, what)
+        subject = f"What the recipe's after_epoch{place} has frozen"
+        check_same({"frozen": now}, self._world, subject)
         if now == before:
             return
-        given = {*map(id, parameters_in(self._optimizer))}
+        in_optimizer = {*map(id, parameters_in(self._optimizer))}
         named = dict(self._model.named_parameters())
-        missing = [n for n, p in named.items() if p.requires_grad and id(p) not in given]
+        missing = [n for n, p in named.items() if p.requires_grad and id(p) not in in_optimizer]
         if missing or len(now) == len(named):
             raise UserError(
                 f"The recipe's after_epoch{place} trains {listed(missing)} from now on, which the "

@@ -57,8 +57,8 @@ def check_same_samples(marks: Sequence[Sequence[float]]) -> None:
     """
     first, *others = marks
     allowed = 1e-3 * max((abs(value) for value in first if math.isfinite(value)), default=0.0)
-    for rank, found in enumerate(others, 1):
-        pairs = zip(first, found, strict=False)
+    for rank, marks_of_rank in enumerate(others, 1):
+        pairs = zip(first, marks_of_rank, strict=False)
         if any(abs(one - other) > allowed for one, other in pairs):  # NaN is not
             raise UserError(
                 f"Rank {rank} has other values of the training samples than rank 0. Let data() "
@@ -295,7 +295,7 @@ def sum_over_parts(rows: Tensor, world: World) -> Tensor:
 @contextlib.contextmanager
 def random_numbers(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Seed every global generator; afterwards those of the host and the device are as they were."""
-    kept = rng_state()
+    states = rng_state()
     module = None
     if device is not None and device.type != "cpu":
         module = torch.get_device_module(device)
@@ -304,7 +304,7 @@ def random_numbers(seed: int, device: torch.device | None = None) -> Iterator[No
     try:
         yield
     finally:
-        set_rng_state(kept)
+        set_rng_state(states)
         if module:
             module.set_rng_state(of_device)
 

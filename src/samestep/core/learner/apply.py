@@ -131,8 +131,8 @@ def timed(function: Callable[..., Any], moment: Moment) -> Callable[..., Any]:
         return function
 
     @functools.wraps(function)
-    def at_moment(*args: Any, **given: int) -> Any:
-        return function(*args, **{name: getattr(moment, name) for name in asks} | given)
+    def at_moment(*args: Any, **named: int) -> Any:
+        return function(*args, **{name: getattr(moment, name) for name in asks} | named)
 
     return at_moment
 
@@ -231,8 +231,8 @@ class Measure:
         try:
             result = self.function(self.model, batch)
         except Exception as error:
-            given = describe(batch)
-            blame(f"The recipe's evaluate_batch failed with a batch {given}", error, self.function)
+            message = f"The recipe's evaluate_batch failed with a batch {describe(batch)}"
+            blame(message, error, self.function)
         where = f"The recipe's evaluate_batch{defined_at(self.function)} returned"
         if not isinstance(result, Mapping):
             raise UserError(

@@ -45,8 +45,8 @@ class BatchTransform:
         on_every: Callable[[Callable[[], Any]], Any] = self._world.on_every
         agreed = call if self._agreed else on_every
         columns, rows = agreed(lambda: self._columns(parts))
-        what = f"{_FIELD}: what ranks have of the batch"
-        tensors, first = gather_rows(columns, rows, self._world, what)
+        subject = f"{_FIELD}: what ranks have of the batch"
+        tensors, first = gather_rows(columns, rows, self._world, subject)
         cut = agreed(lambda: self._cut(parts, tensors, first, epoch, step))
         self._agreed = True
         return cut[0] if block.targets is not None else replace(block, parts=tuple(cut))
@@ -91,17 +91,17 @@ class BatchTransform:
 
         With `forward`, both are the batch.
         """
-        given = (inputs,) if self._whole else (inputs, targets)
+        arguments = (inputs,) if self._whole else (inputs, targets)
         # Six parts: nothing else that is drawn is seeded alike.
         drawn, device = mix(self._seed, 2, epoch, step, 0, 0), self._world.device
         with host_seeded(drawn):
             if device.type != "cpu":  # each forward seeds it anew
                 seed_torch(drawn, device)
             try:
-                changed = self._function(*given)
+                changed = self._function(*arguments)
             except Exception as error:
-                what = f"The recipe's batch_transform failed with a batch {describe(given)}"
-                blame(what, error, self._function)
+                message = f"The recipe's batch_transform failed with a batch {describe(arguments)}"
+                blame(message, error, self._function)
         pair = isinstance(changed, tuple | list) and len(changed) == 2
         leaves = tree_leaves(changed)
         fit = [isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size for leaf in leaves]

@@ -108,18 +108,15 @@ class StepBuffers:
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
         if not self._known:
             self._known = True
-            self._check_finite(moved)
+            gone_in = self._before.isinf() & ~moved.isnan()  # infinities that stay move by NaN
+            sizes = [place.tensor.numel() for place in self._floats]
+            _refuse_first(
+                self._floats,
+                [bool(gone.any()) for gone in torch.split(gone_in, sizes)],
+                "is infinite before the first step, so it cannot move by the mean of what virtual "
+                "ranks make of it. Begin with a number",
+            )
             self._watch([p for p, moves in zip(self._all, changed, strict=True) if moves])
-
-    def _check_finite(self, moved: Tensor) -> None:
-        gone_in = self._before.isinf() & ~moved.isnan()  # infinities that stay move by NaN
-        sizes = [place.tensor.numel() for place in self._floats]
-        _refuse_first(
-            self._floats,
-            [bool(gone.any()) for gone in torch.split(gone_in, sizes)],
-            "is infinite before the first step, so it cannot move by the mean of what virtual "
-            "ranks make of it. Begin with a number",
-        )
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:
@@ -185,9 +182,9 @@ class WriteCheck:
             wrote = [w or not torch.equal(t, k) for w, (t, k) in zip(wrote, tensors, strict=True)]
             self._first, self._kept = False, []
         if any(wrote):
-            what = list(self._named)[wrote.index(True)]
+            name = list(self._named)[wrote.index(True)]
             raise UserError(
-                f"--virtual-ranks: forward writes {what}, once for each virtual rank that a rank "
+                f"--virtual-ranks: forward writes {name}, once for each virtual rank that a rank "
                 "computes, so it would depend on the number of ranks. Keep what forward writes in "
                 "a buffer of the model, or leave --virtual-ranks out."
             )

@@ -114,9 +114,9 @@ def switched(settings: Settings, device: torch.device) -> Iterator[None]:
             if device.type == "cuda" and _WORKSPACE not in os.environ:
                 os.environ[_WORKSPACE] = ":4096:8"  # cuBLAS would share a workspace between streams
                 stack.callback(os.environ.pop, _WORKSPACE, None)
-            kept = torch.are_deterministic_algorithms_enabled()
+            was_deterministic = torch.are_deterministic_algorithms_enabled()
             warns = torch.is_deterministic_algorithms_warn_only_enabled()
-            stack.callback(torch.use_deterministic_algorithms, kept, warn_only=warns)
+            stack.callback(torch.use_deterministic_algorithms, was_deterministic, warn_only=warns)
             torch.use_deterministic_algorithms(True)  # other operations raise a RuntimeError
             switch(torch.backends.cudnn, benchmark=False, deterministic=True)
             if settings.virtual_ranks is not None:
@@ -134,7 +134,7 @@ def switched(settings: Settings, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _in_single(original: Callable[..., Tensor], update: Tensor, *given: Any, **more: Any) -> Tensor:
+def _in_single(original: Callable[..., Tensor], update: Tensor, *args: Any, **more: Any) -> Tensor:
     """Let torch's Muon orthogonalise in float32: what it calls to round its copy rounds nothing."""
     from samestep.base.patches import patched  # noqa: PLC0415 - imported long before
 
@@ -142,7 +142,7 @@ def _in_single(original: Callable[..., Tensor], update: Tensor, *given: Any, **m
         return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
     with patched((Tensor, "bfloat16", copied)):
-        updated = original(update, *given, **more)
+        updated = original(update, *args, **more)
     if updated.dtype in AUTOCAST.values():
         raise UserError(f"--newton-schulz fp32: the Muon of torch {torch.__version__} rounds anew.")
     return updated
@@ -274,8 +274,8 @@ class ModelCost:
         if self.flops_per_sample is None:
             return {}
         rate = self.flops_per_sample * samples_per_s
-        known = {} if self.peak_flops_per_s is None else {"mfu": rate / self.peak_flops_per_s}
-        return {"flops_per_s": rate, **known}
+        mfu = {} if self.peak_flops_per_s is None else {"mfu": rate / self.peak_flops_per_s}
+        return {"flops_per_s": rate, **mfu}
 
 
 def model_cost(forward_flops: int, settings: Settings, world: World) -> ModelCost:

@@ -22,14 +22,14 @@ class Gathered(NamedTuple):
     """The place of this rank's first row among them."""
 
 
-def gather_rows(own: Sequence[Tensor], rows: int, world: World, what: str) -> Gathered:
+def gather_rows(own: Sequence[Tensor], rows: int, world: World, subject: str) -> Gathered:
     """Gather tensors of `rows` rows each; ranks may have unequally many, or none.
 
     A rank that knows no form of a row gives no tensors.
 
     Raises:
         UserError: on all ranks, where rows are of other shapes or types than on another rank;
-            `what` begins the message.
+            `subject` begins the message.
     """
     if not world.connected:
         return Gathered(list(own), 0)
@@ -40,7 +40,7 @@ def gather_rows(own: Sequence[Tensor], rows: int, world: World, what: str) -> Ga
     world.all_gather_into(headers, header)
     of_ranks = headers.view(-1, 3).tolist()
     if len({code for _, _, code in of_ranks if code}) > 1:
-        _refuse(world.gather(forms or None), what)
+        _refuse(world.gather(forms or None), subject)
     counts = [count for count, _, _ in of_ranks]
     # One behind the other, as bytes: one collective for all tensors, whatever their types.
     most = max(counts) * max(size for _, size, _ in of_ranks)
@@ -64,7 +64,7 @@ def gather_rows(own: Sequence[Tensor], rows: int, world: World, what: str) -> Ga
     return Gathered(whole, sum(counts[: world.rank]))
 
 
-def _refuse(forms: Sequence[Any], what: str) -> None:
+def _refuse(forms: Sequence[Any], subject: str) -> None:
     having = [(rank, form) for rank, form in enumerate(forms) if form is not None]
     first, ours = having[0]
     other, theirs = next(one for one in having if one[1] != ours)
@@ -72,7 +72,7 @@ def _refuse(forms: Sequence[Any], what: str) -> None:
         (pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]), (ours, theirs)
     )
     raise UserError(
-        f"{what} cannot be put together: rows on rank {first} are {_form(one)}, on rank {other} "
+        f"{subject} cannot be put together: rows on rank {first} are {_form(one)}, on rank {other} "
         f"{_form(its)}. Give rows of one shape and type on all ranks: pad to a fixed length.",
         on_all_ranks=True,
     )
@@ -85,21 +85,21 @@ def _form(form: Any) -> str:
 _FIELD = 'Recipe(loss_over="batch")'
 
 
-def rows_of(tree: Any, rows: int, what: str, field: str = _FIELD) -> list[Tensor]:
+def rows_of(tree: Any, rows: int, subject: str, field: str = _FIELD) -> list[Tensor]:
     """Return the tensors of a tree, each with a row for each sample; a single number repeats."""
     columns = []
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, Tensor):
-            if leaf is None or (what == "outputs" and isinstance(leaf, int | float)):
+            if leaf is None or (subject == "outputs" and isinstance(leaf, int | float)):
                 continue
             raise UserError(
-                f"{field}: the {what} hold {describe(leaf)}, and only tensors are "
+                f"{field}: the {subject} hold {describe(leaf)}, and only tensors are "
                 "put together from all ranks. Turn names into numbers, or leave them out of "
                 "the batch."
             )
         if leaf.dim() and len(leaf) != rows:
             raise UserError(
-                f"{field}: the {what} of {rows} samples hold {describe(leaf)}, which has "
+                f"{field}: the {subject} of {rows} samples hold {describe(leaf)}, which has "
                 "no row for each sample, so the batch of all ranks cannot be put "
                 "together. Give each sample a row (pad to a fixed length), or one number for all."
             )
@@ -111,9 +111,9 @@ def joined(column: Sequence[Tensor], field: str = _FIELD) -> Tensor:
     """Return the rows of several micro-steps in new memory."""
     shapes = {tuple(t.shape[1:]) for t in column}
     if len(shapes) > 1:
-        one, other = sorted(shapes)[:2]
+        first, other = sorted(shapes)[:2]
         raise UserError(
-            f"{field}: the batch cannot be put together: rows are {one} in one micro-step and "
+            f"{field}: the batch cannot be put together: rows are {first} in one micro-step and "
             f"{other} in another. Give rows of one shape: pad to a fixed length."
         )
     return torch.cat(list(column)) if len(column) > 1 else column[0].clone()

@@ -172,23 +172,24 @@ def hollow(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def difference(one: Any, other: Any, path: str = "") -> str:
+def difference(first: Any, other: Any, path: str = "") -> str:
     """Return the first difference between a state and its loaded copy, "" if there is none."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        pairs = [(key, value, other.get(key, _GONE)) for key, value in one.items()]
-    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        pairs = list(zip(range(len(one)), one, [*other, *[_GONE] * len(one)], strict=False))
-    elif isinstance(one, Tensor) and isinstance(other, Tensor):
-        empty = one.is_meta or other.is_meta
+    if isinstance(first, dict) and isinstance(other, dict):
+        pairs = [(key, value, other.get(key, _GONE)) for key, value in first.items()]
+    elif isinstance(first, list | tuple) and isinstance(other, list | tuple):
+        pairs = list(zip(range(len(first)), first, [*other, *[_GONE] * len(first)], strict=False))
+    elif isinstance(first, Tensor) and isinstance(other, Tensor):
+        empty = first.is_meta or other.is_meta
         # torch loads a fused optimizer's counts as float32, to where the parameters are.
-        typed = one.dtype == other.dtype or (empty and one.dim() == 0)
-        same = one.shape == other.shape and typed
-        same = same and (empty or torch.equal(*(t.cpu().nan_to_num(0.5) for t in (one, other))))
-        return "" if same else _described(path, one, other)
+        typed = first.dtype == other.dtype or (empty and first.dim() == 0)
+        same = first.shape == other.shape and typed
+        same = same and (empty or torch.equal(*(t.cpu().nan_to_num(0.5) for t in (first, other))))
+        return "" if same else _described(path, first, other)
     else:
         with contextlib.suppress(Exception):  # of a class that does not compare
-            if one != other and repr(one) != repr(other):  # two NaNs differ, and are written alike
-                return _described(path, one, other)
+            # Two NaNs differ, and are written alike.
+            if first != other and repr(first) != repr(other):
+                return _described(path, first, other)
         return ""
     differences = (difference(mine, its, f"{path}[{key!r}]") for key, mine, its in pairs)
     return next(filter(None, differences), "")
@@ -202,10 +203,10 @@ class _Gone:
 _GONE = _Gone()
 
 
-def _described(path: str, one: Any, other: Any) -> str:
+def _described(path: str, first: Any, other: Any) -> str:
     def short(value: Any) -> str:
         if isinstance(value, Tensor) and value.dim():
             return f"a {str(value.dtype).removeprefix('torch.')} tensor {tuple(value.shape)}"
         return f"{value!r:.40}"
 
-    return f"state_dict(){path} is {short(one)}, and {short(other)} once it is loaded"
+    return f"state_dict(){path} is {short(first)}, and {short(other)} once it is loaded"

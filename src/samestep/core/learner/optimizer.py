@@ -181,15 +181,15 @@ def _switch(optimizer: torch.optim.Optimizer, mode: Literal["train", "eval"]) ->
 
 
 def _check_covers(optimizer: torch.optim.Optimizer, model: nn.Module, place: str) -> None:
-    given = {*map(id, parameters_in(optimizer))}
+    in_optimizer = {*map(id, parameters_in(optimizer))}
     named = dict(model.named_parameters())
-    missing = [name for name, p in named.items() if p.requires_grad and id(p) not in given]
+    missing = [name for name, p in named.items() if p.requires_grad and id(p) not in in_optimizer]
     if missing:
         raise UserError(
             f"The recipe's optimizer{place} is not given {listed(missing)}: they "
             "would never change. Give them to it, or freeze them with requires_grad_(False)."
         )
-    if not given <= {id(p) for p in named.values()}:
+    if not in_optimizer <= {id(p) for p in named.values()}:
         raise UserError(
             f"The recipe's optimizer{place} is given parameters that are not the model's. Take "
             "them from the model that the function is called with."
@@ -216,13 +216,13 @@ def rates_of(
     """
     if not isinstance(optimizer, Joint):
         return {}
-    rates, seen, place = dict[str, float](), Counter[str](), 0
+    rates, counts, place = dict[str, float](), Counter[str](), 0
     for member in members_of(optimizer):
-        seen[kind := type(member).__name__] += 1
+        counts[kind := type(member).__name__] += 1
         rate = lr.each[place] if isinstance(lr, GroupRates) else lr
         ratio = 1.0 if scheduled else member.param_groups[0][RATIO]
         if ratio is not None:
-            rates[f"lr_{kind}" + (f"_{seen[kind]}" if seen[kind] > 1 else "")] = rate * ratio
+            rates[f"lr_{kind}" + (f"_{counts[kind]}" if counts[kind] > 1 else "")] = rate * ratio
         place += len(member.param_groups)
     return rates
 
@@ -416,14 +416,14 @@ class Average:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Give the model the averages within this context."""
-        kept = [weight.clone() for weight in self._weights]
+        originals = [weight.clone() for weight in self._weights]
         with torch.no_grad():
             torch._foreach_copy_(self._weights, self._averages)
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(self._weights, kept)
+                torch._foreach_copy_(self._weights, originals)
 
 
 class OwnAverage:
@@ -466,11 +466,11 @@ class OwnAverage:
             yield
             return
         weights = parts_of_rank(self._named.values())
-        kept = [weight.clone() for weight in weights]
+        originals = [weight.clone() for weight in weights]
         _switch(self._optimizer, "eval")
         try:
             yield
         finally:
             _switch(self._optimizer, "train")
             with torch.no_grad():
-                torch._foreach_copy_(weights, kept)
+                torch._foreach_copy_(weights, originals)

@@ -60,7 +60,7 @@ class Joint(torch.optim.Optimizer):
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
         """What they keep of each parameter."""
-        return {key: kept for member in self.optimizers for key, kept in member.state.items()}
+        return {key: value for member in self.optimizers for key, value in member.state.items()}
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter(self.optimizers)
@@ -192,9 +192,9 @@ def _dtypes(group: Group) -> list[str]:
     return sorted({str(p.dtype) for p in group["params"]})
 
 
-def equal_values(one: Any, other: Any) -> bool:
+def equal_values(first: Any, other: Any) -> bool:
     """Whether two values of a state are equal, NaN with NaN, too."""
-    return not difference(one, other) and not difference(other, one)
+    return not difference(first, other) and not difference(other, first)
 
 
 def load_state(
@@ -237,8 +237,8 @@ def load_state(
                 _load(optimizer, saved, own, its)
         except Exception as error:
             kind = type(optimizer).__name__
-            what = f"The recipe's optimizer, {kind}, failed to load what the checkpoint holds"
-            blame(what, error, type(optimizer).load_state_dict)
+            message = f"The recipe's optimizer, {kind}, failed to load what the checkpoint holds"
+            blame(message, error, type(optimizer).load_state_dict)
         take_settings(optimizer, own, gathered)
         return
     if any(("momentum" in mine) != ("momentum" in old) for mine, old in zip(own, its, strict=True)):
@@ -272,8 +272,8 @@ def _has_its_own(optimizer: torch.optim.Optimizer) -> bool:
 
 def _gathered(initial: Sequence[Group], kept: Sequence[Group] | None) -> list[set[str]]:
     """Return the names accumulated in a checkpoint's groups; refuse another kind of optimizer's."""
-    made = [{*group} - _KERNELS - {"params"} for group in initial]
-    if kept is None or [{*group["made"]} - _KERNELS for group in kept] != made:
+    names = [{*group} - _KERNELS - {"params"} for group in initial]
+    if kept is None or [{*group["made"]} - _KERNELS for group in kept] != names:
         raise UserError(
             "The checkpoint was written by another kind of optimizer, and what it has gathered "
             "does not fit this one. Use the optimizer of the run that wrote it, or start a new "
@@ -286,10 +286,10 @@ def take_settings(
     optimizer: torch.optim.Optimizer, own: Sequence[Group], gathered: Sequence[Collection[str]]
 ) -> None:
     """Give each group its own entries, but for what it has gathered."""
-    for group, mine, kept in zip(optimizer.param_groups, own, gathered, strict=True):
-        for name in group.keys() - mine.keys() - {*kept}:
+    for group, mine, names in zip(optimizer.param_groups, own, gathered, strict=True):
+        for name in group.keys() - mine.keys() - {*names}:
             del group[name]  # a scheduler's that is no longer there
-        group.update({n: v for n, v in mine.items() if n != "params" and n not in kept})
+        group.update({n: v for n, v in mine.items() if n != "params" and n not in names})
 
 
 def _load(
@@ -308,7 +308,15 @@ def _load(
     ]
     saved = {**saved, "state": _sharded_state(optimizer, saved)}
     optimizer.load_state_dict({**saved, "param_groups": groups})
-    _keep_numbers(optimizer, saved)
+    # Torch casts all but the step count to the type of the weight; single numbers, such as NAdam's
+    # product of momenta, have one of their own.
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = parameters_in(optimizer)
+    for number, parameter in zip(numbers, parameters, strict=True):
+        state = optimizer.state[parameter] if number in saved["state"] else {}
+        for name, value in saved["state"].get(number, {}).items():
+            if name != "step" and isinstance(value, Tensor) and value.dim() == 0 < parameter.dim():
+                state[name] = value.to(state[name].device, copy=True)
 
 
 def _sharded_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[Any, Any]:
@@ -318,8 +326,8 @@ def _sharded_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> d
     like = dict(zip(numbers, parameters, strict=False))
 
     def share(number: Any, value: Any) -> Any:
-        known = isinstance(value, Tensor) and number in like
-        return sharded_as(value, like[number]) if known else value
+        of_weight = isinstance(value, Tensor) and number in like
+        return sharded_as(value, like[number]) if of_weight else value
 
     return {
         number: {name: share(number, value) for name, value in state.items()}
@@ -327,20 +335,6 @@ def _sharded_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> d
         else state
         for number, state in saved["state"].items()
     }
-
-
-def _keep_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Restore the saved type of single numbers, such as NAdam's product of momenta.
-
-    Torch casts all but the step count to the type of the weight.
-    """
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = parameters_in(optimizer)
-    for number, parameter in zip(numbers, parameters, strict=True):
-        state = optimizer.state[parameter] if number in saved["state"] else {}
-        for name, value in saved["state"].get(number, {}).items():
-            if name != "step" and isinstance(value, Tensor) and value.dim() == 0 < parameter.dim():
-                state[name] = value.to(state[name].device, copy=True)
 
 
 def _placed(
@@ -372,11 +366,11 @@ class Trial:
         if self._twin is None:
             return ""
         twin, saved = self._twin, map_tensors(hollow, state)
-        kept = what_groups_keep(optimizer, self._made)
+        in_groups = what_groups_keep(optimizer, self._made)
         try:
             with torch.random.fork_rng(devices=[]):
-                load_state(twin, saved, self._made, kept)
-                take_settings(twin, optimizer.param_groups, [g["gathered"] for g in kept])
+                load_state(twin, saved, self._made, in_groups)
+                take_settings(twin, optimizer.param_groups, [g["gathered"] for g in in_groups])
                 back = map_tensors(hollow, twin.state_dict())
         except Exception as error:
             cause = error.__cause__ or error

@@ -181,15 +181,15 @@ def _again(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
 def _unmoved_statistics(module: nn.Module) -> Iterator[None]:
     """Keep batch normalisation from counting a batch into its running statistics twice."""
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
-    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm, (_, count) in zip(norms, kept, strict=True):
+    statistics = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm, (_, count) in zip(norms, statistics, strict=True):
         # A step of zero leaves them as they are, bit by bit. SyncBatchNorm insists on a count.
         norm.momentum = 0.0
         norm.num_batches_tracked = None if count is None else count.clone()
     try:
         yield
     finally:
-        for norm, (momentum, count) in zip(norms, kept, strict=True):
+        for norm, (momentum, count) in zip(norms, statistics, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, count
 
 

@@ -35,8 +35,8 @@ class Scheduler:
         """Make it as the recipe's schedule says, which sets the rates of the first step."""
         assert plan.schedule is not None
         self._plan, self._optimizer, self._place = plan, optimizer, defined_at(plan.schedule)
-        given = {"optimizer": optimizer, "plan": plan}
-        asked = {name: given[name] for name in plan.schedule_asks}
+        available = {"optimizer": optimizer, "plan": plan}
+        asked = {name: available[name] for name in plan.schedule_asks}
         schedule, before = plan.schedule, self._as_they_are()
         returned = self._call_user_code("The recipe's schedule failed", lambda: schedule(**asked))
         several = returned if isinstance(returned, list | tuple) else [returned]
@@ -120,8 +120,8 @@ class Scheduler:
                 "it, or start a new run."
             )
         for (scheduler, _), state in zip(self.parts, states, strict=True):
-            what = f"The recipe's {type(scheduler).__name__} failed"
-            self._call_user_code(what, partial(scheduler.load_state_dict, state))
+            message = f"The recipe's {type(scheduler).__name__} failed"
+            self._call_user_code(message, partial(scheduler.load_state_dict, state))
         for group, moved in zip(self._optimizer.param_groups, saved["groups"], strict=True):
             group.update(moved)
 
@@ -155,14 +155,14 @@ class Scheduler:
 
     def _checked(self, returned: Any) -> tuple[Any, Interval]:
         """Return a scheduler, and after what it is stepped."""
-        given: dict[str, Any] = returned if isinstance(returned, dict) else {"scheduler": returned}
-        scheduler, interval = given.get("scheduler"), given.get("interval", "step")
+        parts: dict[str, Any] = returned if isinstance(returned, dict) else {"scheduler": returned}
+        scheduler, interval = parts.get("scheduler"), parts.get("interval", "step")
         if not isinstance(scheduler, LRScheduler):
             raise UserError(
                 f"The recipe's schedule{self._place} returned {scheduler!r:.80}; with a parameter "
                 "`optimizer` it must return a scheduler of torch.optim.lr_scheduler."
             )
-        if others := given.keys() - {"scheduler", "interval"}:
+        if others := parts.keys() - {"scheduler", "interval"}:
             raise UserError(
                 f"The recipe's schedule{self._place} returned a dict with {min(others)!r}; it may "
                 "have 'scheduler' and 'interval'. The metric of ReduceLROnPlateau is --monitor."
@@ -174,7 +174,7 @@ class Scheduler:
             )
         if not isinstance(scheduler, ReduceLROnPlateau):
             return scheduler, interval
-        if "interval" in given:
+        if "interval" in parts:
             raise UserError(
                 f"The recipe's schedule{self._place} returned an interval for ReduceLROnPlateau, "
                 "which is stepped after each validation: --eval-every says when. Leave it out."

@@ -49,8 +49,8 @@ def sharded_update(what: str, *, looks: bool) -> Iterator[None]:
         )
 
 
-def _of_whole(original: Callable[..., Tensor], update: Tensor, *given: Any, **more: Any) -> Tensor:
-    return sharded_as(original(whole(update), *given, **more), update)
+def _of_whole(original: Callable[..., Tensor], update: Tensor, *args: Any, **more: Any) -> Tensor:
+    return sharded_as(original(whole(update), *args, **more), update)
 
 
 class _PartialProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]

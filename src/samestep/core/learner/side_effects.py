@@ -92,37 +92,37 @@ def kept_by(loss: object) -> dict[str, Any]:
     A function may keep it in its closure, in attributes, in defaults, or in what is global, and
     call others of its file that do; an object also in its class.
     """
-    kept: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     while isinstance(loss, functools.partial | MethodType):
         if isinstance(loss, functools.partial):
-            kept |= {f"argument {n}": v for n, v in enumerate(loss.args)} | loss.keywords
+            values |= {f"argument {n}": v for n, v in enumerate(loss.args)} | loss.keywords
         loss = loss.func if isinstance(loss, functools.partial) else loss.__self__
     if isinstance(loss, FunctionType):
-        return kept | _kept_by_function(loss, set())
+        return values | _kept_by_function(loss, set())
     named = dict(loss.named_buffers()) if isinstance(loss, nn.Module) else {}
     plain = getattr(loss, "__dict__", {}).items()
     for kind in type(loss).__mro__[::-1]:
         if kind.__module__ != "builtins" and not kind.__module__.startswith("torch."):
-            kept |= {n: v for n, v in vars(kind).items() if n[0] != "_" and _may_count(v)}
+            values |= {n: v for n, v in vars(kind).items() if n[0] != "_" and _may_count(v)}
     method = getattr(type(loss), "forward" if isinstance(loss, nn.Module) else "__call__", None)
-    kept |= _kept_by_function(method, set()) if isinstance(method, FunctionType) else {}
-    return kept | named | {n: v for n, v in plain if n not in _OF_ANY_MODULE}
+    values |= _kept_by_function(method, set()) if isinstance(method, FunctionType) else {}
+    return values | named | {n: v for n, v in plain if n not in _OF_ANY_MODULE}
 
 
-def _kept_by_function(function: FunctionType, seen: set[FunctionType]) -> dict[str, Any]:
+def _kept_by_function(function: FunctionType, visited: set[FunctionType]) -> dict[str, Any]:
     """Return by name what a function keeps, and those of its file that it calls by their names."""
-    seen.add(function)
+    visited.add(function)
     own = function.__globals__
     used = {n: own[n] for n in function.__code__.co_names if n in own}
-    kept: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for value in used.values():
-        if isinstance(value, FunctionType) and value.__globals__ is own and value not in seen:
-            kept |= _kept_by_function(value, seen)
-    kept |= {n: value for n, value in used.items() if _may_count(value, own.get("__name__"))}
+        if isinstance(value, FunctionType) and value.__globals__ is own and value not in visited:
+            values |= _kept_by_function(value, visited)
+    values |= {n: value for n, value in used.items() if _may_count(value, own.get("__name__"))}
     named = function.__code__.co_varnames[: function.__code__.co_argcount]
     defaults = function.__defaults__ or ()
-    kept |= zip(named[len(named) - len(defaults) :], defaults, strict=True)
-    return kept | (function.__kwdefaults__ or {}) | vars(function) | closure_of(function)
+    values |= zip(named[len(named) - len(defaults) :], defaults, strict=True)
+    return values | (function.__kwdefaults__ or {}) | vars(function) | closure_of(function)
 
 
 def _may_count(value: object, module: object = None) -> bool:
@@ -141,21 +141,21 @@ def optimizer_prints(optimizer: torch.optim.Optimizer) -> Prints:
     held = parameters_in(optimizer)
     with contextlib.suppress(KeyError):  # one of several that share a state has keys of the others
         held += tree_leaves(optimizer.state_dict())
-    known = [id(t) for t in held if isinstance(t, Tensor)]
+    in_state = [id(t) for t in held if isinstance(t, Tensor)]
     for inner in with_inner(optimizer):  # it may hold the state of others as its own
         tensors = [t for t in tree_leaves([*inner.state.values()]) if isinstance(t, Tensor)]
-        if all(id(t) in known for t in tensors):
-            known += [id(inner.state), *map(id, (inner.param_groups, *inner.param_groups))]
+        if all(id(t) in in_state for t in tensors):
+            in_state += [id(inner.state), *map(id, (inner.param_groups, *inner.param_groups))]
     # Not at import: the first optimizer imports torch._dynamo, which takes a second.
     usual = {*vars(torch.optim.SGD([torch.zeros(1)])), *_OF_A_SCHEDULE}
-    return _of_attributes("the optimizer's ", kept_by_optimizer(optimizer), usual, known)
+    return _of_attributes("the optimizer's ", kept_by_optimizer(optimizer), usual, in_state)
 
 
 def kept_by_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return by name an optimizer's attributes, and the generators that its step finds by name."""
     step = inspect.unwrap(type(optimizer).step)
-    kept = {} if step.__module__.startswith("torch.") else _kept_by_function(step, set())
-    own = {name: one for name, one in kept.items() if isinstance(one, GENERATORS)}
+    values = {} if step.__module__.startswith("torch.") else _kept_by_function(step, set())
+    own = {name: value for name, value in values.items() if isinstance(value, GENERATORS)}
     return own | vars(optimizer)
 
 
@@ -168,32 +168,32 @@ def _of_attributes(
     prefix: str,
     attributes: Mapping[str, Any],
     apart: Collection[str] = (),
-    known: Collection[int] = (),
+    left_out: Collection[int] = (),
 ) -> Prints:
     prints = {}
     for name, value in attributes.items():
         if name not in apart:
             digest = hashlib.sha256()
             with contextlib.suppress(Exception):  # of an object that does not let itself be read
-                for piece in _content_bytes(value, _DEPTH, {*known}):
+                for piece in _content_bytes(value, _DEPTH, {*left_out}):
                     digest.update(piece)
             prints[f"{prefix}{name}"] = digest.hexdigest()
     return prints
 
 
-def _content_bytes(value: Any, depth: int, seen: set[int]) -> Iterator[bytes]:
+def _content_bytes(value: Any, depth: int, visited: set[int]) -> Iterator[bytes]:
     """Yield bytes that differ where a value's content does; each object's content once."""
     yield type(value).__name__.encode()
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         yield repr(value).encode()
-    elif id(value) not in seen:
-        seen.add(id(value))
+    elif id(value) not in visited:
+        visited.add(id(value))
         content = _content(value)
         if content is not None:
             yield content
         elif depth:
             for part in _contents_of(value):
-                yield from _content_bytes(part, depth - 1, seen)
+                yield from _content_bytes(part, depth - 1, visited)
 
 
 def _content(value: Any) -> bytes | None:
@@ -241,7 +241,7 @@ def _contents_of(value: Any) -> Iterable[Any]:  # noqa: PLR0911 - a case a kind
         case list() | tuple() | deque():
             return (len(value), *_entries_at_ends(value, len(value)))
         case nn.Module():
-            plain = [kept for name, kept in vars(value).items() if name not in _OF_ANY_MODULE]
+            plain = [v for name, v in vars(value).items() if name not in _OF_ANY_MODULE]
             return [*value.parameters(), *value.buffers(), *plain]
         case functools.partial():
             return value.func, value.args, value.keywords
@@ -252,8 +252,8 @@ def _contents_of(value: Any) -> Iterable[Any]:  # noqa: PLR0911 - a case a kind
         case GeneratorType():
             return value.gi_frame.f_locals.values() if value.gi_frame else ()
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    kept = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return {**kept, **getattr(value, "__dict__", {})}.values()
+    attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**attributes, **getattr(value, "__dict__", {})}.values()
 
 
 def _entries_at_ends(values: Iterable[Any], size: int) -> Iterator[Any]:
@@ -305,9 +305,9 @@ def place_of(frame: FrameType) -> str:
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Note every random operation; with `hold`, give each a constant result."""
 
-    def __init__(self, seen: RandomDraws, *, hold: bool) -> None:
+    def __init__(self, draws: RandomDraws, *, hold: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seen, self._hold = seen, hold
+        self._seen, self._hold = draws, hold
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -315,37 +315,37 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        known = func._schema.arguments  # noqa: SLF001
-        given = {a.name: a.default_value for a in known if a.has_default_value()}
-        given |= {a.name: v for a, v in zip(known, args, strict=False)} | kwargs
+        parameters = func._schema.arguments  # noqa: SLF001
+        arguments = {a.name: a.default_value for a in parameters if a.has_default_value()}
+        arguments |= {a.name: v for a, v in zip(parameters, args, strict=False)} | kwargs
         name = func.overloadpacket.__name__
-        fraction = given.get("dropout_p", given.get("dropout"))
-        drops_none = fraction == 0 or (name == "native_dropout" and given.get("p") == 0)
-        if drops_none or given.get("train") is False or given.get("training") is False:
+        fraction = arguments.get("dropout_p", arguments.get("dropout"))
+        drops_none = fraction == 0 or (name == "native_dropout" and arguments.get("p") == 0)
+        if drops_none or arguments.get("train") is False or arguments.get("training") is False:
             return func(*args, **kwargs)
         line = users_line(sys._getframe(1))  # noqa: SLF001
         self._seen.draws.setdefault(name, line)
-        generator = given.get("generator")
+        generator = arguments.get("generator")
         # Those of the devices are seeded by samestep in every step.
         if generator not in (None, torch.default_generator, *torch.cuda.default_generators):
             state = generator.get_state().numpy().tobytes()
             stood = hashlib.blake2b(state, digest_size=8).hexdigest()
             self._seen.own.setdefault(line, []).append(stood)
-        return _constant(name, func, given) if self._hold else func(*args, **kwargs)
+        return _constant(name, func, arguments) if self._hold else func(*args, **kwargs)
 
 
-def _constant(name: str, func: Any, given: Mapping[str, Any]) -> Any:
+def _constant(name: str, func: Any, arguments: Mapping[str, Any]) -> Any:
     """Return a random operation's result with every number the same."""
     if name == "native_dropout":
-        kept: Tensor = given["input"]
-        return kept / (1 - given["p"]), torch.ones_like(kept, dtype=torch.bool)
+        tensor: Tensor = arguments["input"]
+        return tensor / (1 - arguments["p"]), torch.ones_like(tensor, dtype=torch.bool)
     for fraction in ("dropout_p", "dropout"):
-        if fraction in given:
-            return func(**{**given, fraction: 0.0})
-    result = func(**given)
+        if fraction in arguments:
+            return func(**{**arguments, fraction: 0.0})
+    result = func(**arguments)
     if name.startswith("randperm"):
         return result.copy_(torch.arange(len(result), device=result.device))
-    low = given.get("low", given.get("from", 0)) or 0
+    low = arguments.get("low", arguments.get("from", 0)) or 0
     for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor):
             middle = 0.5 if leaf.is_floating_point() else low
@@ -354,20 +354,20 @@ def _constant(name: str, func: Any, given: Mapping[str, Any]) -> Any:
 
 
 def watched(
-    function: Callable[..., Any], seen: RandomDraws, held: frozenset[Kind] = frozenset()
+    function: Callable[..., Any], draws: RandomDraws, held: frozenset[Kind] = frozenset()
 ) -> Callable[..., Any]:
     """Return a forward or a loss that notes what it draws, with some of it held constant."""
 
     @functools.wraps(function)  # with its arguments' names
     def call(*args: Any, **kwargs: Any) -> Any:
-        with outside(seen, hold="state" in held), Draws(seen, hold="dropout" in held):
+        with outside(draws, hold="state" in held), Draws(draws, hold="dropout" in held):
             return function(*args, **kwargs)
 
     return call
 
 
 @contextlib.contextmanager
-def outside(seen: RandomDraws, *, hold: bool) -> Iterator[None]:
+def outside(draws: RandomDraws, *, hold: bool) -> Iterator[None]:
     """Note whether Python's or NumPy's generator is used; `hold` seeds both first."""
     saved = random.getstate(), np.random.get_state()  # noqa: NPY002 - as recipes draw
     if hold:
@@ -379,7 +379,7 @@ def outside(seen: RandomDraws, *, hold: bool) -> Iterator[None]:
     finally:
         after = random.getstate(), pickle.dumps(np.random.get_state())  # noqa: NPY002
         names = ("Python's random", "NumPy's random")
-        seen.generators |= {name for name, a, b in zip(names, before, after, strict=True) if a != b}
+        draws.generators |= {n for n, a, b in zip(names, before, after, strict=True) if a != b}
         if hold:
             random.setstate(saved[0])
             np.random.set_state(saved[1])  # noqa: NPY002
@@ -489,11 +489,11 @@ def buffer_places(model: nn.Module) -> list[BufferPlace]:
 def keep_buffers(model: nn.Module) -> Callable[[], None]:
     """Return a function that restores a model's buffers to their current values."""
     places = buffer_places(model)
-    kept = [place.tensor.clone() for place in places]
+    copies = [place.tensor.clone() for place in places]
 
     @torch.no_grad()
     def put_back() -> None:
-        for place, before in zip(places, kept, strict=True):
+        for place, before in zip(places, copies, strict=True):
             if place.tensor.shape == before.shape and not torch.equal(place.tensor, before):
                 place.tensor.copy_(before)
 

@@ -113,12 +113,12 @@ def of_data(
     marks: list[float] = []
 
     with contextlib.suppress(Exception):  # the first step tells how it fails
-        kept, first = isinstance(train, MemorySource), range(min(_TRIED, train.num_samples))
-        if isinstance(train, OrderedSource) and (makers or not kept):
+        in_memory, first = isinstance(train, MemorySource), range(min(_TRIED, train.num_samples))
+        if isinstance(train, OrderedSource) and (makers or not in_memory):
             read, last = partial(_read, train, world), first[len(first) // 2 :]
             batch = read(first)
             if not _equal_batches(batch, read(first)):
-                readers = () if kept else (f"data set {_kind(data)}",)
+                readers = () if in_memory else (f"data set {_kind(data)}",)
                 names["data"] = (*readers, *makers)
             else:
                 marks = _marks(batch)
@@ -163,12 +163,12 @@ def _repeats(batch: Batch, recipe: Recipe, settings: Settings, world: World) -> 
     return _equal_batches(made(), made())
 
 
-def _equal_batches(one: Any, other: Any, last: int = 0) -> bool:
+def _equal_batches(first: Any, other: Any, last: int = 0) -> bool:
     """Whether two batches are equal, but for what an operation may round.
 
-    `other` may be the `last` samples of `one`; what is padded to another length is not compared.
+    `other` may be the `last` samples of `first`; what is padded to another length is not compared.
     """
-    for mine, theirs in zip(tree_leaves(one), tree_leaves(other), strict=False):
+    for mine, theirs in zip(tree_leaves(first), tree_leaves(other), strict=False):
         if not (isinstance(mine, Tensor) and isinstance(theirs, Tensor)):
             continue
         if last:
@@ -200,17 +200,17 @@ def of_loss(
     def trained(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor
 
-    values, prints, kept = [], [], []
+    values, prints, held = [], [], []
     # Some count only the calls that have gradients.
     with contextlib.suppress(Exception), torch.enable_grad():  # the first step tells how it fails
         for _ in range(2):
             value = call(map_tensors(trained, outputs), targets)
             values.append(float(torch.as_tensor(value).detach()))
             prints.append(closure_prints(loss))
-            kept.append(kept_by(loss))
-    if len(kept) < 2 or not (changed := differing(*prints)):
+            held.append(kept_by(loss))
+    if len(held) < 2 or not (changed := differing(*prints)):
         return ()
-    counts = [f"the loss's {n}" for n, value in kept[1].items() if isinstance(value, int | float)]
+    counts = [f"the loss's {n}" for n, value in held[1].items() if isinstance(value, int | float)]
     return tuple(
         name.removeprefix("the loss's ")
         for name in changed
@@ -274,17 +274,17 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
     What has a `state_dict` of its own says there what it keeps.
     """
-    found = {}
-    for place, one in enumerate(with_inner(optimizer)):
-        if type(one).state_dict is torch.optim.Optimizer.state_dict:
-            prints, kept = optimizer_prints(one), kept_by_optimizer(one)
+    changes = {}
+    for place, holder in enumerate(with_inner(optimizer)):
+        if type(holder).state_dict is torch.optim.Optimizer.state_dict:
+            prints, kept = optimizer_prints(holder), kept_by_optimizer(holder)
             for name, value in kept.items():
                 numbers = GENERATORS | (Tensor if name[0] == "_" else Tensor | int | float)
                 key = f"the optimizer's {name}"
                 if key in prints and any(isinstance(leaf, numbers) for leaf in tree_leaves(value)):
-                    what = "its attribute" if name in vars(one) else "the generator"
-                    found[f"{place} {what} {name}"] = prints[key]
-    return found
+                    what = "its attribute" if name in vars(holder) else "the generator"
+                    changes[f"{place} {what} {name}"] = prints[key]
+    return changes
 
 
 def of_buffers(
@@ -298,20 +298,20 @@ def of_buffers(
     if not (lost | own):
         return {}
     put_back = keep_buffers(model)
-    seen: list[dict[str, Tensor]] = []
+    snapshots: list[dict[str, Tensor]] = []
 
     def run(samples: int) -> None:
         forward(samples)
-        seen.append({n: b.detach().clone() for n, b in model.named_buffers()})
+        snapshots.append({n: b.detach().clone() for n, b in model.named_buffers()})
 
     with contextlib.suppress(Exception):  # the first step tells how it fails
         run(rows)
         run(rows)
         put_back()
         run(max(1, rows // 2))
-    if len(seen) < 2:
+    if len(snapshots) < 2:
         return {}
-    first, again, half = seen[0], seen[1], seen[-1]
+    first, again, half = snapshots[0], snapshots[1], snapshots[-1]
 
     def apart(other: dict[str, Tensor], among: set[str]) -> tuple[str, ...]:
         pairs = {n: (first[n], other[n]) for n in first if n in among and n in other}
@@ -377,8 +377,8 @@ def at_first_forward(model: nn.Module, world: World, note: Callable[[Unkept], No
                 def cut(tensor: Tensor) -> Tensor:
                     return tensor[:samples] if tensor.dim() and len(tensor) == rows else tensor
 
-                given, named = map_tensors(cut, [args, kwargs])
-                twin(*given, **named)
+                positional, named = map_tensors(cut, [args, kwargs])
+                twin(*positional, **named)
 
             note(Unkept(**of_buffers(twin, forward, min(rows or 1, _ROWS), world)))
         torch.clear_autocast_cache()  # older PyTorch kept casts made without gradients
@@ -388,14 +388,14 @@ def at_first_forward(model: nn.Module, world: World, note: Callable[[Unkept], No
 
 def count_of_calls(model: nn.Module, note: Callable[[list[str]], None]) -> None:
     """Let `note` know the numbers that the first forwards of a user's loop count in attributes."""
-    seen: list[dict[str, Any]] = []
+    snapshots: list[dict[str, Any]] = []
     plain = nn.Module.get_extra_state
     counting = [(n, m) for n, m in model.named_modules() if type(m).get_extra_state is plain]
 
     def after_forward(*_: Any) -> None:
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return
-        seen.append(
+        snapshots.append(
             {
                 f"{name}.{attribute}" if name else attribute: value
                 for name, module in counting
@@ -403,9 +403,9 @@ def count_of_calls(model: nn.Module, note: Callable[[list[str]], None]) -> None:
                 if isinstance(value, int | float) and attribute[0] != "_"
             }
         )
-        if len(seen) == _CALLS:
+        if len(snapshots) == _CALLS:
             hook.remove()
-            before, after = seen[-2:]
+            before, after = snapshots[-2:]
             if changed := [n for n, value in after.items() if repr(before.get(n)) != repr(value)]:
                 note(changed)
 

@@ -423,8 +423,8 @@ def _share_cores(request: Request, model: nn.Module, world: World, train: Source
     return threads
 
 
-def _agree_on_size(source: Source, world: World) -> int:
-    """Return the number of training samples, once all ranks have the same, in the same order."""
+def _agree_on_size(source: Source, world: World) -> None:
+    """Check that all ranks have as many training samples, in the same order."""
     _agree_on_stream(source)
     ranks = world.gather((source.num_samples, source.order_record()))
     sizes = [size for size, _ in ranks]
@@ -443,7 +443,6 @@ def _agree_on_size(source: Source, world: World) -> int:
             )
     if world.connected and isinstance(source, MemorySource):
         check_same_samples(world.gather(source.marks()))
-    return sizes[0]
 
 
 def _agree_on_stream(source: Source | None) -> None:
@@ -454,8 +453,8 @@ def _agree_on_stream(source: Source | None) -> None:
 
 
 def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> Watch:
-    known, parts = in_training(recipe.metrics), tried.evaluation_parts
-    names = [*dict.fromkeys(("loss", *parts, *known, *tried.measured, *tried.computed))]
+    metrics, parts = in_training(recipe.metrics), tried.evaluation_parts
+    names = [*dict.fromkeys(("loss", *parts, *metrics, *tried.measured, *tried.computed))]
     falling = (*recipe.falling(), *parts)
     names += [f"{of}/{name}" for of in splits.by_name for name in names]
     if splits.validation is None:

@@ -50,7 +50,9 @@ def known_of_run(run: Path) -> tuple[Settings, list[str]] | None:
         return None
     table.pop(SCRIPT_ARGS, None)
     names = {f.name for f in fields(Settings)} | ALSO_ACCEPTED
-    ours = typed_settings({k: v for k, v in table.items() if k in names}, file)
+    types = _field_types(Settings)
+    named = own_names({k: v for k, v in table.items() if k in names}, file).items()
+    ours = {key: of_type(value, types[key], f"{file}: {key} = {value!r}") for key, value in named}
     return Settings(**merge_layers(ours)), [k for k in table if k not in names]  # type: ignore[arg-type]
 
 
@@ -73,14 +75,7 @@ def typed(
     return ours, theirs
 
 
-def typed_settings(table: Mapping[str, Any], where: Path | str) -> dict[str, object]:
-    """Return the settings of a table that has no others, each of its declared type."""
-    types = _field_types(Settings)
-    given = own_names(table, where).items()
-    return {key: of_type(value, types[key], f"{where}: {key} = {value!r}") for key, value in given}
-
-
-def checked_settings(given: Mapping[str, Any], call: str) -> dict[str, Any]:
+def checked_settings(values: Mapping[str, Any], call: str) -> dict[str, Any]:
     """Return arguments of a call, named like settings, after the checks of the flags.
 
     Raises:
@@ -89,14 +84,14 @@ def checked_settings(given: Mapping[str, Any], call: str) -> dict[str, Any]:
     types = _field_types(Settings)
     settings = {
         name: of_type(plain_value(value), types[name], f"{call}({name}={value!r})")
-        for name, value in given.items()
+        for name, value in values.items()
     }
     try:
         Settings(**settings)
     except UserError as error:
         name = next(iter(error.flags), "")
         must = error.what.partition("; ")[2] or error.what
-        raise UserError(f"{call}({name}={given.get(name)!r}): {must}") from error
+        raise UserError(f"{call}({name}={values.get(name)!r}): {must}") from error
     return settings
 
 
@@ -121,15 +116,15 @@ def kept_options(recipe: Recipe, options: Any, *, completed: bool = False) -> An
     own = {f.name: getattr(options, f.name) for f in fields(options)}
     types = _field_types(recipe.options)
     for name, value in options_table(options).items():
-        what = f"{who} the option {name} = {own[name]!r:.80}"
+        subject = f"{who} the option {name} = {own[name]!r:.80}"
         try:
-            kept = tomllib.loads(tomli_w.dumps({name: value}).encode().decode())[name]
+            read_back = tomllib.loads(tomli_w.dumps({name: value}).encode().decode())[name]
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"{what}, a {type(own[name]).__name__}, which settings.toml cannot hold.",
+                f"{subject}, a {type(own[name]).__name__}, which settings.toml cannot hold.",
                 remedy="Make it a number, a text, or a list of them, such as str(path).",
             ) from error
-        own[name] = of_type(kept, types[name], what)
+        own[name] = of_type(read_back, types[name], subject)
     return recipe.make_options(**own)
 
 

@@ -150,9 +150,9 @@ def keep_images(
         return
     names = list(classes) or [str(k) for k in range(outputs.shape[1])]
     sure, predicted = outputs.to(torch.float64).softmax(dim=1).max(dim=1)
-    known = sure.isfinite() & (targets >= 0) & (targets < len(names))
-    right = torch.nonzero(known & (predicted == targets)).flatten().tolist()
-    wrong = torch.nonzero(known & (predicted != targets)).flatten().tolist()
+    has_class = sure.isfinite() & (targets >= 0) & (targets < len(names))
+    right = torch.nonzero(has_class & (predicted == targets)).flatten().tolist()
+    wrong = torch.nonzero(has_class & (predicted != targets)).flatten().tolist()
     wrong.sort(key=lambda place: -float(sure[place]))
     files: dict[str, bytes] = {}
     tiles: dict[str, list[Tensor]] = {"right": [], "wrong": []}
@@ -162,8 +162,8 @@ def keep_images(
             tile, file = tile_of(some[place][0]), f"{kind}-{number:02}.png"
             tiles[kind].append(tile)
             files[file] = png_of(tile)
-            said = {"predicted": names[predicted[place]], "probability": float(sure[place])}
-            rows[kind].append({"file": file, "target": names[targets[place]], **said})
+            fields = {"predicted": names[predicted[place]], "probability": float(sure[place])}
+            rows[kind].append({"file": file, "target": names[targets[place]], **fields})
     if not files:
         return
     title = "Predictions: right, and most confidently wrong"

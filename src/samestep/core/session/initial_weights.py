@@ -78,19 +78,19 @@ def start_from(model: nn.Module, source: Path, world: World, *, strict: bool) ->
     Raises:
         UserError: the file cannot be read, or the weights do not fit.
     """
-    what = f"--init-from {source}"
-    path, entry, digest = world.on_main(lambda: _weights_file(source, what))
-    left_out = world.on_every(lambda: _fill(model, _read(path, entry, what), what, strict=strict))
+    flag = f"--init-from {source}"
+    path, entry, digest = world.on_main(lambda: _weights_file(source, flag))
+    left_out = world.on_every(lambda: _fill(model, _read(path, entry, flag), flag, strict=strict))
     return InitialWeights(path=str(path), sha256=digest, left_out=left_out)
 
 
-def _weights_file(source: Path, what: str) -> tuple[Path, Entry | None, str]:
+def _weights_file(source: Path, flag: str) -> tuple[Path, Entry | None, str]:
     """Return the file to read, its entry if it is a run's checkpoint, and its SHA-256."""
     if source.is_dir() and not is_run(source):
         saved = (source / name for name in _SAVED)
-        if (found := next(filter(Path.is_file, saved), None)) is None:
+        if (weights := next(filter(Path.is_file, saved), None)) is None:
             raise no_run(source)
-        source = found
+        source = weights
     folder, name = source.parent, source.name
     if source.is_dir():
         folder = source / "checkpoints"
@@ -101,44 +101,44 @@ def _weights_file(source: Path, what: str) -> tuple[Path, Entry | None, str]:
         return folder / entry.path, entry, entry.sha256
     if not name.endswith((SAFETENSORS, _INDEX, *_BY_TORCH)):
         raise UserError(
-            f"{what}: name the directory of a run, one of its checkpoints, a folder that "
+            f"{flag}: name the directory of a run, one of its checkpoints, a folder that "
             f"save_pretrained wrote, or a file that ends in {SAFETENSORS}, or in "
             f"{', '.join(_BY_TORCH)} for a state_dict of PyTorch."
             f"{'' if source.exists() else nearby(source, 'run', 'file')}"
         )
     try:
-        hashes = [sha256_of(file) for file in (source, *_files_of(source, what))]
+        hashes = [sha256_of(file) for file in (source, *_files_of(source, flag))]
     except OSError as error:
         raise UserError(
-            f"{what}: {error.filename}: {error.strerror}.{nearby(source, 'file')}"
+            f"{flag}: {error.filename}: {error.strerror}.{nearby(source, 'file')}"
         ) from error
     together = hashlib.sha256("".join(hashes).encode()).hexdigest()
     return source, None, together if len(hashes) > 1 else hashes[0]
 
 
-def _files_of(index: Path, what: str) -> list[Path]:
+def _files_of(index: Path, flag: str) -> list[Path]:
     """Return the files in an index's folder that it names; none if this is another file."""
     if not index.name.endswith(_INDEX):
         return []
     try:
         names = {Path(name).name for name in json.loads(index.read_bytes())["weight_map"].values()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{what}: {index} has no weight_map: it is not an index.") from error
+        raise UserError(f"{flag}: {index} has no weight_map: it is not an index.") from error
     return [index.with_name(name) for name in sorted(names)]
 
 
-def _read(path: Path, entry: Entry | None, what: str) -> dict[str, Any]:
+def _read(path: Path, entry: Entry | None, flag: str) -> dict[str, Any]:
     if entry is not None:
         return weights_in(load(path.parent, entry, verified=True))
-    if files := _files_of(path, what):
-        return {n: value for file in files for n, value in _read(file, None, what).items()}
+    if files := _files_of(path, flag):
+        return {n: value for file in files for n, value in _read(file, None, flag).items()}
     if path.suffix == SAFETENSORS:
         try:
             return import_module("safetensors.torch").load_file(path)  # type: ignore[no-any-return]
         except Exception as error:  # it is an extra, and its errors are its own
             more = what_to_install(error)
             raise UserError(
-                f"{what} cannot be read: {error_text(error)}. {more}".rstrip()
+                f"{flag} cannot be read: {error_text(error)}. {more}".rstrip()
             ) from error
     content = read_file(path)
     if isinstance(content, dict) and isinstance(content.get("format"), int):
@@ -148,24 +148,24 @@ def _read(path: Path, entry: Entry | None, what: str) -> dict[str, Any]:
         if isinstance(state, dict) and any(isinstance(v, Tensor) for v in state.values()):
             return copy.copy(state)
     raise UserError(
-        f"{what}: the file holds no tensors by name, on top or under {', '.join(_INSIDE)}. Save "
+        f"{flag}: the file holds no tensors by name, on top or under {', '.join(_INSIDE)}. Save "
         "only the weights: torch.save(model.state_dict(), file)."
     )
 
 
-def _fill(model: nn.Module, weights: dict[str, Any], what: str, *, strict: bool) -> tuple[str, ...]:
+def _fill(model: nn.Module, weights: dict[str, Any], flag: str, *, strict: bool) -> tuple[str, ...]:
     own = model.state_dict()
     if any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
         return ()
-    given = _named_as(own, weights)
-    wrong = misfits(given, own)
+    loaded = _named_as(own, weights)
+    wrong = misfits(loaded, own)
     if wrong and not strict:
-        fits = {n for n in own if n in given and not misfits({n: given[n]}, {n: own[n]})}
+        fits = {n for n in own if n in loaded and not misfits({n: loaded[n]}, {n: own[n]})}
         if not fits:
-            raise UserError(f"{what}: nothing in it fits the model: {listed(wrong, _MOST, '; ')}.")
-        given = {name: given[name] if name in fits else value for name, value in own.items()}
+            raise UserError(f"{flag}: nothing in it fits the model: {listed(wrong, _MOST, '; ')}.")
+        loaded = {name: loaded[name] if name in fits else value for name, value in own.items()}
     remedy = "Build the model that they are of, or add --no-init-strict to load what fits."
-    load_model(model, {"model": given}, f"{what}: the weights do", remedy, most=_MOST)
+    load_model(model, {"model": loaded}, f"{flag}: the weights do", remedy, most=_MOST)
     return () if strict else tuple(wrong)
 
 

@@ -161,15 +161,18 @@ _left: list[Thread] = []
 """Threads that still draw what no caller waits for any more."""
 
 
-def end_while_drawing(code: int) -> None:
-    """End this process at once with an exit code if a picture is still being drawn; else return.
+def end_while_drawing(signum: int) -> int:
+    """Return a training's exit code: 0, or 128 + the signal that stopped it.
 
-    Python's usual end would meet the thread within PyTorch, and abort the process.
+    While a picture is still being drawn, end with it at once: Python's usual end would meet the
+    thread within PyTorch, and abort the process.
     """
+    code = 128 + signum if signum else 0
     if any(thread.is_alive() for thread in _left):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    return code
 
 
 @atexit.register

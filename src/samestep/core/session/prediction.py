@@ -84,7 +84,11 @@ def open_predictions(
     for flag, value in (("data_dir", data_dir), ("skip_bad", skip_bad)):
         if split is None and value is not None:
             raise UserError(f"--{flag_name(flag)} goes with --split.", flags=[flag])
-    check_files(files)
+    for file in files:
+        if file.is_dir():
+            raise UserError(f"{file} is a folder. Name the files in it: {file}/*")
+        if not file.exists():
+            raise UserError(f"There is no file {file}.")
     if split is None:
         model = open_predictor(path, name, device=device, recipe=recipe)
         return model, predict_files(model, files, top=top)
@@ -100,16 +104,16 @@ def ask(opened: TrainedModel, samples: Sequence[Any]) -> tuple[Any, Any]:
     recipe = opened.recipe
     without = [_is_pair(sample) and sample[1] is None for sample in samples]
     rows: Any = [(s[0], 0) if w else s for s, w in zip(samples, without, strict=True)]
-    known = recipe.forward is not None or not any(without)
+    has_targets = recipe.forward is not None or not any(without)
     if recipe.collate is None and recipe.forward is None:
-        known = known and all(map(_is_pair, rows))
-        rows = rows if known else [(s[0] if _is_pair(s) else s, 0) for s in rows]
+        has_targets = has_targets and all(map(_is_pair, rows))
+        rows = rows if has_targets else [(s[0] if _is_pair(s) else s, 0) for s in rows]
     settings, device = replace(opened.settings, num_workers=0), opened.device
     source = open_split(rows, World(device=device), recipe, settings, opened.dtype)
     batch, model = source.peek(len(rows)), applied(opened.model, recipe)
     with as_evaluated(model, settings.seed), switched(settings, device):
         outputs = outputs_of(model, batch.inputs, settings.precision, device)
-    return outputs, batch.targets if known else None
+    return outputs, batch.targets if has_targets else None
 
 
 def _is_pair(sample: Any) -> bool:
@@ -172,18 +176,18 @@ def _rows(opened: TrainedModel, files: Sequence[Path]) -> Iterator[tuple[Predict
             yield replace(whole, problem="there is no row in it"), None
 
 
-def _samples(given: Any) -> Iterator[tuple[Any, str | None]]:
+def _samples(samples: Any) -> Iterator[tuple[Any, str | None]]:
     """Yield each sample, or why it cannot be read; after such a one an iterator is at its end."""
-    if isinstance(given, IterableDataset) or not hasattr(given, "__len__"):
+    if isinstance(samples, IterableDataset) or not hasattr(samples, "__len__"):
         try:
-            yield from ((sample, None) for sample in given)
+            yield from ((sample, None) for sample in samples)
         except (ValueError, OSError) as error:
             yield None, f"{str(error).rstrip('.')}. The rows after it were not read."
         return
-    for index in range(len(given)):
+    for index in range(len(samples)):
         sample, problem = None, None
         try:
-            sample = given[index]
+            sample = samples[index]
         except (ValueError, OSError) as error:
             problem = str(error)
         yield sample, problem
@@ -197,8 +201,8 @@ def _described(
     if recipe.show is not None:
         return [{"values": row} for row in shown_by(recipe.show, outputs, targets, count)]
     names = tuple(opened.content.get("classes") or ())
-    known = recipe.forward is None and _has_a_row_each(targets, count)
-    actual = _rows_of("target", targets, count) if known else [{}] * count
+    has_targets = recipe.forward is None and _has_a_row_each(targets, count)
+    actual = _rows_of("target", targets, count) if has_targets else [{}] * count
     # Where the loss is made of it, outputs are class scores whether classes have names or not.
     scores = _class_scores(outputs, names, top, numbered=is_cross_entropy(recipe.evaluated_loss))
     if scores is None:
@@ -228,15 +232,6 @@ def draw(opened: TrainedModel, file: Path, rows: Sequence[Mapping[str, Any]], fi
         paint(file, rows, figure)
     except Exception as error:
         blame(f"The recipe's plot failed with {file}", error, paint)
-
-
-def check_files(files: Sequence[Path]) -> None:
-    """Check that each is a file, before a model is loaded for them."""
-    for file in files:
-        if file.is_dir():
-            raise UserError(f"{file} is a folder. Name the files in it: {file}/*")
-        if not file.exists():
-            raise UserError(f"There is no file {file}.")
 
 
 def as_table(prediction: Prediction) -> dict[str, Any]:

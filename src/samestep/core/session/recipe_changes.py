@@ -37,16 +37,16 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
 
     The run names the recipe `source`; `recipe` takes the place of what that leads to.
     """
-    kept = run / RECIPE_COPY
+    copy = run / RECIPE_COPY
     if source.endswith(".py"):
-        if not kept.is_file():
+        if not copy.is_file():
             return []
         if recipe is not None and not recipe.file:
             return [f"it was made in Python, and the run's is the file {source}"]
         file = Path(recipe.file if recipe is not None else source)
         if not file.is_file():
             return []
-        return _file_changes(run, kept, file)
+        return _file_changes(run, copy, file)
     in_python = recipe is not None and source.startswith(FROM_PYTHON)
     before = read_object(run / _PIECES) if in_python else {}
     form = (before.get("python"), before.get("record"))
@@ -59,13 +59,13 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
     return differences(then, now)
 
 
-def _file_changes(run: Path, kept: Path, file: Path, *, main_block: bool = False) -> list[str]:
+def _file_changes(run: Path, copy: Path, file: Path, *, main_block: bool = False) -> list[str]:
     """Return the differences between a run's copy of a file and the file, with their imports."""
     copies = kept_modules(run)
     if copies is None:  # it imports nothing of the user's own
-        then, now = (reached_pieces(f, no_user_module, main_block=main_block) for f in (kept, file))
+        then, now = (reached_pieces(f, no_user_module, main_block=main_block) for f in (copy, file))
         return differences(then, now)
-    both = ((kept, copies), (file, modules_of(file, like=copies)))
+    both = ((copy, copies), (file, modules_of(file, like=copies)))
     then, now = (
         reached_pieces(path, of.files.get, of.whole, main_block=main_block) for path, of in both
     )
@@ -89,19 +89,19 @@ def accepted_changes(
     changes = recipe_changes(run, source, recipe) if run is not None else []
     if changes and "recipe" not in allowed:
         is_file = source.endswith(".py")
-        kept = "continue with the run's own copy: --recipe-of-run; " if is_file else ""
+        remedy = "continue with the run's own copy: --recipe-of-run; " if is_file else ""
         raise UserError(
             f"{recipe.file if is_file else 'The recipe'} is not the recipe that {run} began with: "
             f"{listed(changes, 5)}. Resuming with it would make it another training: "
-            f"{kept}start a new run without --resume; or insist with --allow-change recipe."
+            f"{remedy}start a new run without --resume; or insist with --allow-change recipe."
         )
     return tuple(changes)
 
 
 def copy_of_run(run: Path, source: str) -> Recipe | None:
     """Return the recipe as the run's own copy has it; None where it keeps none."""
-    kept = run / RECIPE_COPY
-    return find_recipe(str(kept), source) if kept.is_file() else None
+    copy = run / RECIPE_COPY
+    return find_recipe(str(copy), source) if copy.is_file() else None
 
 
 def keep_recipe(
@@ -145,6 +145,6 @@ def keep_script(run: Path, script: Path) -> None:
 
 def script_changes(run: Path, script: Path) -> list[str]:
     """Return the differences of a run's script and the one that continues it."""
-    kept = run / SCRIPT_COPY
-    there = kept.is_file() and script.is_file()
-    return _file_changes(run, kept, script, main_block=True) if there else []
+    copy = run / SCRIPT_COPY
+    there = copy.is_file() and script.is_file()
+    return _file_changes(run, copy, script, main_block=True) if there else []

@@ -78,14 +78,14 @@ class _Walk:
             case None | bool() | int() | float() | complex() | str() | bytes():
                 return repr(value)
             case list() | tuple() if depth < _DEPTH:
-                return f"[{', '.join(show(one, depth + 1) for one in value)}]"
+                return f"[{', '.join(show(part, depth + 1) for part in value)}]"
             case set() | frozenset() if depth < _DEPTH:
-                return f"{{{', '.join(sorted(show(one, depth + 1) for one in value))}}}"
+                return f"{{{', '.join(sorted(show(part, depth + 1) for part in value))}}}"
             case Mapping() if depth < _DEPTH:
                 parts = (f"{show(k, depth + 1)}: {show(v, depth + 1)}" for k, v in value.items())
                 return f"{{{', '.join(parts)}}}"
             case partial():
-                parts = (show(one, depth) for one in (value.func, value.args, value.keywords))
+                parts = (show(part, depth) for part in (value.func, value.args, value.keywords))
                 return f"partial([{', '.join(parts)}])"
             case types.FunctionType() | type():
                 return self._code(value)
@@ -110,9 +110,9 @@ class _Walk:
         if depth >= _DEPTH:
             return kind
         public = {k: v for k, v in getattr(value, "__dict__", {}).items() if k[0] != "_"}
-        kept = {k: v for k, v in public.items() if isinstance(v, _PLAIN[:-1]) and k != "training"}
+        plain = {k: v for k, v in public.items() if isinstance(v, _PLAIN[:-1]) and k != "training"}
         buffers = dict(value.named_buffers()) if isinstance(value, torch.nn.Module) else {}
-        return f"{kind}({self._repr({**kept, **buffers}, depth + 1)})"
+        return f"{kind}({self._repr({**plain, **buffers}, depth + 1)})"
 
     def _code(self, value: Any) -> str:
         """Return the name of a function or class; what the user's own say becomes a piece."""

@@ -5,6 +5,7 @@ the most advanced of them holds. Nothing is read from the disk, and no step is t
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -74,26 +75,21 @@ def take_over(holding: Holding, work: Work, state: State, recipe: str) -> list[R
     All ranks of the new group call it, newcomers too. Returns the records of the newest step.
     """
     world = work.world
-    ranks = world.gather((holding.progress, _rank_content(holding), holding.parts, holding.recent))
+    content: Mapping[str, Any] = holding.content or {}
+    own = {name: content[name] for name in _OF_A_RANK if name in content}
+    ranks = world.gather((holding.progress, own, holding.parts, holding.recent))
     newest = max(progress for progress, *_ in ranks)
     if not newest:
         return None
     source = next(rank for rank, (progress, *_) in enumerate(ranks) if progress == newest)
-    content = holding.content
     if any(progress != newest for progress, *_ in ranks):
-        mine = map_tensors(Tensor.cpu, dict(content or {})) if world.rank == source else None
+        mine = map_tensors(Tensor.cpu, dict(content)) if world.rank == source else {}
         content = world.broadcast(mine, source)
-    assert content is not None
     newest_parts = [(own, parts) for progress, own, parts, _ in ranks if progress == newest]
     restore(work, state, recipe, {**content, **_together(newest_parts, world)})
     state.due_again = not newest[-1]
     recent = ranks[source][3]
     return [record for record in recent.values() if record.get("step") == newest[0]]
-
-
-def _rank_content(holding: Holding) -> dict[str, Any]:
-    content = holding.content or {}
-    return {name: content[name] for name in _OF_A_RANK if name in content}
 
 
 def _together(ranks: list[tuple[dict[str, Any], tuple[int, ...]]], world: World) -> dict[str, Any]:

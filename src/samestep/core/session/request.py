@@ -167,8 +167,8 @@ def _layered(source: str, recipe: Recipe, tables: list[tuple[Path, dict[str, Any
     options = dict[str, object]()
     for path, table in tables:
         about = ("recipe", SCRIPT_ARGS)
-        rest = {name: value for name, value in table.items() if name not in about}
-        ours, theirs = typed(rest, recipe, path)
+        values = {name: value for name, value in table.items() if name not in about}
+        ours, theirs = typed(values, recipe, path)
         layers.append(ours)
         options.update(theirs)
     return Draft(recipe=recipe, source=source, layers=tuple(layers), options_layer=options)
@@ -214,13 +214,13 @@ def finish(
     flags: Mapping[str, object],
     options: Any,
     *,
-    given: set[str],
+    named: set[str],
     resume: bool | str | None,
     allow_change: str | None = None,
 ) -> Request:
     """Return the request: `flags` are the settings that were given, `options` has those applied.
 
-    `given` names both. `resume` may be the address of a store that has the run.
+    `named` names both. `resume` may be the address of a store that has the run.
     """
     store = resume if isinstance(resume, str) and resume != HERE else None
     if store is not None and start.given("run_dir", flags) is None:
@@ -231,7 +231,7 @@ def finish(
 
         for address in filter(None, (store, address_of(mirror))):
             check_address(address)
-    again = partial(_finished, start, flags, options, given, bool(resume), allow_change)
+    again = partial(_finished, start, flags, options, named, bool(resume), allow_change)
     return replace(again(), resume_from=store, again=again)
 
 
@@ -239,7 +239,7 @@ def _finished(
     start: Draft,
     given_settings: Mapping[str, object],
     options: Any,
-    given: set[str],
+    named: set[str],
     resume: bool,
     allow_change: str | None,
 ) -> Request:
@@ -266,9 +266,9 @@ def _finished(
     merged |= {"run_dir": run_dir} if run_dir else {}
     if run is not None and run is not start:
         if options is not None:  # those that the repeated command does not give are the run's
-            own, before = {*given, *start.options_layer}, run.options()
-            kept = {f.name: getattr(before, f.name) for f in fields(before) if f.name not in own}
-            options = replace(options, **kept)
+            own, before = {*named, *start.options_layer}, run.options()
+            of_run = {f.name: getattr(before, f.name) for f in fields(before) if f.name not in own}
+            options = replace(options, **of_run)
         merged = _with_sizes_of(run, merge_layers(*run.layers, merged), flags)
     elif start.run is not None:
         merged["run_dir"] = str(start.run) if resume else flags.get("run_dir")
@@ -280,10 +280,10 @@ def _finished(
     if run is not None:
         from samestep.core.session.recipe_changes import accepted_changes  # noqa: PLC0415
 
-        _check_same(run, resolved, options, given, allowed)
+        _check_same(run, resolved, options, named, allowed)
         recipe_changes = accepted_changes(run.run, run.source, start.recipe, allowed)
     _check_trackers(resolved)
-    _refuse_unread(start, options, given)
+    _refuse_unread(start, options, named)
     return Request(
         recipe=start.recipe.with_options(options),
         source=start.source,
@@ -326,11 +326,11 @@ def _with_sizes_of(
     return {k: v for k, v in merged.items() if k not in others} | sizes
 
 
-def _refuse_unread(start: Draft, options: Any, given: set[str]) -> None:
+def _refuse_unread(start: Draft, options: Any, given_names: set[str]) -> None:
     """Refuse an option that is given and that no function of the recipe reads."""
     if options is None:
         return
-    named = given if start.run is not None else {*given, *start.options_layer}
+    named = given_names if start.run is not None else {*given_names, *start.options_layer}
     unread, without = unread_options(start.recipe)
     for name in sorted(named.intersection(unread)):
         raise UserError(
@@ -351,24 +351,24 @@ def _names_of(recipe: Recipe) -> set[str]:
 def _names_allowed(text: str, recipe: Recipe) -> tuple[str, ...]:
     """Return the settings and options that `--allow-change` names."""
     words = [word.strip().removeprefix("--").replace("-", "_") for word in text.split(",")]
-    names, known = tuple(filter(None, words)), {*_names_of(recipe), "recipe"}
+    names, existing = tuple(filter(None, words)), {*_names_of(recipe), "recipe"}
     for name in names:
-        if name in _FIXED & known:
+        if name in _FIXED & existing:
             raise UserError(
                 f"--allow-change {name}: it cannot change within a run. Start a new run from the "
                 "settings of this one: name its directory, without --resume."
             )
-        if name not in known:
+        if name not in existing:
             raise UserError(
                 f"--allow-change {text}: there is no setting {name!r}. "
-                f"{did_you_mean(name, known)}Name settings or options, with commas between them: "
-                "--allow-change lr,weight_decay."
+                f"{did_you_mean(name, existing)}Name settings or options, with commas between "
+                "them: --allow-change lr,weight_decay."
             )
     return names
 
 
 def _check_same(
-    run: Draft, settings: Settings, options: Any, given: set[str], allowed: Iterable[str]
+    run: Draft, settings: Settings, options: Any, named: set[str], allowed: Iterable[str]
 ) -> None:
     """Refuse the first setting or option that differs from the run's and may not."""
     before, after = as_table(run.settings()), as_table(settings)
@@ -376,8 +376,8 @@ def _check_same(
         before, after = {**before, **vars(run.options())}, {**after, **vars(options)}
     free = free_names(Settings, run.recipe.options, virtual_ranks=before.get("virtual_ranks"))
     changes = _differing(before, after, (before.keys() | after.keys()) - free - {*allowed})
-    for name in sorted(changes, key=lambda name: (name not in given, name)):
-        raise _refused_change(name, changes[name], is_given=name in given)
+    for name in sorted(changes, key=lambda name: (name not in named, name)):
+        raise _refused_change(name, changes[name], is_given=name in named)
 
 
 def _check_per_rank(run: Draft, now: object) -> None:
@@ -393,8 +393,8 @@ def _refused_change(name: str, change: Change, *, is_given: bool) -> UserError:
     """Return the error for a changed value; `is_given` by the call rather than by a file."""
     before, now = map(_shown, change)
     value = "" if change[1] is True else f" {now}"
-    what = f"--{flag_name(name)}{value}" if is_given else f"{name} = {now} in the settings"
-    begun = f"{what}: the run was begun with {before}"
+    changed = f"--{flag_name(name)}{value}" if is_given else f"{name} = {now} in the settings"
+    begun = f"{changed}: the run was begun with {before}"
     if name in _FIXED:
         return UserError(
             f"{begun}. It cannot change within a run: leave it out, or start a new run without "

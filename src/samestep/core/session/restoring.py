@@ -61,13 +61,13 @@ def load_newest(
     problems = list[str]()
 
     def newest_first() -> list[Entry]:
-        known = sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step)
-        if not known and any(r["event"] == "checkpoint" for r in read_records(path)):
+        entries = sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step)
+        if not entries and any(r["event"] == "checkpoint" for r in read_records(path)):
             raise UserError(
                 f"{folder / 'index.json'} names no checkpoint, though the run announced some.",
                 remedy="Restore it from a backup, or start a new run.",
             )
-        return known
+        return entries
 
     loaded = load_first(world, folder, newest_first, problems, mesh, own)
     if problems and loaded is None:
@@ -134,5 +134,5 @@ def as_built(request: Request, path: Path, world: World) -> Request:
     settings = request.settings
     if settings.init_from is None or not request.resume:
         return request
-    known = world.on_main(lambda: is_run(path) and read_index(path / "checkpoints").checkpoints)
-    return replace(request, settings=replace(settings, init_from=None)) if known else request
+    entries = world.on_main(lambda: is_run(path) and read_index(path / "checkpoints").checkpoints)
+    return replace(request, settings=replace(settings, init_from=None)) if entries else request

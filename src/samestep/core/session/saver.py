@@ -11,8 +11,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from torch import Tensor
-
 from samestep.base.errors import UserError
 from samestep.base.run import checkpoints
 from samestep.base.run.files import THEN_RESUME, cannot_write, sync_path
@@ -116,13 +114,24 @@ class Saver:
         if watch is not None:
             judged = {"monitor": watch.metric, "mode": watch.mode}
 
+        records = self._folder.parent / "events.jsonl"
+
         def write() -> None:
-            files = self._write_parts(name, parts) if sharded else {}
+            files: dict[str, str] = {}
+            if sharded:
+                from samestep.base.run import shards  # noqa: PLC0415 - half a second
+
+                folder = self._folder / shards_of(name)
+                hashes = shards.write(folder, parts, self._group)
+                files = {f"{folder.name}/{file}": digest for file, digest in hashes.items()}
             if not self._world.is_main:
                 return
             with _cleared_on_error(self._folder / name):
                 digest = checkpoints.save(self._folder, name, content)
-                self._sync_records()
+                try:
+                    sync_path(records)  # what leads up to it, before it is announced
+                except OSError as error:
+                    raise cannot_write(records, error) from error
                 index = replace(self._index, **judged)
                 whole = replace(entry, sha256=digest, files=files)
                 self._index = announce(self._folder, index, whole, retention, self._spared)
@@ -138,14 +147,6 @@ class Saver:
             return
         record["blocked_seconds"] = time.perf_counter() - began
         self.writing = _Writing(write, record)
-
-    def _sync_records(self) -> None:
-        """Sync what leads up to a checkpoint, before it is announced."""
-        records = self._folder.parent / "events.jsonl"
-        try:
-            sync_path(records)
-        except OSError as error:
-            raise cannot_write(records, error) from error
 
     def _new_name(self, position: Position, *, sharded: bool) -> str:
         """Return a file name that no announced checkpoint has.
@@ -173,14 +174,6 @@ class Saver:
         held = {"content": content if self._world.is_main else {}, "own": shards.own_parts(parts)}
         held = self._copies.take(held)
         return held["content"], shards.with_parts(parts, held["own"])
-
-    def _write_parts(self, name: str, parts: Mapping[str, Tensor]) -> dict[str, str]:
-        """Write the parts of all ranks; return the SHA-256 of each file, by its place."""
-        from samestep.base.run import shards  # noqa: PLC0415 - as above
-
-        folder = self._folder / shards_of(name)
-        hashes = shards.write(folder, parts, self._group)
-        return {f"{folder.name}/{file}": digest for file, digest in hashes.items()}
 
     def emit_written(self) -> None:
         """Emit the record of a checkpoint that was announced meanwhile."""

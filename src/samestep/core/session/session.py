@@ -157,9 +157,9 @@ class Session:
         self.saver.begin(step, watch)
         self.begun = True
         if self.run is not None:
-            self._written = {_key(known) for known in _newest_records(self.run.path)} - {()}
-        for known in newest:
-            self.emit(known)
+            self._written = {_key(earlier) for earlier in _newest_records(self.run.path)} - {()}
+        for earlier in newest:
+            self.emit(earlier)
         self.emit(record)
 
     def beat(self) -> None:
@@ -356,9 +356,9 @@ def state_bytes(
     """
     total = sum(map(_bytes, more))
     for module in modules:
-        kept = {id(value): value for value in module.state_dict(keep_vars=True).values()}
-        total += sum(_bytes(value) for value in kept.values() if isinstance(value, Tensor))
-    for optimizer in (value for given in optimizers for value in members_of(given)):
+        values = {id(value): value for value in module.state_dict(keep_vars=True).values()}
+        total += sum(_bytes(value) for value in values.values() if isinstance(value, Tensor))
+    for optimizer in (value for listed in optimizers for value in members_of(listed)):
         held = [leaf for state in optimizer.state.values() for leaf in tree_leaves(state)]
         total += sum(_bytes(leaf) for leaf in held if isinstance(leaf, Tensor))
         for group in optimizer.param_groups:

@@ -26,7 +26,7 @@ from samestep.core.session.declared import read_config
 from samestep.core.session.recipe_changes import check_recipe_unchanged
 from samestep.core.session.request import draft
 from samestep.core.training.dry_run import fitting_metrics
-from samestep.core.training.evaluation import evaluate, evaluation_batch
+from samestep.core.training.evaluation import Totals, evaluate, evaluation_batch
 from samestep.core.training.snapshot import check_classes, check_recipe, load_evaluated
 from samestep.launch.ranks.world import World, choose_device
 
@@ -86,8 +86,8 @@ def open_checkpoint(
     load_evaluated(model, content)
     if settings.channels_last:
         to_channels_last(model)
-    kept = checkpoints.without_tensors(content)
-    return TrainedModel(model, recipe, options, settings, entry, kept, target, dtype)
+    small = checkpoints.without_tensors(content)
+    return TrainedModel(model, recipe, options, settings, entry, small, target, dtype)
 
 
 def evaluate_run(
@@ -112,23 +112,25 @@ def evaluate_run(
     moment = Moment()
     moment.after(opened.content["position"])
     loss = place_loss(recipe.evaluated_loss, opened.device, opened.dtype)
-    measured = partial(
-        switched(settings, opened.device)(evaluate),
-        applied(model, recipe, moment),
-        loss=evaluating(recipe, loss, moment),
-        metrics=fitting_metrics(recipe.metrics, source.peek(1).targets),
-        world=world,
-        batch_size=evaluation_batch(settings),
-        precision=settings.precision,
-        seed=settings.seed,
-        classes=recipe.counted_classes(splits),
+    totals = partial(
+        Totals,
+        evaluating(recipe, loss, moment),
+        fitting_metrics(recipe.metrics, source.peek(1).targets),
+        world,
         terms=terms_of(recipe),
         reduction=recipe.reduction,
         measure=measure_of(recipe, model),
     )
-    values = measured(source)
+    measured = partial(
+        switched(settings, opened.device)(evaluate),
+        applied(model, recipe, moment),
+        batch_size=evaluation_batch(settings),
+        precision=settings.precision,
+        seed=settings.seed,
+    )
+    values = measured(source, totals(classes=recipe.counted_classes(splits)))
     for of, data in splits.by_name.items() if split == "validation" else ():
-        of_it = measured(open_split(data, world, recipe, settings, opened.dtype), classes=())
+        of_it = measured(open_split(data, world, recipe, settings, opened.dtype), totals())
         values |= {f"{of}/{key}": of_it[key] for key in of_it if key != "samples"}
     about: dict[str, Any] = {"recipe": recipe.name, "split": split}
     about |= {"checkpoint": opened.entry.path, "step": opened.entry.step}
@@ -178,14 +180,14 @@ def open_data(
     return _OpenedData(replace(opened, recipe=recipe, options=options), splits, source, world)
 
 
-def _elsewhere(options: Any, recipe: str, **given: Any) -> Any:
+def _elsewhere(options: Any, recipe: str, **changes: Any) -> Any:
     """Return the options for data in another place; what is read there is not made up."""
-    named = {name: value for name, value in given.items() if value is not None}
-    known = {field.name for field in fields(options)} if options is not None else set()
+    named = {name: value for name, value in changes.items() if value is not None}
+    names = {field.name for field in fields(options)} if options is not None else set()
     for name in named:
-        if name not in known:
+        if name not in names:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag}: recipe {recipe} has no such option.")
-    if "data_dir" in named and "synthetic" in known:
+    if "data_dir" in named and "synthetic" in names:
         named["synthetic"] = False
     return replace(options, **named) if named else options

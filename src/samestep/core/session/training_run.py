@@ -20,7 +20,6 @@ from samestep.base.settings import Settings, free_names, order_name
 from samestep.core.learner.agreement import OF_A_RANK, arithmetic, check_same
 from samestep.core.learner.device import kernels_of, switched
 from samestep.core.learner.prepare import Wrap, wrap
-from samestep.core.recipe import Splits
 from samestep.core.recipe_checks import FROM_PYTHON
 from samestep.core.session.build import Built, build
 from samestep.core.session.declared import kept_options
@@ -138,11 +137,15 @@ def run_elastic(
 
     holding = Holding()
     if is_newcomer(membership):  # what takes time is done before the others wait for it
-        holding = Holding(splits=_warmed_up(request, world))
+        alone = World(device=world.device)
+        with switched(request.settings, world.device):
+            built = build(completed(request, alone), alone)
+            built.work.close()
+        holding = Holding(splits=built.splits)
         membership.wait_to_join()
-    found = world
+    first_world = world
     while True:
-        world = membership.join(found)
+        world = membership.join(first_world)
         begun = membership.run()
         screen = shown(world, Path(begun) if begun else None)
         outcome = _run(request, world, received, screen, engine, membership, holding)
@@ -151,23 +154,15 @@ def run_elastic(
         holding = outcome
 
 
-def _warmed_up(request: Request, world: World) -> Splits:
-    alone = World(device=world.device)
-    with switched(request.settings, world.device):
-        built = build(completed(request, alone), alone)
-        built.work.close()
-        return built.splits
-
-
 def _going_on(
     request: Request, world: World, membership: "Membership | None", holding: Holding
 ) -> Request:
     """Return the request of a run that another group of ranks has begun, if one has."""
-    known = "" if membership is None else membership.run()
-    if not known:
+    run_dir = "" if membership is None else membership.run()
+    if not run_dir:
         return request
     settings, options = next(filter(None, world.gather(holding.asked)), ({}, {}))
-    changed = replace(request.settings, **settings | {"run_dir": known})
+    changed = replace(request.settings, **settings | {"run_dir": run_dir})
     request = replace(request, settings=changed, resume=True)
     return with_options(request, replace(request.options, **options)) if options else request
 
@@ -391,9 +386,9 @@ def _check_same_request(request: Request, world: World) -> None:
     named |= {} if options is None else {f.name: getattr(options, f.name) for f in fields(options)}
     parts = ("reduction", "loss_over", "loss_weights", "lower_is_better")
     named |= {name: getattr(recipe, name) for name in parts} | {"metrics": [*recipe.metrics]}
-    given = {name: value for name, value in named.items() if name not in free}
+    compared = {name: value for name, value in named.items() if name not in free}
     where = request.source if request.source.endswith(".py") else ""
-    check_same(given, world, "The settings", where=where)
+    check_same(compared, world, "The settings", where=where)
 
 
 def choose_path(request: Request) -> Path:

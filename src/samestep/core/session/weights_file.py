@@ -98,7 +98,7 @@ def load_into(
         wrong = {name: misfits(state, model.state_dict()) for name, state in modules.items()}
         fitting = [name for name in modules if not wrong[name]]
         if len(fitting) != 1:
-            fits = "; ".join(f"{name!r}: {what[0]}" for name, what in wrong.items() if what)
+            fits = "; ".join(f"{name!r}: {why[0]}" for name, why in wrong.items() if why)
             fits = f"{', '.join(map(repr, fitting))} fit the model" if fitting else fits
             name = (fitting or [*modules])[0]
             raise UserError(f"{entry.path} has several modules: {fits}. Name one: part={name!r}.")
@@ -146,12 +146,12 @@ def _by_safetensors() -> Callable[[dict[str, Tensor], BinaryIO], None]:
         ) from error
 
     def save(tensors: dict[str, Tensor], opened: BinaryIO) -> None:
-        seen: set[int] = set()
+        storages: set[int] = set()
         own = {}
         for name, tensor in tensors.items():
             place = tensor.untyped_storage().data_ptr()
-            shared = place in seen  # tied weights: the format has no two names for one tensor
-            seen.add(place)
+            shared = place in storages  # tied weights: the format has no two names for one tensor
+            storages.add(place)
             own[name] = tensor.detach().clone() if shared else tensor.detach().contiguous()
         try:
             save_file(own, opened.name, metadata={"format": "pt"})

@@ -101,7 +101,19 @@ class WholeStep(EagerStep):
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
         """Take the steps of a block: as many as a graph holds, or one."""
         if self._compiled_model is not None:
-            return _one_by_one(self._compiled_model, block, step, lrs, want_norm=want_norm)
+            results = [
+                self._compiled_model(
+                    single, step + number, lrs[number : number + 1], want_norm=want_norm
+                )
+                for number, single in enumerate(block.singles())
+            ]
+            norms = [norm for result in results for norm in result.grad_norms or ()]
+            return StepResult(
+                [loss for result in results for loss in result.losses],
+                norms or None,
+                seen=[outputs for result in results for outputs in result.seen],
+                notes=tuple(note for result in results for note in result.notes),
+            )
         whole = block.rows == self._plan.global_batch_size
         if block.num_steps != self.steps_per_call or not whole:
             return super().__call__(block, step, lrs, want_norm=want_norm)
@@ -159,23 +171,6 @@ class WholeStep(EagerStep):
             self._objective.explain(error, inputs, targets)
         self._objective.agreed = True
         return why
-
-
-def _one_by_one(
-    eager: Step, block: Block, step: int, lrs: list[float], *, want_norm: bool
-) -> StepResult:
-    """Take the steps of a block one after the other."""
-    results = [
-        eager(single, step + number, lrs[number : number + 1], want_norm=want_norm)
-        for number, single in enumerate(block.singles())
-    ]
-    norms = [norm for result in results for norm in result.grad_norms or ()]
-    return StepResult(
-        [loss for result in results for loss in result.losses],
-        norms or None,
-        seen=[outputs for result in results for outputs in result.seen],
-        notes=tuple(note for result in results for note in result.notes),
-    )
 
 
 def _steps_per_graph(settings: Settings, plan: Plan, steps_per_block: int) -> int:

@@ -139,9 +139,8 @@ def dry_run(
             computed = tuple(totals.objects.check())
         unkept = Unkept(loss_state, **of_model())
     judged_parts, measured = tuple(totals.parts), tuple(totals.measured)
-    tried_out = Tried(metrics, judged_parts, judged_parts, measured, flops, unkept, computed)
-    if parts is not None:
-        tried_out = tried_out._replace(parts=parts)
+    parts = judged_parts if parts is None else parts
+    tried_out = Tried(metrics, parts, judged_parts, measured, flops, unkept, computed)
     _check_names(recipe, tried_out)
     return tried_out
 
@@ -168,8 +167,8 @@ def _copied(
 ) -> _Trial | None:
     """Return copies; None if some part cannot be copied, and is first tried when it counts."""
     try:
-        kept = (takes, model) if any_sharded(model) else model.parameters()
-        shared: dict[int, object] = {id(copied): copied for copied in kept}
+        uncopied = (takes, model) if any_sharded(model) else model.parameters()
+        shared: dict[int, object] = {id(copied): copied for copied in uncopied}
         copied: nn.Module
         others: Any
         copied, *others = copy.deepcopy((model, loss, judged, dict(metrics)), shared)
@@ -209,10 +208,10 @@ def _trained_on(
     trial.applied.train()
     outputs = outputs_of(trial.applied, batch.inputs, precision, world.device, recipe.model)
     with autocast(precision, world.device):
-        kept = of_loss(trial.loss, total, outputs, batch.targets)
+        loss_state = of_loss(trial.loss, total, outputs, batch.targets)
         names = _names_of_losses(recipe, trial, batch.targets, lambda: outputs)
     trial.applied.eval()
-    return names, kept
+    return names, loss_state
 
 
 def _as_trained(recipe: Recipe, settings: Settings, batch: Batch, world: World) -> Batch:

@@ -82,40 +82,23 @@ class Interruptible:
 def evaluate(
     model: nn.Module,
     source: Evaluable,
-    loss: Callable[[Any, Any], Tensor],
-    metrics: Mapping[str, Callable[[Any, Any], Tensor]],
+    totals: "Totals",
     *,
-    world: World,
     batch_size: int,
     precision: Precision,
     seed: int,
-    classes: Sequence[str] = (),
-    terms: Terms | None = None,
-    reduction: Reduction = "mean",
-    parts: Sequence[str] | None = None,
-    measure: Measure | None = None,
     forward: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any]:
     """Return loss and metrics as means over all samples of all ranks, and their number.
 
     The model is not wrapped: ranks may hold unequal shares. `forward` replaces it, such as the same
-    model compiled. Each evaluation draws the same random numbers, from `seed`. With `classes` the
-    result has `per_class` and `confusion`. A mistake of the recipe on any rank raises an
-    `EvaluationError` on all.
+    model compiled. Each evaluation draws the same random numbers, from `seed`. With classes, the
+    `totals`, in which nothing is yet, add `per_class` and `confusion`. A mistake of the recipe on
+    any rank raises an `EvaluationError` on all.
     """
-    options: dict[str, Any] = {"reduction": reduction, "parts": parts, "measure": measure}
-    totals = Totals(loss, metrics, world, classes, terms, **options)
-    carried, sharded = CarriedOn(model), any_sharded(model)
+    world, carried, sharded = totals.world, CarriedOn(model), any_sharded(model)
     # A forward may write buffers, and ranks compute another number of them.
     put_back = keep_buffers(model) if world.virtual_ranks else lambda: None
-
-    def read_all() -> None:
-        if not sharded:
-            count_all(source.evaluation(batch_size))
-            return
-        stand_in = partial(outputs_of, forward or model, precision=precision, device=world.device)
-        with closing(_in_step(source, batch_size, world, stand_in)) as in_step:
-            count_all(in_step)
 
     def count_all(batches: Iterator[Batch]) -> None:
         first: dict[int, int] = {}
@@ -133,9 +116,16 @@ def evaluate(
             with autocast(precision, world.device):
                 totals.add(outputs, batch)
 
+    def count_in_step() -> None:
+        stand_in = partial(outputs_of, forward or model, precision=precision, device=world.device)
+        with closing(_in_step(source, batch_size, world, stand_in)) as batches:
+            count_all(batches)
+
     with as_evaluated(model, mix(seed, world.rank)):
         try:
-            world.on_every(read_all)
+            world.on_every(
+                count_in_step if sharded else lambda: count_all(source.evaluation(batch_size))
+            )
         except UserError as error:
             raise EvaluationError(str(error), on_all_ranks=True) from error
         finally:
@@ -247,7 +237,7 @@ class Totals:
         parts: Sequence[str] | None = None,
         measure: Measure | None = None,
     ) -> None:
-        self._loss, self._world, self._terms = loss, world, terms
+        self._loss, self.world, self._terms = loss, world, terms
         self._reduction, self._measure = reduction, measure
         self._metrics = functions_of(metrics)
         # float64, so that sums over a large set do not depend on how it was shared out. Apple's
@@ -270,7 +260,7 @@ class Totals:
     def add(self, outputs: Any, batch: Batch) -> None:
         """Add a batch."""
         inputs, targets, count, _first, part, _whole, closes = batch
-        if self._world.virtual_ranks and part != self._part:
+        if self.world.virtual_ranks and part != self._part:
             self._part = part
             self.objects.next_part()
         sums, home = self._sums[self._part - self._held.start], self._sums.device
@@ -315,20 +305,20 @@ class Totals:
     def means(self) -> dict[str, Any]:
         """Return the means over all ranks that `evaluate` returns; every rank calls it."""
         if self._tells:  # a rank without samples learns the names from the others
-            for parts, measured in self._world.gather(([*self.parts], [*self.measured])):
+            for parts, measured in self.world.gather(([*self.parts], [*self.measured])):
                 for sums, names in ((self.parts, parts), (self.measured, measured)):
                     sums.update({n: self._sums[:, 0] * 0 for n in names if n not in sums})
         more = [*self.parts.values(), *self.measured.values()]
         rows = torch.cat([self._sums, torch.stack(more, dim=1)], dim=1) if more else self._sums
-        values = sum_over_parts(rows, self._world).tolist()
+        values = sum_over_parts(rows, self.world).tolist()
         own = self._sums.shape[1]
         (loss, *totals, terms, samples), others = values[:own], iter(values[own:])
         if not terms > 0:
-            what = f"the {samples:g} samples that are evaluated"
-            raise EvaluationError(over_nothing(terms, what, self._terms), on_all_ranks=True)
+            subject = f"the {samples:g} samples that are evaluated"
+            raise EvaluationError(over_nothing(terms, subject, self._terms), on_all_ranks=True)
         means = {"loss": loss / terms} | {name: next(others) / terms for name in self.parts}
         means |= {n: total / samples for n, total in zip(self._metrics, totals, strict=True)}
-        means |= self.objects.values(self._world)
+        means |= self.objects.values(self.world)
         means |= {name: next(others) / samples for name in self.measured}
-        counted = self._confusion.result(self._world) if self._confusion is not None else {}
+        counted = self._confusion.result(self.world) if self._confusion is not None else {}
         return {**means, "samples": int(samples), **counted}

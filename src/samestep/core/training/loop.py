@@ -26,6 +26,7 @@ from samestep.core.training.evaluation import (
     Evaluable,
     EvaluationError,
     Interruptible,
+    Totals,
     evaluate,
     evaluation_batch,
 )
@@ -91,7 +92,7 @@ def _done_whole(work: Work, state: State) -> Iterator[None]:
         yield
         return
     scheduler = work.learner.scheduler
-    kept = replace(state, position=replace(state.position))
+    before = replace(state, position=replace(state.position))
     schedule = None if scheduler is None else copy.deepcopy(scheduler.state())
     try:
         yield
@@ -99,8 +100,8 @@ def _done_whole(work: Work, state: State) -> Iterator[None]:
         raise
     except Exception:
         position = state.position  # `after_epoch` has changed the model: it is not called again
-        kept.position.told_epoch, kept.position.told = position.told_epoch, position.told
-        vars(state).update(vars(kept))
+        before.position.told_epoch, before.position.told = position.told_epoch, position.told
+        vars(state).update(vars(before))
         # A training may end within an epoch: what its end is due is done as a stopped run does it.
         at_end = is_done(work, state) and not epoch_is_full(work, state)
         state.position.evaluation_due |= at_end
@@ -267,20 +268,23 @@ def evaluate_work(work: Work, source: Evaluable, classes: Sequence[str] = ()) ->
     average = work.learner.average
     weights = contextlib.nullcontext() if average is None else average.in_place()
     with weights, made_by(*work.learner.makers), watched.within(watched.EVALUATION):
-        return evaluate(
-            work.learner.applied,
-            source,
+        totals = Totals(
             work.evaluation_loss,
             work.metrics,
-            world=work.world,
-            batch_size=evaluation_batch(work.settings, work.plan.evaluated_at_once),
-            precision=work.settings.precision,
-            seed=work.settings.seed,
-            classes=classes,
-            terms=work.learner.terms,
+            work.world,
+            classes,
+            work.learner.terms,
             reduction=work.learner.reduction,
             parts=work.evaluation_parts,
             measure=work.measure,
+        )
+        return evaluate(
+            work.learner.applied,
+            source,
+            totals,
+            batch_size=evaluation_batch(work.settings, work.plan.evaluated_at_once),
+            precision=work.settings.precision,
+            seed=work.settings.seed,
             forward=work.forward,
         )
 
@@ -341,10 +345,10 @@ def check_weights(work: Work, state: State) -> None:
         raise _diverged(work, state, "A weight is NaN or infinite")
 
 
-def _diverged(work: Work, state: State, what: str) -> UserError:
+def _diverged(work: Work, state: State, why: str) -> UserError:
     step, lr = state.position.step, newest_lr(work, state)
     return UserError(
-        f"{what} after step {step} (learning rate {lr:.3g}). {KEPT} {REMEDIES}", on_all_ranks=True
+        f"{why} after step {step} (learning rate {lr:.3g}). {KEPT} {REMEDIES}", on_all_ranks=True
     )
 
 

@@ -166,8 +166,8 @@ class Window:
             # The largest of the negatives is the first bad step of any rank.
             latest = torch.tensor(-bad if bad else -(2**62))
             step = -int(latest if self._world.elastic else self._world.reduce(latest, "max"))
-            what = f"The loss is NaN or infinite at step {step} (learning rate {lr:.3g})."
-            message, number = f"{what} {KEPT} {REMEDIES}", sizes[step - first]
+            problem = f"The loss is NaN or infinite at step {step} (learning rate {lr:.3g})."
+            message, number = f"{problem} {KEPT} {REMEDIES}", sizes[step - first]
             if not number > 0:
                 message = over_nothing(number, f"the global batch of step {step}", self._counts)
                 message = f"{message} {KEPT}"

@@ -51,14 +51,14 @@ def values_of(name: str, metric: Callable[..., Any], outputs: Any, targets: Any,
     return value
 
 
-def explained(what: str, function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
+def explained(field: str, function: Callable[..., Any], outputs: Any, targets: Any) -> Any:
     """Call a recipe's function with outputs and targets; a failure names the recipe."""
     try:
         return function(outputs, targets)
     except Exception as error:
         trees = f"outputs {describe(outputs)} and targets {describe(targets)}"
         remedy = remedy_of(error, outputs, targets, function)
-        blame(f"The recipe's {what} failed with {trees}", error, function, remedy=remedy)
+        blame(f"The recipe's {field} failed with {trees}", error, function, remedy=remedy)
 
 
 _OTHER_SHAPE = (
@@ -309,10 +309,10 @@ class EpochMetrics:
         for part in self._parts:
             part.reset()
 
-    def add(self, seen: Sequence[StepOutputs]) -> None:
+    def add(self, steps: Sequence[StepOutputs]) -> None:
         """Keep outputs; measure them once there are many."""
         alone = len(self._parts) == 1
-        for outputs in seen:
+        for outputs in steps:
             self._parts[0 if alone else outputs.part - self._first].add(outputs)
 
     def settle(self) -> None:
@@ -434,15 +434,15 @@ class _PartMetrics:
         self.objects.load([states for rank in ranks for states in rank["states"]])
         for rank in ranks:
             if rank["samples"]:
-                known = {*rank["sums"], *(name for states in rank["states"] for name in states)}
-                self.late |= set(self.names) - known
+                names = {*rank["sums"], *(name for states in rank["states"] for name in states)}
+                self.late |= set(self.names) - names
 
 
-def _can_join(one: StepOutputs, other: StepOutputs) -> bool:
-    for mine, its in ((one.outputs, other.outputs), (one.targets, other.targets)):
+def _can_join(first: StepOutputs, other: StepOutputs) -> bool:
+    for mine, its in ((first.outputs, other.outputs), (first.targets, other.targets)):
         if not (isinstance(mine, Tensor) and isinstance(its, Tensor) and mine.shape == its.shape):
             return False
-    return one.samples == other.samples == len(one.outputs) == len(one.targets)
+    return first.samples == other.samples == len(first.outputs) == len(first.targets)
 
 
 class Confusion:
@@ -466,8 +466,8 @@ class Confusion:
                 "the model has outputs, or leave Splits(classes=…) out.",
                 on_all_ranks=True,
             )
-        known = (targets >= 0) & (targets < num)
-        cells = torch.where(known, targets.long() * num + outputs.argmax(dim=1), num * num)
+        has_class = (targets >= 0) & (targets < num)
+        cells = torch.where(has_class, targets.long() * num + outputs.argmax(dim=1), num * num)
         cells = cells.to(self._counts.device)
         # bincount() would ask the device for the largest, and the host would wait.
         self._counts.index_add_(0, cells, torch.ones_like(cells))

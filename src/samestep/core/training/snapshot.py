@@ -123,8 +123,8 @@ def check_alike(work: Work, step: int) -> None:
 def check_resumable(work: Work, step: int) -> None:
     """Check that ranks have the same weights, and that a checkpoint would lead back to them."""
     check_alike(work, step)
-    what = f"The recipe's model{defined_at(*work.learner.makers[:1])}"
-    work.world.on_every(lambda: work.trial.check(work.learner.model, what))
+    subject = f"The recipe's model{defined_at(*work.learner.makers[:1])}"
+    work.world.on_every(lambda: work.trial.check(work.learner.model, subject))
     _check_stepped(work.learner, step)
 
 
@@ -190,8 +190,8 @@ def _restore_learner(learner: Learner, saved: dict[str, Any], *, owned: bool) ->
         learner.average.load(saved.get("ema"))
     if learner.carried is not None:
         learner.carried.load(saved.get("carried"))
-    kept = saved.get("optimizer_groups")
-    load_state(learner.optimizer, saved["optimizer"], learner.made, kept)
+    groups = saved.get("optimizer_groups")
+    load_state(learner.optimizer, saved["optimizer"], learner.made, groups)
     if learner.scheduler is not None:
         learner.scheduler.load(saved.get("scheduler"))
     match_layouts(learner.optimizer, owned=owned)
@@ -224,9 +224,9 @@ def check_classes(state: dict[str, Any], classes: Sequence[str]) -> None:
     saved = state.get("classes") or []
     if saved and classes and saved != list(classes):
         differing = [
-            f"number {place} is {one!r} there and {other!r} here"
-            for place, (one, other) in enumerate(zip_longest(saved, classes))
-            if one != other
+            f"number {place} is {saved_name!r} there and {other!r} here"
+            for place, (saved_name, other) in enumerate(zip_longest(saved, classes))
+            if saved_name != other
         ]
         raise UserError(
             f"The checkpoint was trained on other classes than the data has: {differing[0]} "

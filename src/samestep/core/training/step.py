@@ -95,8 +95,8 @@ class EagerStep:
             learner.average.update()
         self._phases.lap("optimizer")
         self._objective.outputs = None
-        seen, self._seen = self._seen, []
-        return StepResult([loss], norms, terms=None if terms is None else [terms], seen=seen)
+        outputs, self._seen = self._seen, []
+        return StepResult([loss], norms, terms=None if terms is None else [terms], seen=outputs)
 
     def _backward(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Add up the gradients of this rank's micro-steps; return the step's loss and its terms."""
@@ -303,17 +303,17 @@ def check_loss(value: Any, loss: object) -> None:
     """Check that a recipe's loss returned a floating-point scalar."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
         return
-    what = describe(value)
+    returned = describe(value)
     remedy = ""
     if isinstance(value, Mapping):
-        what = f"a dict of {', '.join(map(str, value))}"
+        returned = f"a dict of {', '.join(map(str, value))}"
         remedy = (
             " A dict of losses is tried before the first step, on copies of model and loss: let "
             "copy.deepcopy copy them, or return the sum."
         )
     raise UserError(
-        f"The recipe's loss{defined_at(loss)} returned {what}; it must be a scalar tensor, the "
-        f"mean over the samples of the batch.{remedy}"
+        f"The recipe's loss{defined_at(loss)} returned {returned}; it must be a scalar tensor, "
+        f"the mean over the samples of the batch.{remedy}"
     )
 
 

@@ -78,7 +78,7 @@ class SelfCheck:
         with as_if_alone():
             alone = bits_of(compute(part, copy.deepcopy(micro_steps)))
         pairs = zip(self._prints, self._print(), strict=True)
-        attributes, closure = (differing(one, other) for one, other in pairs)
+        attributes, closure = (differing(first, other) for first, other in pairs)
         same = torch.equal(alone, self._bits)
         named = attributes if same else attributes + closure
         if named:
@@ -89,12 +89,12 @@ class SelfCheck:
             )
         if not same:
             again = torch.equal(bits_of(compute(part, micro_steps)), self._bits)
-            what = "asks for its rank or for the number of ranks" if again else _OUTSIDE
+            problem = "asks for its rank or for the number of ranks" if again else _OUTSIDE
             raise UserError(
                 "--virtual-ranks: the same samples, weights and random numbers gave different "
                 f"gradients the second time, {_DEPENDS}. Probably the model"
                 f"{defined_at(*self._learner.makers[:1])} or the loss"
-                f"{defined_at(self._learner.loss)} {what}. Remove that, or leave out "
+                f"{defined_at(self._learner.loss)} {problem}. Remove that, or leave out "
                 "--virtual-ranks."
             )
         self._kept, self._prints = None, ({}, {})
@@ -191,8 +191,8 @@ class VirtualStep(EagerStep):
             parameter.grad = gradient
         before = [(id(gradient), gradient._version) for gradient in left]  # noqa: SLF001
         total = self._share(part, micro_steps)
-        for gradient, (known, version) in zip(total[:-1], before, strict=False):
-            additions = gradient._version - version if id(gradient) == known else 1  # noqa: SLF001
+        for gradient, (identity, version) in zip(total[:-1], before, strict=False):
+            additions = gradient._version - version if id(gradient) == identity else 1  # noqa: SLF001
             if additions == 0:
                 gradient.add_(0.0)  # not used by this virtual rank: -0.0 + 0.0 is 0.0
             elif additions > 1:

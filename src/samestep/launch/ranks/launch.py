@@ -156,7 +156,15 @@ def _slurm(environment: Environment) -> Launch | None:
     num_nodes = _number(environment, *NUM_NODES, at_least=1)
     node = _number(environment, "SLURM_NODEID", at_most=num_nodes - 1)
     world_size = _number(environment, *NUM_TASKS, at_least=1)
-    local_world_size = _tasks_on_node(environment, node)
+    name, value = _required(environment, TASKS_PER_NODE)
+    if not re.fullmatch(f"{TASKS_ON_NODES}(,{TASKS_ON_NODES})*", value):
+        raise UserError(f"{name}={value} cannot be read; it should look like 4(x2),3.")
+    counts: list[int] = []  # Slurm's short form: `4(x2),3` is 4, 4, 3
+    for count, nodes in re.findall(TASKS_ON_NODES, value):
+        counts += [int(count)] * int(nodes or 1)
+    if node >= len(counts):
+        raise UserError(f"{name}={value} says nothing of the node that SLURM_NODEID={node} names.")
+    local_world_size = counts[node]
     launch = Launch(
         launcher="srun",
         rank=_number(environment, "SLURM_PROCID", at_most=world_size - 1),
@@ -184,19 +192,6 @@ def _shell_in_allocation(environment: Environment) -> str | None:
     names_job = step == 0 and environment.get("SLURM_JOB_NAME") in SHELLS
     one_task = _number(environment, *NUM_TASKS, at_least=1) == 1
     return "a terminal step (inside it, srun needs --overlap)" if names_job or one_task else None
-
-
-def _tasks_on_node(environment: Environment, node: int) -> int:
-    """Return a node's count in Slurm's short form: `4(x2),3` is 4, 4, 3."""
-    name, value = _required(environment, TASKS_PER_NODE)
-    if not re.fullmatch(f"{TASKS_ON_NODES}(,{TASKS_ON_NODES})*", value):
-        raise UserError(f"{name}={value} cannot be read; it should look like 4(x2),3.")
-    counts: list[int] = []
-    for count, nodes in re.findall(TASKS_ON_NODES, value):
-        counts += [int(count)] * int(nodes or 1)
-    if node >= len(counts):
-        raise UserError(f"{name}={value} says nothing of the node that SLURM_NODEID={node} names.")
-    return counts[node]
 
 
 def _read_ranks(environment: Environment, launcher: Launcher, names: tuple[str, ...]) -> Launch:

@@ -44,8 +44,8 @@ def check_ranks(number: int, *, oversubscribe: bool = False, flag: str = "--npro
 def check_workers(num_workers: int, num_ranks: int, num_cores: int) -> None:
     """Check that the cores and the free memory carry the loader processes of these ranks."""
     each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
-    what, most = f"--num-workers {num_workers}{each}", num_cores * MOST_PER_CORE
-    _check(what, num_workers * num_ranks, "loader processes", WORKER_BYTES, most)
+    flag, most = f"--num-workers {num_workers}{each}", num_cores * MOST_PER_CORE
+    _check(flag, num_workers * num_ranks, "loader processes", WORKER_BYTES, most)
 
 
 def cores() -> int:
@@ -54,7 +54,7 @@ def cores() -> int:
     return number if quota is None else min(number, max(1, math.ceil(quota)))
 
 
-def _check(what: str, number: int, kind: str, size: int, most: int) -> None:
+def _check(flag: str, number: int, kind: str, size: int, most: int) -> None:
     fit = _that_fit(size)
     why = ""
     if number > most:
@@ -63,7 +63,7 @@ def _check(what: str, number: int, kind: str, size: int, most: int) -> None:
         need, free = (words.size(many * size) for many in (number, fit))
         why, most = f"{number} {kind} need at least {need} of memory, and {free} are free", fit
     if why:
-        raise UserError(f"{what}: {why}. Take at most {most}, or insist with --oversubscribe.")
+        raise UserError(f"{flag}: {why}. Take at most {most}, or insist with --oversubscribe.")
 
 
 def _that_fit(size: int) -> int:
@@ -102,12 +102,12 @@ def start_nproc(
     return start_ranks(number, arguments, task, None if elastic is None else elastic(number))
 
 
-def refuse_inside_launcher(what: str, instead: str) -> None:
+def refuse_inside_launcher(command: str, instead: str) -> None:
     """Refuse to start ranks where a launcher has started this process among others."""
     launch = detect_launch(os.environ)
     if launch.world_size > 1:
         raise UserError(
-            f"{what} starts ranks itself, but {launch.launcher} has already started "
+            f"{command} starts ranks itself, but {launch.launcher} has already started "
             f"{launch.world_size}. {instead}",
             on_all_ranks=True,
         )

@@ -232,7 +232,7 @@ class Membership:
         except (dist.DistError, RuntimeError):
             self.part()
             return False
-        self.sockets = {n: what for n, what in _sockets().items() if before.get(n) != what}
+        self.sockets = {n: socket for n, socket in _sockets().items() if before.get(n) != socket}
         return True
 
 
@@ -241,8 +241,8 @@ def _sockets() -> dict[int, str]:
     sockets = {}
     for path in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):  # it was the folder itself
-            if (what := str(path.readlink())).startswith("socket:"):
-                sockets[int(path.name)] = what
+            if (target := str(path.readlink())).startswith("socket:"):
+                sockets[int(path.name)] = target
     return sockets
 
 

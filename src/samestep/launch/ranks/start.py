@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -84,9 +84,23 @@ def run_ranks(
         return Ended(128 + unheeded_signal())  # no rank has begun, so none has to know
     variables, disabled = dict(os.environ), logging.root.manager.disable
     # The agent keeps them, and would raise its own exception where nothing expects it.
-    kept = stop_signals() if threading.current_thread() is threading.main_thread() else []
-    interrupter = _interrupter()
-    handlers = [(number, signal.signal(number, interrupter)) for number in kept]
+    stops = stop_signals() if threading.current_thread() is threading.main_thread() else []
+    first_at: dict[int, float] = {}
+
+    def interrupt(signum: int, _frame: FrameType | None) -> None:
+        """Let the agent pass the first stop on, and wait; at the second, kill.
+
+        SIGTERM may come twice within a moment: from a scheduler, and a script that passes it on.
+        """
+        now = time.monotonic()
+        if not first_at:
+            first_at[signum] = now
+            raise SignalException(f"got signal {signum}", signal.Signals(signum))
+        waited_s = now - first_at.setdefault(signum, now)
+        if waited_s > _AGAIN_S.get(signum, math.inf):
+            end_leftovers(os.getpid())
+
+    handlers = [(number, signal.signal(number, interrupt)) for number in stops]
     # The agent's own accounts of a failure are for its developers; ours follows.
     logging.disable(logging.CRITICAL)
     os.environ |= {PARENT: str(os.getpid())} | ({TASK: task} if task else {})
@@ -111,25 +125,6 @@ def run_ranks(
         logging.disable(disabled)
         os.environ.clear()
         os.environ.update(variables)
-
-
-def _interrupter() -> Callable[[int, FrameType | None], None]:
-    """Return the handler of a stop: the agent passes the first on and waits; the second kills.
-
-    SIGTERM may come twice within a moment: from a scheduler, and from a script that passes it on.
-    """
-    first_at: dict[int, float] = {}
-
-    def handle(signum: int, _frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if not first_at:
-            first_at[signum] = now
-            raise SignalException(f"got signal {signum}", signal.Signals(signum))
-        waited_s = now - first_at.setdefault(signum, now)
-        if waited_s > _AGAIN_S.get(signum, math.inf):
-            end_leftovers(os.getpid())
-
-    return handle
 
 
 @contextlib.contextmanager

@@ -90,8 +90,8 @@ def begin(*, alone: bool = False) -> "Pulse | None":
 
 def _pulses(launch: Launch) -> Path:
     """Return the folder of this node's pulses: alike for its ranks, another for each start."""
-    if given := os.environ.get(FOLDER):
-        return Path(given)
+    if folder := os.environ.get(FOLDER):
+        return Path(folder)
     names = ("SLURM_JOB_ID", *STEP_ID, "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
     attempt = [os.environ.get(name, "") for name in (*names, "TORCHELASTIC_RESTART_COUNT")]
     own = [os.getpid()] if launch.world_size == 1 else [launch.master_addr, launch.master_port]

@@ -148,10 +148,10 @@ class _Watcher:
             }
             for pulse in pulses
         ]
-        said = {"time": time.time(), "host": host_name(), "ranks": ranks}
-        said |= {"still_s": still_s, "limit_s": limit_s}
+        beat = {"time": time.time(), "host": host_name(), "ranks": ranks}
+        beat |= {"still_s": still_s, "limit_s": limit_s}
         with contextlib.suppress(UserError):  # a full disk
-            write_object(self._run / HEARTBEAT.format(node=self._node.node), said, sync=False)
+            write_object(self._run / HEARTBEAT.format(node=self._node.node), beat, sync=False)
 
     def _others_are_still(self) -> bool:
         """Whether the ranks of all other nodes stand still, too, as far as these have told."""
@@ -217,7 +217,11 @@ class _Watcher:
             time.sleep(_LOOK_EVERY_S)
         verdict = verdict_on(reports, expected, may_be_slow=may_be_slow)
         if verdict is not None and verdict.sure and MEMBER in os.environ:
-            self._leave_out(verdict)
+            for pulse in self._living():  # the ranks outlive each other: the others continue
+                if pulse.rank == verdict.rank:
+                    why = verdict.message.splitlines()[0]
+                    (self._node.folder / HUNG.format(rank=pulse.rank)).write_text(why)
+                    os.kill(pulse.pid, signal.SIGKILL)
             return False
         if verdict is not None:
             self._announce(verdict, max(report.stand.pulse.steps for report in reports))
@@ -225,14 +229,6 @@ class _Watcher:
                 (place / STAND.format(rank=rank)).unlink(missing_ok=True)
             write_object(self._claim, verdict.stall, sync=False)
         return verdict is not None
-
-    def _leave_out(self, verdict: "Stalled") -> None:
-        """End the rank that hangs, of those that outlive each other: the others continue."""
-        for pulse in self._living():
-            if pulse.rank == verdict.rank:
-                why = verdict.message.splitlines()[0]
-                (self._node.folder / HUNG.format(rank=pulse.rank)).write_text(why)
-                os.kill(pulse.pid, signal.SIGKILL)
 
     def _announce(self, verdict: "Stalled", steps: int) -> None:
         """Leave the verdict wherever someone looks for it."""

@@ -231,22 +231,22 @@ def as_if_alone() -> Iterator[None]:
     named = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     named |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
     before = {name: os.environ[name] for name in named if name in os.environ}
-    kept = [(m, name, getattr(m, name)) for m in (dist, dist.distributed_c10d) for name in answers]
-    for module, name, _ in kept:
+    saved = [(m, name, getattr(m, name)) for m in (dist, dist.distributed_c10d) for name in answers]
+    for module, name, _ in saved:
         setattr(module, name, lambda *_, answer=answers[name], **__: answer)
     os.environ.update({name: named[name] for name in before})
     try:
         yield
     finally:
         os.environ.update(before)
-        for module, name, function in kept:
+        for module, name, function in saved:
             setattr(module, name, function)
 
 
-def _check_known(name: str, wanted: str, known: Sequence[str]) -> None:
+def _check_known(name: str, wanted: str, choices: Sequence[str]) -> None:
     """Refuse a word that a call in Python gave, and that no flag may be."""
-    if wanted not in known:
-        names = ", ".join(map(repr, known))
+    if wanted not in choices:
+        names = ", ".join(map(repr, choices))
         raise UserError(f"{name}={wanted!r}: it must be one of {names}.", flags=[name])
 
 

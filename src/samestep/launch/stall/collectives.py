@@ -105,9 +105,9 @@ class _Arguments:
         tensors = [item for item in values if isinstance(item, Tensor)]
         shapes = [f"{str(t.dtype)[6:]}{[*t.shape]}" for t in tensors] if self._compared else []
         roots = [(name, self.get(name, *call)) for name in self._roots]
-        given = [f"{name}={getattr(v, 'name', v)}" for name, v in roots if v is not None]
-        given = [f"op={g[9:].upper()}" if g.startswith("reduceOp=") else g for g in given]
-        return tensors, " ".join(shapes + given)
+        parts = [f"{name}={getattr(v, 'name', v)}" for name, v in roots if v is not None]
+        parts = [f"op={g[9:].upper()}" if g.startswith("reduceOp=") else g for g in parts]
+        return tensors, " ".join(shapes + parts)
 
 
 class _Notes:

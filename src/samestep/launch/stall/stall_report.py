@@ -152,8 +152,8 @@ def _message(
     by_rank = {report.stand.rank: report for report in reports}
     report = by_rank.get(rank)
     sentence = verdict.sentence[:1].lower() + verdict.sentence[1:].rstrip(".")
-    seen = [report] if report and len(verdict.culprits) == 1 else reports
-    still = f"for {max(report.still_s for report in seen):.0f} s"
+    shown = [report] if report and len(verdict.culprits) == 1 else reports
+    still = f"for {max(report.still_s for report in shown):.0f} s"
     if report is None:
         who = "rank" if len(missing) == 1 else "ranks"
         who += f" {', '.join(map(str, missing))}"
@@ -167,5 +167,5 @@ def _message(
     if "#" in verdict.waiting_in:
         return f"{who} has not entered {verdict.waiting_in} that the others wait in; {it}"
     step = f"step {pulse.steps + 1}"
-    what = f"the {pulse.doing} after step {pulse.steps}" if pulse.steps else f"the {pulse.doing}"
-    return f"{who} took no part in {what if pulse.doing else step} {still}; {it}"
+    doing = f"the {pulse.doing} after step {pulse.steps}" if pulse.steps else f"the {pulse.doing}"
+    return f"{who} took no part in {doing if pulse.doing else step} {still}; {it}"

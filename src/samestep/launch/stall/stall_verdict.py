@@ -127,20 +127,20 @@ class _Case:
 
     def keep_waiting(self, culprits: Sequence[RankStand]) -> StallVerdict:
         """Return the verdict that these ranks do something else than the others."""
-        said = []
+        sentences = []
         cause = _cause(culprits[0])
         for stand in culprits:
             has_left = any(_has_left(stand, self.stands[rank]) for rank in self.waits)
             left = f"left the loop{_progress(stand)} and " if has_left else ""
-            said.append(f"rank {stand.rank} {left}{self._does(stand)}")
+            sentences.append(f"rank {stand.rank} {left}{self._does(stand)}")
             cause = "left" if has_left else cause
         ranks = [stand.rank for stand in culprits]
         for visit, others in self._meeting(ranks):
             who = "ranks" if len(others) > 1 else "rank"
             wait = f"{_wait(visit, len(others))} {_named(visit)} of {_shown(visit.where)}"
-            said.append(f"{who} {listed([*map(str, others)])} {wait}")
-        said += self._parting() if cause == "left" else []
-        return self._verdict(cause, ranks, "; ".join(said))
+            sentences.append(f"{who} {listed([*map(str, others)])} {wait}")
+        sentences += self._parting() if cause == "left" else []
+        return self._verdict(cause, ranks, "; ".join(sentences))
 
     def disagree(
         self, met: Mapping[int, Visit], parties: Mapping[int, tuple[object, ...]]
@@ -148,9 +148,10 @@ class _Case:
         """Return the verdict that ranks are in calls that do not fit; `parties`: who agrees."""
         pairs = itertools.permutations(met, 2)
         left = [
-            one
-            for one, other in pairs
-            if parties[one] != parties[other] and _has_left(self.stands[one], self.stands[other])
+            first
+            for first, other in pairs
+            if parties[first] != parties[other]
+            and _has_left(self.stands[first], self.stands[other])
         ]
         if left:
             return self.keep_waiting([self.stands[rank] for rank in dict.fromkeys(left)])
@@ -163,11 +164,11 @@ class _Case:
             tie = number == rest[0][1]
             culprits = [rank for rank, party in parties.items() if tie or party != most]
             same_call = len({visit.kind for visit in met.values()}) == 1 and len(most) == 2
-            what = "the ranks' calls do not meet"
+            problem = "the ranks' calls do not meet"
             if same_call:
-                what = "the ranks bring different tensors"
-            said = "; ".join([f"{what}: {calls}", *self._parting()])
-            return self._verdict("shapes" if same_call else "different", culprits, said)
+                problem = "the ranks bring different tensors"
+            text = "; ".join([f"{problem}: {calls}", *self._parting()])
+            return self._verdict("shapes" if same_call else "different", culprits, text)
         busy = [stand for stand in self.stands.values() if stand.doing == "computes"]
         if busy and len(busy) < len(self.stands):
             return self.keep_waiting(busy)
@@ -201,13 +202,13 @@ class _Case:
             return _own_doing(stand)
         return f"{_wait(visit)} {_named(visit)} of {_shown(visit.where)}"
 
-    def _verdict(self, cause: Cause, culprits: Sequence[int], said: str) -> StallVerdict:
+    def _verdict(self, cause: Cause, culprits: Sequence[int], text: str) -> StallVerdict:
         met = [f"{_named(v)} of {_shown(v.where)}" for v, _ in self._meeting(culprits)]
         return StallVerdict(
             cause=cause,
             culprits=tuple(sorted(culprits)),
             waiting_in="; ".join(met),
-            sentence=f"{said[:1].upper()}{said[1:]}.",
+            sentence=f"{text[:1].upper()}{text[1:]}.",
             places={rank: _place(stand) for rank, stand in sorted(self.stands.items())},
             does={rank: self._does(stand) for rank, stand in sorted(self.stands.items())},
         )
@@ -350,13 +351,13 @@ def _own_doing(stand: RankStand) -> str:
     """Describe a rank that waits in no call for others."""
     if stand.pulse.code is not None:
         return f"ended with exit code {stand.pulse.code}{_progress(stand)}"
-    seen = f"; last seen at {_shown(_place(stand))}" if _place(stand) else ""
+    last_seen = f"; last seen at {_shown(_place(stand))}" if _place(stand) else ""
     if stand.doing == "gone":
-        return f"was ended or killed{seen}"
+        return f"was ended or killed{last_seen}"
     if stand.doing == "stopped":
-        return _at(stand) if stand.frames else f"is stopped by a signal{seen}"
+        return _at(stand) if stand.frames else f"is stopped by a signal{last_seen}"
     if not stand.frames:
-        return f"does not say where it stands{seen}"
+        return f"does not say where it stands{last_seen}"
     if not stand.waits_for_data:
         return _at(stand)
     busy = [f"; its loader worker {worker.pid} {_at(worker)}" for worker in _busy(stand)]
@@ -393,15 +394,15 @@ def _at(stand: Stand) -> str:
 
 def _progress(stand: RankStand) -> str:
     """Return " after 12 steps", or nothing."""
-    number, what = stand.pulse.steps, "step"
+    number, noun = stand.pulse.steps, "step"
     if not number:
-        number, what = _latest(stand.pulse, "backward"), "backward pass"
+        number, noun = _latest(stand.pulse, "backward"), "backward pass"
     if not number and (collectives := [v for v in stand.pulse.calls if v.group == WORLD]):
         last = collectives[-1]
-        number, what = last.seq - (last.state == "inside"), "collective"
+        number, noun = last.seq - (last.state == "inside"), "collective"
     if number != 1:
-        what += "es" if what.endswith("s") else "s"
-    return f" after {number} {what}" if number else ""
+        noun += "es" if noun.endswith("s") else "s"
+    return f" after {number} {noun}" if number else ""
 
 
 def _wait(visit: Visit, number: int = 1) -> str:

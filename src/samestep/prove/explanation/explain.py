@@ -98,9 +98,9 @@ class Explanation:
         """Return all numbers; unknown ones are None."""
         # Settings and the world hold what JSON cannot.
         own = {"settings", "world", "plan", "others", "memory", "strategies"}
-        rest = replace(self, memory=None, others=())
+        plain = replace(self, memory=None, others=())
         return {
-            **{name: _plain(value) for name, value in vars(rest).items() if name not in own},
+            **{name: _plain(value) for name, value in vars(plain).items() if name not in own},
             "plan": self.plan.record(),
             "ranks": {
                 "world_size": self.world.world_size,
@@ -159,7 +159,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
         )
         scheduler = built.work.learner.scheduler
         unknown = events is None or schedule.saves_the_best(settings, events)
-        kept = (
+        kept_files = (
             None if unknown else schedule.kept_files(events or (), retention_of(settings), before)
         )
         size = None if memory is None else rank_memory.checkpoint_bytes(request, as_trained)
@@ -189,7 +189,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
             goes_on=_goes_on(built, path, resumed) if request.resume else None,
             evaluations=_evaluations(settings, plan, built),
             events=events,
-            kept=kept,
+            kept=kept_files,
             stops_first=schedule.first_stop(settings.patience, events or (), built.state.watch),
             checkpoint_bytes=size,
             notes=(
@@ -274,12 +274,12 @@ def _by_strategy(
 
 def _evaluations(settings: Settings, plan: Plan, built: Built) -> Evaluations:
     work, watch = built.work, built.state.watch
-    known = sum(source.num_samples for source in work.sources()[1:])
+    num_samples = sum(source.num_samples for source in work.sources()[1:])
     return Evaluations(
         has_validation=work.validation is not None,
-        num_samples=known or None,
+        num_samples=num_samples or None,
         batch_size=evaluation_batch(settings, plan.evaluated_at_once),
-        share=schedule.evaluation_shares(known, work.world) if known else None,
+        share=schedule.evaluation_shares(num_samples, work.world) if num_samples else None,
         monitor=watch.metric,
         mode=watch.mode,
         has_test=built.splits.test is not None,

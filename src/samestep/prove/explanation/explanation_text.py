@@ -43,8 +43,8 @@ def text_of(explained: Explanation) -> str:
         "notes": [("note", note) for note in explained.notes],
     }
     parameters = explained.memory.weights.elements if explained.memory else None
-    known = f", {parameters:,} parameters" if parameters else ""
-    lines = [f"{explained.recipe}{known}: explained, not run. Nothing is started or written."]
+    counted = f", {parameters:,} parameters" if parameters else ""
+    lines = [f"{explained.recipe}{counted}: explained, not run. Nothing is started or written."]
     for title, rows in blocks.items():
         named = list(rows)
         lines += ["", title] if named else []
@@ -413,7 +413,7 @@ def _evaluation(explained: Explanation) -> Rows:
 
 
 def _checkpoints(explained: Explanation) -> Rows:
-    settings, events, kept = explained.settings, explained.events, explained.kept
+    settings, events, files_kept = explained.settings, explained.events, explained.kept
     ways = _intervals(settings.checkpoint_every_epochs, settings.checkpoint_every_steps)
     if settings.checkpoint_every_minutes:
         ways.append(f"after {settings.checkpoint_every_minutes:g} minutes without one")
@@ -426,15 +426,15 @@ def _checkpoints(explained: Explanation) -> Rows:
     if names:
         shown = names if len(names) < _SHOWN else [*names[:2], "…", names[-1]]
         yield "which", ", ".join(shown)
-    if kept is not None:
-        fewest = "" if kept.fewest == kept.most else f"{kept.fewest} or "
-        files = f"{fewest}{count(kept.most, 'file')}"
+    if files_kept is not None:
+        fewest = "" if files_kept.fewest == files_kept.most else f"{files_kept.fewest} or "
+        files = f"{fewest}{count(files_kept.most, 'file')}"
         yield "kept", f"{_retention_phrase(retention_of(settings))}: {files} at the end"
     if explained.checkpoint_bytes is not None:
         each, average = explained.checkpoint_bytes, "" if settings.ema is None else ", average"
         yield "size", f"about {size(each)} each: weights, optimizer{average}, the state of the run"
-        if kept is not None:
-            most = kept.most + 1
+        if files_kept is not None:
+            most = files_kept.most + 1
             text = (
                 f"up to {size(most * each)} = {most} × {size(each)}: one more is there "
                 "while a new one is written"

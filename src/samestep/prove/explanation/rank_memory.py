@@ -105,7 +105,7 @@ def is_too_large(model: nn.Module) -> bool:
 
 def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[RankMemory, Drawn]:
     """Take one step of `rows` samples, which changes the weights; return what it held, and drew."""
-    work, seen = built.work, RandomDraws()
+    work, draws = built.work, RandomDraws()
     model, module = work.learner.model, work.learner.applied
     saved: dict[int, tuple[int, int]] = {}  # address of what the forward saves → bytes, elements
     forwards = True
@@ -117,7 +117,7 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
         return output
 
     def pack(tensor: Tensor) -> Tensor:
-        if forwards and (where := _address(tensor)) is not None and where not in known:
+        if forwards and (where := _address(tensor)) is not None and where not in addresses:
             size = tensor.untyped_storage().nbytes()
             saved[where] = size, size // tensor.element_size()
         return tensor
@@ -133,15 +133,15 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
         counter=None,
         measured=False,
         carried=work.learner.carried and work.learner.carried.alone(rows),
-        wrapped=cast("Any", watched(forward, seen)),
-        loss=watched(work.learner.loss, seen),
+        wrapped=cast("Any", watched(forward, draws)),
+        loss=watched(work.learner.loss, draws),
     )
     block = _real_batch(request, built, rows)
     if work.batch_transform is not None:
         block = BatchTransform(request.recipe, work.settings, World())(block, 0, 0)
     tensors = _tensors((block.inputs, block.targets))
     batch = list({id(tensor): tensor for tensor in tensors}.values())
-    known = {_address(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch)}
+    addresses = {_address(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch)}
     model.train()
     step = eager_step(learner, work.settings, World(), rows)
     with saved_tensors_hooks(pack, unpack):
@@ -170,8 +170,8 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
         ),
     )
     drawn = Drawn(
-        draws=dict(seen.draws),
-        generators=tuple(sorted(seen.generators)),
+        draws=dict(draws.draws),
+        generators=tuple(sorted(draws.generators)),
         batch_norms=tuple(batch_norms(model)),
     )
     return memory, drawn

@@ -178,15 +178,15 @@ def _without_too_large(study: Study, num_samples: int) -> Study:
     if num_samples == 0:  # of a stream
         return study
     too_large = [setup for setup in study.setups if setup.global_batch_size > num_samples]
-    said = [
+    sentences = [
         f"{setup.mode} scaling at {count(setup.ranks, 'rank')} is left out: a step of "
         f"{setup.global_batch_size:,} samples is more than the {num_samples:,} training samples."
         for setup in too_large
     ]
     left = tuple(setup for setup in study.setups if setup not in too_large)
     if study.base in too_large or len(left) < 2:
-        raise UserError(f"{said[0]} Take a smaller --batch-size.")
-    return replace(study, setups=left, left_out=(*study.left_out, *said))
+        raise UserError(f"{sentences[0]} Take a smaller --batch-size.")
+    return replace(study, setups=left, left_out=(*study.left_out, *sentences))
 
 
 def read_measurement(run: Path) -> Measurement:

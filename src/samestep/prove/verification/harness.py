@@ -190,7 +190,19 @@ def starting(
     """Choose the numbers of ranks and their device; clean up after the starts."""
     sizes = _sizes(options, settings.virtual_ranks)
     check_ranks(max(sizes), oversubscribe=settings.oversubscribe, flag="--nproc")
-    accepted = _accepted(options, settings.virtual_ranks)
+    words, accept = list(get_args(Accepted)), ",".join(options.accept)
+    for word in (word for word in options.accept if word not in words):
+        raise UserError(
+            f"--accept {accept}: {word!r} cannot be accepted. "
+            f"{did_you_mean(word, words)}There is: {', '.join(words)}."
+        )
+    for flag, value in (("accept", accept), ("tolerance", options.tolerance)):
+        if value and settings.virtual_ranks is not None:
+            raise UserError(
+                f"--{flag} {value} does not go with --virtual-ranks, with which everything has to "
+                "be equal to the last bit. Leave one of them out."
+            )
+    accepted = cast("tuple[Accepted, ...]", options.accept)
     device, notes = _device(settings, max(sizes))
     prefix = "samestep-verify-"
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
@@ -231,23 +243,6 @@ def _sizes(options: VerifyOptions, virtual: int | None) -> Sequence[int]:
             flags=("virtual_ranks",),
         )
     return options.sizes
-
-
-def _accepted(options: VerifyOptions, virtual: int | None) -> tuple[Accepted, ...]:
-    """Return the accepted differences; refuse unknown words, and any with virtual ranks."""
-    known, accept = list(get_args(Accepted)), ",".join(options.accept)
-    for word in (word for word in options.accept if word not in known):
-        raise UserError(
-            f"--accept {accept}: {word!r} cannot be accepted. "
-            f"{did_you_mean(word, known)}There is: {', '.join(known)}."
-        )
-    for flag, value in (("accept", accept), ("tolerance", options.tolerance)):
-        if value and virtual is not None:
-            raise UserError(
-                f"--{flag} {value} does not go with --virtual-ranks, with which everything has to "
-                "be equal to the last bit. Leave one of them out."
-            )
-    return cast("tuple[Accepted, ...]", options.accept)
 
 
 def _device(settings: Settings, most_ranks: int) -> tuple[Device, tuple[str, ...]]:

@@ -41,7 +41,6 @@ from samestep.core.loops.kept_state import precision_of
 from samestep.core.loops.loop_data import OwnBatch
 from samestep.core.loops.loop_session import Options
 from samestep.core.loops.run import OwnRun
-from samestep.core.session.session import Stopped
 from samestep.launch.ranks import process_group
 from samestep.launch.ranks.process import hand_back, leave_for_parent
 from samestep.launch.ranks.world import abandon
@@ -120,9 +119,6 @@ def run_script(task: LoopTask, output: RecipeOutput, log: Path) -> NoReturn:
         raise UserError(f"{name} ended without a run: no samestep.open_run(…) was entered.")
     except AlreadyTold:
         raise
-    except Stopped as stopped:
-        abandon(128 + stopped.signum)
-        sys.exit(128 + stopped.signum)
     except (Exception, SystemExit) as raised:
         error: Exception = raised if isinstance(raised, Exception) else _exited(name, raised, log)
     if isinstance(error, EOFError):
@@ -140,8 +136,8 @@ def run_script(task: LoopTask, output: RecipeOutput, log: Path) -> NoReturn:
 def _exited(name: str, error: SystemExit, log: Path) -> UserError:
     """Return the error for a script that ended itself, as for a missing argument."""
     sys.stderr.flush()
-    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    last = error.code if isinstance(error.code, str) else (said or ["it said nothing"])[-1]
+    printed = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    last = error.code if isinstance(error.code, str) else (printed or ["it said nothing"])[-1]
     return UserError(
         f"{name} ended itself by exit({error.code if isinstance(error.code, int) else ''}) before "
         f"its steps were taken: {last}. The script's own arguments follow `--`."

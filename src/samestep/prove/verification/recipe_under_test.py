@@ -127,16 +127,16 @@ class RecipeUnderTest:
     @cached_property
     def free_step(self) -> FreeStep:
         """One step with nothing fixed, watched."""
-        seen, block, model = RandomDraws(), self.batch(), self.build()
-        hold_model(model, seen, frozenset())
-        loss = watched(self.placed_loss, seen)
+        draws, block, model = RandomDraws(), self.batch(), self.build()
+        hold_model(model, draws, frozenset())
+        loss = watched(self.placed_loss, draws)
         self.free_loss(model, block, loss).backward()  # type: ignore[no-untyped-call]
-        before = dict(seen.own)
+        before = dict(draws.own)
         if before:  # a generator that is made or seeded anew in each forward keeps no state
-            seen.own.clear()
+            draws.own.clear()
             self.free_loss(model, block, loss)
-        own = [line for line in before if before[line] != seen.own.get(line)]
-        return FreeStep(model, seen, own)
+        own = [line for line in before if before[line] != draws.own.get(line)]
+        return FreeStep(model, draws, own)
 
     def steps_of_optimizer(self) -> Iterator[torch.optim.Optimizer]:
         """Yield the recipe's own optimizer, each time with the gradients for another step."""
@@ -275,10 +275,10 @@ class RecipeUnderTest:
             return cast("Tensor", loss(outputs, block.targets))
 
 
-def draws_in_words(seen: RandomDraws) -> list[str]:
+def draws_in_words(draws: RandomDraws) -> list[str]:
     """Return the generators drawn from: torch, with the user's lines, Python or NumPy."""
-    torch_lines = {f"torch ({line})" if line else "torch" for line in seen.draws.values()}
-    return sorted(torch_lines | seen.generators)
+    torch_lines = {f"torch ({line})" if line else "torch" for line in draws.draws.values()}
+    return sorted(torch_lines | draws.generators)
 
 
 def first_line(error: Exception) -> str:
@@ -309,7 +309,7 @@ def exact_precision(tested: RecipeUnderTest, chosen: Precision) -> tuple[Precisi
 
 def hold_model(
     model: nn.Module,
-    seen: RandomDraws,
+    draws: RandomDraws,
     held: frozenset[Kind],
     calibrate: Callable[[], Any] | None = None,
 ) -> None:
@@ -333,7 +333,7 @@ def hold_model(
             norm.momentum = momentum
         model.train(was_training)
     freeze(norms)
-    model.forward = watched(model.forward, seen, held)
+    model.forward = watched(model.forward, draws, held)
 
 
 def freeze(norms: Iterable[_BatchNorm]) -> None:

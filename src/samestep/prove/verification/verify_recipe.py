@@ -65,20 +65,20 @@ def verify_recipe(
     options: harness.VerifyOptions,
     launch: harness.Launch,
     *,
-    given: Collection[str],
+    explicit: Collection[str],
     launch_elastic: harness.Launch | None = None,
     progress: harness.Progress = lambda *_: None,
 ) -> harness.Verification:
     """Train a recipe for a few steps on several numbers of ranks, and compare.
 
     `launch` starts ranks that call `run_start`, and `launch_elastic` ranks that outlive each other;
-    `given` are the settings that the user has given.
+    `explicit` are the settings that the user has given.
     """
     recipe = request.recipe
     notes = list[str]()
-    if idle := sorted({*given} & {*NO_EFFECT}):  # as train() takes them
+    if idle := sorted({*explicit} & {*NO_EFFECT}):  # as train() takes them
         notes.append(f"{', '.join(idle)}: no effect, since a verification chooses its own steps.")
-    batch = request.settings.batch_size if "batch_size" in given else None
+    batch = request.settings.batch_size if "batch_size" in explicit else None
     with harness.starting(options, request.settings, launch, progress) as starts:
         if starts.device != "cpu" and torch.cuda.is_available():
             launch_elastic = None  # it was never tried with NCCL

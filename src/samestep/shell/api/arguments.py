@@ -100,13 +100,13 @@ def check_positive(**arguments: Any) -> None:
             raise UserError(f"--{flag_name(name)} is {value}; it must be {least}.", flags=[name])
 
 
-def numbers(name: str, given: Any, least: int = 1, most: float = math.inf) -> tuple[int, ...]:
+def numbers(name: str, value: Any, least: int = 1, most: float = math.inf) -> tuple[int, ...]:
     """Return the distinct numbers of `1,2,4`, or of a list, in ascending order."""
-    if given is None:
+    if value is None:
         return ()
-    if not isinstance(given, Sequence):
-        given = [given]
-    words = [str(word).strip() for word in (given.split(",") if isinstance(given, str) else given)]
+    if not isinstance(value, Sequence):
+        value = [value]
+    words = [str(word).strip() for word in (value.split(",") if isinstance(value, str) else value)]
     if not words or not all(word.isdecimal() and least <= int(word) <= most for word in words):
         span = f"from {least}" if most == math.inf else f"from {least} to {most}"
         raise UserError(

@@ -116,7 +116,7 @@ def request_of(call: Call, function: str = "train") -> Request:
         start,
         settings,
         replace(below, **options) if options else below,
-        given={*settings, *options},
+        named={*settings, *options},
         resume=call.resume,
         allow_change=",".join(call.allow_change) or None,
     )
@@ -249,7 +249,7 @@ def _why_not(call: Call, error: Exception) -> str:
     unsendable = next((part for part in parts if not _can_be_sent(part[1])), None)
     if unsendable is None:
         return f"The recipe cannot be sent to the processes of the ranks: {error}."
-    what, value = unsendable
+    subject, value = unsendable
     place = defined_at(value) if callable(value) else ""
     name = ""  # that the user gave to the innermost object that cannot be sent
     for _ in range(_DEEPEST):
@@ -266,7 +266,7 @@ def _why_not(call: Call, error: Exception) -> str:
     elif isinstance(value, types.GeneratorType):
         kind = "a generator"
         instead = "Make it inside the function, or keep what it yields in a list"
-    uses = f"{what}{place} uses {name!r}, " if name else f"{what} is "
+    uses = f"{subject}{place} uses {name!r}, " if name else f"{subject} is "
     return (
         f"{uses}{kind}, which cannot be sent to the processes of the ranks. {instead}, or train "
         "with nproc=1."

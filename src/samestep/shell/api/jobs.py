@@ -163,10 +163,10 @@ def submit(
     return SubmittedJob(number, workload.run, recipe)
 
 
-def _job_options(defaults: UncheckedOptions, given: Mapping[str, Any]) -> UncheckedOptions:
+def _job_options(defaults: UncheckedOptions, overrides: Mapping[str, Any]) -> UncheckedOptions:
     """Return the defaults with what a call gives."""
     values = dict(vars(defaults))
-    for name, value in given.items():
+    for name, value in overrides.items():
         repeats = isinstance(value, str) and isinstance(getattr(defaults, name), tuple)
         words = (value,) if repeats else value
         values[name] = option_value(name, words, f"submit({name}={value!r})")

@@ -198,7 +198,7 @@ def verify(
             send(replace(call, keywords={**settings, "device": device}), file)
             return [CALL_FILE, str(file)]
 
-        return as_table(run_verify(request, words_of, nproc, given=settings.keys(), **asked))
+        return as_table(run_verify(request, words_of, nproc, explicit=settings.keys(), **asked))
 
 
 def run_verify(
@@ -209,7 +209,7 @@ def run_verify(
     quick: bool,
     accept: str | Sequence[str] | None,
     tolerance: float | None,
-    given: Collection[str] = (),
+    explicit: Collection[str] = (),
     arguments: Sequence[str] = (),
     progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> "Verification":
@@ -241,7 +241,7 @@ def run_verify(
     if isinstance(what, Path):
         return verify_loop(what, arguments, options, launch, progress=progress)
     return verify_recipe(
-        what, options, launch, given=given, launch_elastic=launch_elastic, progress=progress
+        what, options, launch, explicit=explicit, launch_elastic=launch_elastic, progress=progress
     )
 
 

@@ -103,13 +103,13 @@ def _trackers(
     """Return the trackers' processes, not yet started; rank 0 calls it."""
     from samestep.show.tracking.processes import TrackerProcesses  # noqa: PLC0415
 
-    given = merge_layers({"track": track})
-    known = {field.name for field in fields(Settings) if field.name.startswith("track")}
-    if unknown := sorted(given.keys() - known):
-        there = ", ".join(sorted(name.removeprefix("track_") for name in known - {"track"}))
+    values = merge_layers({"track": track})
+    names = {field.name for field in fields(Settings) if field.name.startswith("track")}
+    if unknown := sorted(values.keys() - names):
+        there = ", ".join(sorted(name.removeprefix("track_") for name in names - {"track"}))
         name = unknown[0].removeprefix("track_")
         raise UserError(f"open_run(track=…): {name!r} is not known; there are to, {there}.")
-    settings = Settings(**checked_settings(given, "open_run"))
+    settings = Settings(**checked_settings(values, "open_run"))
     check_choice(settings)
     check_installed(chosen(settings.track))
     return TrackerProcesses(settings, name, tell, stopped)

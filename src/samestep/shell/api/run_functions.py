@@ -73,8 +73,8 @@ def load(
     path = path_of(run, "run")
     _check_device(device)
     with as_in_fresh_process():
-        given = given_recipe(recipe, run)
-        return open_checkpoint(path, _name(checkpoint), device=device, recipe=given).model
+        chosen = given_recipe(recipe, run)
+        return open_checkpoint(path, _name(checkpoint), device=device, recipe=chosen).model
 
 
 @one_line_errors
@@ -171,7 +171,7 @@ def predict(
         raise UserError(f"top={top!r}: it must be 1 or more.")
     with as_in_fresh_process():
         path = path_of(run, "run")
-        given = given_recipe(recipe, run)
+        chosen = given_recipe(recipe, run)
         _, rows = prediction.open_predictions(
             path,
             _name(checkpoint),
@@ -179,7 +179,7 @@ def predict(
             split=split,
             top=top,
             device=device,
-            recipe=given,
+            recipe=chosen,
             data_dir=None if data_dir is None else str(path_of(data_dir, "data_dir")),
             skip_bad=skip_bad,
         )

@@ -5,7 +5,7 @@ The verb is made of its signature and docstring, so PyTorch is imported in the f
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,16 +129,17 @@ def _plan(
     for name, texts in axes.items():
         if len({*texts}) < len(texts):
             raise UserError(f"sweep({name.replace('-', '_')}=…): a value comes twice.")
-    plan = make_plan(
-        (what.name or "recipe") if isinstance(what, Recipe) else str(path_of(what, "what")),
-        [f"{name}={value}" for name, value in same.items()],
-        axes,
-        folder=path_of(folder, "folder") if folder else None,
-        sample=sample,
-        optuna=optuna,
-        seed=lists["seed"][0] if "seed" in lists else same.get("seed", 42),
-    )
-    plan = replace(plan, folder=plan.folder.absolute())
+    named = (what.name or "recipe") if isinstance(what, Recipe) else str(path_of(what, "what"))
+    asked: dict[str, Any] = {
+        "recipe": named,
+        "flags": tuple(f"{name}={value}" for name, value in same.items()),
+        "axes": axes,
+        "sample": sample,
+        "optuna": optuna,
+    }
+    place = path_of(folder, "folder") if folder else default_folder(**asked)
+    seed = lists["seed"][0] if "seed" in lists else same.get("seed", 42)
+    plan = SweepPlan(folder=place.absolute(), seed=seed, **asked)
     names = dict(zip(axes, lists, strict=True))
     calls = {}
     for name, point in plan.points.items():
@@ -147,31 +148,6 @@ def _plan(
         values["run_dir"] = str(plan.run_dir(name))
         calls[name] = call_of(what, keywords=same | values, resume=True)
     return plan, calls
-
-
-def make_plan(
-    recipe: str,
-    flags: Sequence[str],
-    axes: Mapping[str, tuple[str, ...]],
-    *,
-    folder: Path | None,
-    sample: int | None,
-    optuna: bool,
-    seed: int,
-) -> SweepPlan:
-    """Return the plan of a sweep; without a folder, one in runs/ that the arguments decide."""
-    asked = [*flags, *(f"{flag}={texts}" for flag, texts in axes.items()), f"sample={sample}"]
-    if optuna:
-        asked.append("optuna")
-    return SweepPlan(
-        folder=folder or default_folder(recipe, asked),
-        recipe=recipe,
-        flags=tuple(flags),
-        axes=axes,
-        sample=sample,
-        optuna=optuna,
-        seed=seed,
-    )
 
 
 def _text(value: Any) -> str:
@@ -187,7 +163,7 @@ def check_trainings(
         UserError: one would be refused, by itself or by its engine, or two are the same training.
     """
     checked: list[Request] = []
-    seen: dict[str, str] = {}
+    by_request: dict[str, str] = {}
     for point in points:
         try:
             request = request_of(point)
@@ -196,8 +172,8 @@ def check_trainings(
             if not checked:
                 raise
             raise UserError(f"{error} (It is with {_typed(point)}; none was begun.)") from error
-        what = repr((replace(request.settings, run_dir=None), request.options))
-        if (other := seen.setdefault(what, _typed(point))) != _typed(point):
+        training = repr((replace(request.settings, run_dir=None), request.options))
+        if (other := by_request.setdefault(training, _typed(point))) != _typed(point):
             raise UserError(
                 f"{other} and {_typed(point)} are the same training. Give each value once."
             )

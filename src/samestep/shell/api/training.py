@@ -318,6 +318,4 @@ def train_received(file: Path, log: RankLog) -> int:
     outcome = train_as_rank(request_of(receive(file)), screen, log.move_to, speak=log.give_back)
     from samestep.core.session.picture_making import end_while_drawing  # noqa: PLC0415
 
-    code = 128 + outcome.signum if outcome.signum else 0
-    end_while_drawing(code)
-    return code
+    return end_while_drawing(outcome.signum)

@@ -84,7 +84,10 @@ def _check(arguments: list[str]) -> int:
         return _list(arguments[1:])
     arguments = target_first(arguments, FORM.kind)
     target = script_target("check", arguments, "a script, or -m and a module")
-    flags = _with_words(target.flags, "--resume")
+    flags = [*target.flags]
+    if "--resume" in flags[:-1]:  # its value may itself begin with dashes
+        at = flags.index("--resume")
+        flags[at : at + 2] = [f"--resume={flags[at + 1]}"]
     command = parse(FORM, flags, target.name)
     if command.list:
         return _list([])
@@ -98,14 +101,6 @@ def _check(arguments: list[str]) -> int:
         target.check_importable()
     report = _report(target, command)
     return 0 if report is None else _tell(report, command)  # rank 0 tells it
-
-
-def _with_words(flags: list[str], name: str) -> list[str]:
-    """Join a flag to its value, which may itself begin with dashes."""
-    if name not in flags[:-1]:
-        return flags
-    at = flags.index(name)
-    return [*flags[:at], f"{name}={flags[at + 1]}", *flags[at + 2 :]]
 
 
 def _check_flags(command: Any) -> None:
@@ -186,9 +181,9 @@ def _verify(target: ScriptTarget, command: Any, kind: str) -> int:
     only_of_check = {"--sarif": command.sarif, "--resume": command.resume}
     unused = [flag for flag, value in only_of_check.items() if value is not None]
     if unused or (target.words and not takes_words):
-        what = unused[0] if unused else "-- and what follows it"
+        superfluous = unused[0] if unused else "-- and what follows it"
         raise UserError(
-            f"{target.name} is {kind}, which `samestep verify` checks. Leave {what} out."
+            f"{target.name} is {kind}, which `samestep verify` checks. Leave {superfluous} out."
         )
     words = [target.name, "--json"] if command.json else [target.name]
     if command.nproc is not None:

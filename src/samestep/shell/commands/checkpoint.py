@@ -70,7 +70,7 @@ def verify_checkpoints(run: Annotated[Path, InShell("RUN")], *, json: bool = Fal
 
 @verb("checkpoint export", *EXAMPLES, of=export)
 def export_weights(
-    given: SimpleNamespace,
+    args: SimpleNamespace,
     file: Annotated[Path | None, InShell("FILE")] = None,
     *,
     output: Annotated[Path | None, InShell("FILE", short=("-o",))] = None,
@@ -81,7 +81,7 @@ def export_weights(
     They are the weights that evaluations use: with --ema, the moving average.
 
     Args:
-        given: what `samestep.export` takes, but for the file.
+        args: what `samestep.export` takes, but for the file.
         file: File to write. Its name ends in .safetensors (needs samestep[safetensors]), .pt or
             .pth.
         output: The same file, named by a flag.
@@ -90,15 +90,15 @@ def export_weights(
     files = [path for path in (file, output) if path is not None]
     if len(files) != 1:
         raise UserError(
-            f"Name one file to write, not {len(files)}: samestep checkpoint export {given.run} "
+            f"Name one file to write, not {len(files)}: samestep checkpoint export {args.run} "
             "model.safetensors"
         )
-    written = export(file=files[0], **vars(given))
+    written = export(file=files[0], **vars(args))
     if json:
         print_json(written)
         return 0
-    what = f"{count(written['tensors'], 'tensor')}, {size(written['bytes'])}"
-    sys.stdout.write(f"{written['file']}: {what}, from {written['checkpoint']}\n")
+    contents = f"{count(written['tensors'], 'tensor')}, {size(written['bytes'])}"
+    sys.stdout.write(f"{written['file']}: {contents}, from {written['checkpoint']}\n")
     if written["left_out"]:
         names = ", ".join(written["left_out"])
         sys.stdout.write(f"note    left out, since they are not tensors: {names}\n")

@@ -9,6 +9,7 @@ from samestep.shell.api.run_functions import compare
 from samestep.shell.commands.forms import print_json, print_lines, verb
 from samestep.show.reporting.comparison import compare_runs
 from samestep.show.reporting.comparison_text import as_table, lines
+from samestep.show.reporting.comparison_text import plot as draw
 
 
 @verb(
@@ -18,7 +19,7 @@ from samestep.show.reporting.comparison_text import as_table, lines
     of=compare,
 )
 def main(
-    given: SimpleNamespace,
+    args: SimpleNamespace,
     *,
     plot: Annotated[Path | None, InShell("FILE.png")] = None,
     json: bool = False,
@@ -26,16 +27,14 @@ def main(
     """Compare runs: which settings differ, whether it is the same training, speed, curves.
 
     Args:
-        given: what `samestep.compare` takes.
+        args: what `samestep.compare` takes.
         plot: Draw the curves into a file, also of a single run; needs samestep[plot].
         json: Print one JSON object.
     """
     comparison = compare_runs(
-        given.runs, given.metric, given.target, any_recipe=given.any_recipe, alone=plot is not None
+        args.runs, args.metric, args.target, any_recipe=args.any_recipe, alone=plot is not None
     )
     if plot is not None:
-        from samestep.show.reporting.comparison_text import plot as draw  # noqa: PLC0415 - matplotlib is an extra
-
         draw(comparison, plot)
     if json:
         print_json(as_table(comparison), indent=2)

@@ -148,8 +148,8 @@ def bash(words: Words, end: str = "complete -F _samestep_complete samestep\n") -
     values: dict[str, list[str]] = {}  # flags with the same values share a row
     for place, flag in places:
         if flag.takes != "nothing":
-            known = " ".join(flag.values) or f"@{flag.takes}"
-            values.setdefault(known, []).append(f"{place} {flag.name}")
+            suggestions = " ".join(flag.values) or f"@{flag.takes}"
+            values.setdefault(suggestions, []).append(f"{place} {flag.name}")
     inner = [([verb], f'inner="{" ".join(after)}"') for verb, after in words.inner.items()]
     flags_of = [
         ([verb], f'target={OWN[verb][0]} flags="{_names(flags)}"')

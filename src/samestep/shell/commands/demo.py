@@ -120,12 +120,12 @@ def _completed(run: "TrainedRun") -> "TrainedRun":
 
 
 @contextmanager
-def _step(console: Console, who: str, what: str) -> Iterator[list[str]]:
+def _step(console: Console, who: str, action: str) -> Iterator[list[str]]:
     """Print who does what; at the end, print what the body has put into the list."""
     began = time.monotonic()
     results = list[str]()
     ending = "" if console.is_terminal else " …"
-    console.print(f"[bold]{who:<8}[/] {what}{ending}", soft_wrap=True)
+    console.print(f"[bold]{who:<8}[/] {action}{ending}", soft_wrap=True)
     sys.stdout.flush()
     with console.status("        ") if console.is_terminal else nullcontext():
         yield results
@@ -175,9 +175,9 @@ def resume(run: Path, nproc: int) -> "TrainedRun":
     return samestep.train(run, resume=True, nproc=nproc, quiet=True)
 
 
-def proof(one: "TrainedRun", other: "TrainedRun") -> SameTraining:
+def proof(first: "TrainedRun", other: "TrainedRun") -> SameTraining:
     """Compare each loss, and the weights at the end."""
-    (comparison,) = compare_runs([one.path, other.path]).same_training
+    (comparison,) = compare_runs([first.path, other.path]).same_training
     return comparison
 
 

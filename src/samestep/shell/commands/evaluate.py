@@ -14,14 +14,14 @@ from samestep.shell.commands.forms import print_json, rich_console, verb
     "evaluate runs/ID --checkpoint checkpoint_epoch_3.pt --split validation --json",
     of=evaluate,
 )
-def main(given: SimpleNamespace, *, json: bool = False) -> int:
+def main(args: SimpleNamespace, *, json: bool = False) -> int:
     """Evaluate a checkpoint of a run on one device.
 
     Args:
-        given: what `samestep.evaluate` takes.
+        args: what `samestep.evaluate` takes.
         json: Print one JSON object.
     """
-    result = evaluate(**vars(given))
+    result = evaluate(**vars(args))
     if json:
         print_json(result)
         return 0

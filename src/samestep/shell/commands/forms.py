@@ -163,8 +163,8 @@ def parse(
         show(f"{text}\n{example_text(*form.examples)}")
         raise AlreadyTold(0)
     below = {} if default is None else vars(default)
-    (given,) = parse_words(words, f"samestep {title}", form.kind, below=below)
-    return form.kind(**{**below, **given})
+    (values,) = parse_words(words, f"samestep {title}", form.kind, below=below)
+    return form.kind(**{**below, **values})
 
 
 Switch = Annotated[bool, InShell(switch=True)]

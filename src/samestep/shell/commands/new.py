@@ -38,7 +38,7 @@ _EXAMPLES = ("new regression houses.py", "new own-loop experiments/gan.py")
 
 def main(arguments: list[str]) -> int:
     """Write a file to start from, and say how to train it."""
-    kinds = "\n".join(f"  {kind:<16} {what}" for kind, what in KINDS.items())
+    kinds = "\n".join(f"  {kind:<16} {purpose}" for kind, purpose in KINDS.items())
     text = _HELP.format(kinds=kinds) + example_text(*_EXAMPLES)
     show_general_help(arguments, text)
     if {"-h", "--help"} & set(arguments):

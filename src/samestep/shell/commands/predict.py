@@ -36,7 +36,7 @@ _ROWS_TOGETHER = 32
     of=predict,
 )
 def main(
-    given: SimpleNamespace,
+    args: SimpleNamespace,
     *,
     out: Annotated[Path | None, InShell("FILE", short=("-o",))] = None,
     plot: Annotated[Path | None, InShell("FILE.png")] = None,
@@ -45,26 +45,26 @@ def main(
     """Predict files or a split with a trained model: classes, numbers, or what the recipe shows.
 
     Args:
-        given: what `samestep.predict` takes.
+        args: what `samestep.predict` takes.
         out: Write the predictions into a file: .csv, .jsonl, or .parquet (pip install pyarrow).
         plot: Draw the predictions of one file, if it has `Recipe(plot=…)`; needs samestep[plot].
         json: Print one line of JSON for each file, or for each row of a file or split.
     """
-    files: Sequence[Path] = given.files or ()
-    _check(given, files, out, plot)
+    files: Sequence[Path] = args.files or ()
+    _check(args, files, out, plot)
     from samestep.core.recipe import find_recipe  # noqa: PLC0415 - the help needs no torch
     from samestep.core.session import prediction  # noqa: PLC0415
 
     model, predictions = prediction.open_predictions(
-        given.run,
-        given.checkpoint,
+        args.run,
+        args.checkpoint,
         files=files,
-        split=given.split,
-        top=given.top,
-        device=given.device,
-        recipe=None if given.recipe is None else find_recipe(str(given.recipe)),
-        data_dir=given.data_dir and str(given.data_dir),
-        skip_bad=given.skip_bad,
+        split=args.split,
+        top=args.top,
+        device=args.device,
+        recipe=None if args.recipe is None else find_recipe(str(args.recipe)),
+        data_dir=args.data_dir and str(args.data_dir),
+        skip_bad=args.skip_bad,
     )
     if plot is not None:
         prediction.check_draws(model)
@@ -89,12 +89,12 @@ def main(
 
 
 def _check(
-    given: SimpleNamespace, files: Sequence[Path], out: Path | None, plot: Path | None
+    args: SimpleNamespace, files: Sequence[Path], out: Path | None, plot: Path | None
 ) -> None:
     """Check what can be known before a model is loaded."""
-    if given.split is None and not files:
+    if args.split is None and not files:
         raise UserError("Name the files to predict: samestep predict RUN FILE…; or --split test.")
-    check_positive(top=given.top)
+    check_positive(top=args.top)
     if out is not None:
         check_output(out, "--out", (".csv", ".jsonl", ".parquet"))
         if out.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:

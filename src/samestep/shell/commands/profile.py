@@ -188,7 +188,7 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
 def _script(target: ScriptTarget, arguments: list[str], log: RankLog) -> int:
     script = Path(target.name)
     for flag in ("--workers", "--batch-sizes", "--apply", "--config"):
-        if any(given.split("=")[0] == flag for given in target.flags):
+        if any(word.split("=")[0] == flag for word in target.flags):
             raise UserError(
                 f"{flag} changes a recipe's settings, and {script} is a script. Pass its own "
                 "arguments after `--`, and profile it once per value."

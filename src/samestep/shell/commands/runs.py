@@ -13,17 +13,17 @@ _BEGIN = "Begin one: samestep train spiral"
 
 
 @verb("runs", "runs", "runs runs --recipe spiral --sort metric", of=runs)
-def main(given: SimpleNamespace, *, json: bool = False) -> int:
+def main(args: SimpleNamespace, *, json: bool = False) -> int:
     """List the runs in a folder: state, best metric, duration, and the curve of the loss.
 
     Args:
-        given: what `samestep.runs` takes.
+        args: what `samestep.runs` takes.
         json: Print one JSON array, with an object for each run.
     """
-    folder, recipe = given.folder, given.recipe
+    folder, recipe = args.folder, args.recipe
     is_default = folder == Path("runs") and not folder.exists()
     there = [] if is_default else read_runs(folder)
-    listed = sorted_runs([run for run in there if recipe in (None, run.recipe)], given.sort)
+    listed = sorted_runs([run for run in there if recipe in (None, run.recipe)], args.sort)
     if json:
         print_json([as_json(run) for run in listed])
     elif listed:

@@ -29,12 +29,13 @@ from samestep.cluster.sweeping.sweep_plan import (
     OptunaChoice,
     Point,
     SweepPlan,
+    default_folder,
     num_points,
     read_axes,
 )
 from samestep.core.recipes import RECIPES
 from samestep.shell.api.arguments import check_positive
-from samestep.shell.api.sweeps import check_trainings, make_plan, sweep
+from samestep.shell.api.sweeps import check_trainings, sweep
 from samestep.shell.cli import HELP
 from samestep.shell.commands.forms import Form, Switch, kind_of, parse, show_notes
 from samestep.shell.commands.target import cut_at_dashes, own_flags, parse_target
@@ -87,8 +88,8 @@ def main(arguments: list[str]) -> int:
             f"{target} is a run, and a sweep begins new ones. Name its recipe, and take its "
             f"settings with --config {target}/settings.toml."
         )
-    mine, rest = _split(words)
-    shared, axes = read_axes(rest)
+    mine, of_trainings = _split(words)
+    shared, axes = read_axes(of_trainings)
     command = parse(FORM, mine, target)
     check_positive(at_once=command.at_once, sample=command.sample, nproc=command.nproc)
     if "--" in arguments and not command.slurm:
@@ -134,14 +135,14 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     """Split the verb's own flags from those of the trainings, to which --nproc belongs, too."""
     own = {f"--{field.name.replace('_', '-')}" for field in fields(FORM.kind)}
     mine: list[str] = []
-    rest: list[str] = []
-    part = rest
+    of_trainings: list[str] = []
+    part = of_trainings
     for word in words:
         if word.startswith("--"):
             flag = word.partition("=")[0].replace("_", "-")
-            part = mine if flag in own else rest
+            part = mine if flag in own else of_trainings
         part.append(word)
-    return mine, rest
+    return mine, of_trainings
 
 
 def _plan(
@@ -156,18 +157,19 @@ def _plan(
     run_dir, words = without_run_dir(shared)
     seed = 42
     if "seed" in axes or "--seed" in words:
-        given = axes["seed"] if "seed" in axes else words[words.index("--seed") + 1 :]
-        seed = int(given[0]) if given and given[0].isdigit() else seed
+        seeds = axes["seed"] if "seed" in axes else words[words.index("--seed") + 1 :]
+        seed = int(seeds[0]) if seeds and seeds[0].isdigit() else seed
     if command.nproc > 1:
         words += ["--nproc", str(command.nproc)]
-    return make_plan(
-        target if target in RECIPES else str(Path(target).absolute()),
-        words,
-        axes,
-        folder=Path(run_dir) if run_dir else None,
-        sample=command.sample,
-        optuna=command.optuna,
-        seed=seed,
+    asked: dict[str, Any] = {
+        "recipe": target if target in RECIPES else str(Path(target).absolute()),
+        "flags": tuple(words),
+        "axes": axes,
+        "sample": command.sample,
+        "optuna": command.optuna,
+    }
+    return SweepPlan(
+        folder=Path(run_dir) if run_dir else default_folder(**asked), seed=seed, **asked
     )
 
 

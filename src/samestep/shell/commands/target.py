@@ -85,8 +85,8 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
             recipe = own_recipe(target, value_of("--run-dir", flags))
         of_run = asks_help and target not in RECIPES and is_run(Path(target))
         # The run may be a stranger's, so no code of it runs.
-        if of_run and (known := known_of_run(Path(target))):
-            below, names = known
+        if of_run and (run_settings := known_of_run(Path(target))):
+            below, names = run_settings
             more = f" Its recipe's flags: {', '.join(f'--{flag_name(name)}' for name in names)}."
             _show_help(form, target, more if names else "", {"settings": below}, flags)
         start = draft(target, Path(config) if config else None, recipe, words)
@@ -94,9 +94,9 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
         if asks_help:
             own = {} if options is None else {f"options of {target}": options}
             _show_help(form, target, "", {**own, "settings": start.settings()}, flags)
-        given = names_given(flags)
+        typed = names_given(flags)
         kinds = [kind, Settings, *([] if options is None else [type(options)])]
-        _check_names(form, target, given, kinds)
+        _check_names(form, target, typed, kinds)
         own_values, settings, *others = parse(flags, f"samestep {form.verb} {target}", *kinds)
         command = kind(**own_values)
         if others:
@@ -107,7 +107,7 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
             start,
             settings,
             options,
-            given=given,
+            named=typed,
             resume=getattr(command, "resume", False),
             allow_change=getattr(command, "allow_change", None),
         )
@@ -128,16 +128,16 @@ def _show_help(
     raise AlreadyTold(0 if words else 2)
 
 
-def _check_names(form: Form, target: str, given: set[str], kinds: Iterable[type]) -> None:
+def _check_names(form: Form, target: str, typed: set[str], kinds: Iterable[type]) -> None:
     """Refuse flags that other tools have for a known one, and settings that the verb decides."""
-    known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
-    for name in sorted(given - known):
-        if meant := known_elsewhere(name, known):
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    for name in sorted(typed - names):
+        if meant := known_elsewhere(name, names):
             raise UserError(
                 f"--{flag_name(name)} is not a flag of samestep {form.verb} {target}: it is called "
                 f"--{flag_name(meant)} here."
             )
-    for name in sorted(given & {*form.no_effect}):
+    for name in sorted(typed & {*form.no_effect}):
         raise UserError(
             f"--{flag_name(name)} has no effect on `samestep {form.verb}`, which chooses its own "
             "steps. Leave it out.",
@@ -163,7 +163,7 @@ def own_flags(arguments: list[str]) -> list[str]:
     """
     of_units = (f.name for f in dataclasses.fields(Settings) if f.name.rpartition("_")[0] in MERGED)
     translated = {*ALSO_ACCEPTED, *OTHER_NAMES.values(), "monitor", "mode", *of_units}
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     places: dict[str, slice] = {}
     flags: list[str | None] = []
     waiting = [*arguments]
@@ -175,7 +175,7 @@ def own_flags(arguments: list[str]) -> list[str]:
             flags.append(flag)
             continue
         value = value if equals else waiting.pop(0)
-        given[name] = _number_or_text(value)
+        values[name] = _number_or_text(value)
         own = own_names({name: value}, "the command")
         before = places.get(name)
         if before and (before.stop - before.start > 2 or flags[before.start] != typed):
@@ -183,7 +183,7 @@ def own_flags(arguments: list[str]) -> list[str]:
         words = [word for key, v in own.items() for word in (f"--{flag_name(key)}", str(v))]
         places[name] = slice(len(flags), len(flags) + len(words))
         flags += words
-    own_names(given, "the command")
+    own_names(values, "the command")
     return [word for word in flags if word is not None]
 
 

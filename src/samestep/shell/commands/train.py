@@ -89,23 +89,17 @@ def _check_run_is_seen() -> None:
         )
 
 
-def _keep_job(number: int, arguments: list[str]) -> int:
-    """Start the ranks of a job, and keep them; what it asks for was checked at the submit."""
-    from samestep.launch.ranks.keeper import elastic_of  # noqa: PLC0415 - it imports torch
-    from samestep.launch.ranks.places import ELASTIC  # noqa: PLC0415
-    from samestep.launch.ranks.start import start_ranks  # noqa: PLC0415
-
-    elastic = elastic_of(os.environ[ELASTIC], number, Settings())
-    return start_ranks(number, ["train", *arguments], os.environ.get(TASK, ""), elastic)
-
-
 def _train(arguments: list[str], log: RankLog) -> int:
     _check_run_is_seen()
     if HOSTS in os.environ and MEMBER not in os.environ:
-        from samestep.launch.ranks.places import places_of  # noqa: PLC0415 - of jobs only
+        from samestep.launch.ranks.places import ELASTIC, places_of  # noqa: PLC0415 - of jobs only
 
-        if number := places_of(Path()).num_ranks:
-            return _keep_job(number, arguments)
+        if number := places_of(Path()).num_ranks:  # what it asks for was checked at the submit
+            from samestep.launch.ranks.keeper import elastic_of  # noqa: PLC0415 - it imports torch
+            from samestep.launch.ranks.start import start_ranks  # noqa: PLC0415
+
+            elastic = elastic_of(os.environ[ELASTIC], number, Settings())
+            return start_ranks(number, ["train", *arguments], os.environ.get(TASK, ""), elastic)
     if task := os.environ.get(TASK):
         from samestep.shell.api.training import train_received  # noqa: PLC0415 - it imports torch
 
@@ -154,6 +148,4 @@ def _train(arguments: list[str], log: RankLog) -> int:
         sys.stdout.write(f"report   {file}\n")
     from samestep.core.session.picture_making import end_while_drawing  # noqa: PLC0415
 
-    code = 128 + outcome.signum if outcome.signum else 0
-    end_while_drawing(code)
-    return code
+    return end_while_drawing(outcome.signum)

@@ -79,8 +79,8 @@ def _verify(arguments: list[str]) -> int:
     script, (flags, words) = loop_of([*arguments, ""][0]), cut_at_dashes(arguments)
     request: Any = None
     if script is not None:
-        known = {"nproc", "quick", "accept", "tolerance", "json", "help", "help_all"}
-        if others := sorted(names_given(flags) - known):
+        verify_flags = {"nproc", "quick", "accept", "tolerance", "json", "help", "help_all"}
+        if others := sorted(names_given(flags) - verify_flags):
             raise UserError(
                 f"--{flag_name(others[0])} is not a flag of samestep verify for {script}, which "
                 f"has a loop of its own. Its arguments follow `--`: samestep verify {script} -- …"
@@ -98,7 +98,7 @@ def _verify(arguments: list[str]) -> int:
             quick=command.quick,
             accept=command.accept,
             tolerance=command.tolerance,
-            given=names_given(own_flags(flags)),
+            explicit=names_given(own_flags(flags)),
             arguments=words,
             progress=progress,
         )
@@ -121,8 +121,8 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
     def show_progress(done: int, total: int, ranks: str) -> None:
         nonlocal last
         if console.is_terminal:
-            said = f"{ranks}, start {done + 1} of {total}"
-            bar.update(task, description=said, completed=done, total=total)
+            text = f"{ranks}, start {done + 1} of {total}"
+            bar.update(task, description=text, completed=done, total=total)
         elif done:
             seconds = time.monotonic() - began
             sys.stderr.write(f"{done} of {total} starts done: {last}, {duration(seconds)}\n")

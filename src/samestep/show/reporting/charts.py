@@ -78,12 +78,12 @@ class Chart:
     @property
     def label(self) -> str:
         """What a screen reader says in place of the drawing."""
-        said = "; ".join(
+        ranges = "; ".join(
             f"{c.label} from {number(c.summary[0])} to {number(c.summary[3])}"
             for c in self.curves[:6]
         )
         kind = "Stacked areas" if self.kind == "stack" else "Line chart"
-        return f"{kind} of {self.title} by {self.x}: {said}."
+        return f"{kind} of {self.title} by {self.x}: {ranges}."
 
     def as_json(self) -> dict[str, Any]:
         """Return the data that the page's script draws; values that JSON cannot hold are null."""
@@ -246,7 +246,7 @@ class Lines:
             return at
         unknown = not plan or None in (plan["num_samples"], plan["steps_per_epoch"])
         if unknown or plan.get("batch_tokens"):  # batches differ
-            marks, samples = (np.append(0.0, known) for known in self._samples)
+            marks, samples = (np.append(0.0, values) for values in self._samples)
             return _numbers(np.interp(at, marks, samples))
         per_epoch, batch = plan["steps_per_epoch"], plan["global_batch_size"]
         whole, rest = np.divmod(at, per_epoch)

@@ -84,8 +84,8 @@ def _memory(run: RunData) -> str:
         )
         for name, who in names.items()
     }
-    said = (f"{who} used up to {number(m)} GiB." for who, m in used.items() if m is not None)
-    return " ".join(said)
+    sentences = (f"{who} used up to {number(m)} GiB." for who, m in used.items() if m is not None)
+    return " ".join(sentences)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,10 +95,10 @@ class Comparison:
         self.pauses = [pauses(run) for run in runs]
         self.curves = curves_of(runs, metric)
         self.by_samples, self.by_seconds = by_samples(self.curves), by_seconds(self.curves)
-        known = [run.smaller_is_better(metric) for run in runs]
+        directions = [run.smaller_is_better(metric) for run in runs]
         # A loop of the user's own does not say; of its metrics only a loss is known to fall.
         self.smaller = next(
-            (is_so for is_so in known if is_so is not None), metric.endswith("loss")
+            (is_so for is_so in directions if is_so is not None), metric.endswith("loss")
         )
         """Whether the metric is to fall."""
         self.pick_best = min if self.smaller else max
@@ -136,7 +136,16 @@ def compare_runs(
     """
     check_target(target)
     paths = with_sweeps_opened(paths)
-    _check_paths(paths, alone=alone)
+    if len(paths) < 2 - alone:
+        raise UserError(
+            "Name two runs or more: samestep compare runs/ID runs/ID. With --plot FILE.png one is "
+            "enough."
+        )
+    if len(paths) > MOST:
+        raise UserError(f"{len(paths)} runs are more than can be shown; name at most {MOST}.")
+    for path, other in pairwise(sorted(path.resolve() for path in paths)):
+        if path == other:
+            raise UserError(f"{path} is named twice; name different runs.")
     runs = [read_run(path) for path in paths]
     if num_recipes(runs) > 1 and not any_recipe:
         raise UserError(
@@ -159,19 +168,6 @@ def with_sweeps_opened(paths: Sequence[Path]) -> list[Path]:
         runs = [path / name for name in points if is_run(path / name)] if points else []
         opened += runs or [path]
     return opened
-
-
-def _check_paths(paths: Sequence[Path], *, alone: bool) -> None:
-    if len(paths) < 2 - alone:
-        raise UserError(
-            "Name two runs or more: samestep compare runs/ID runs/ID. With --plot FILE.png one is "
-            "enough."
-        )
-    if len(paths) > MOST:
-        raise UserError(f"{len(paths)} runs are more than can be shown; name at most {MOST}.")
-    for one, other in pairwise(sorted(path.resolve() for path in paths)):
-        if one == other:
-            raise UserError(f"{one} is named twice; name different runs.")
 
 
 def _list(runs: Sequence[RunData]) -> str:
@@ -263,24 +259,24 @@ def _value(run: RunData, name: str, *, is_fact: bool) -> str:
 _TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 
 
-def compare_losses(one: RunData, other: RunData) -> SameTraining:
+def compare_losses(first: RunData, other: RunData) -> SameTraining:
     """Compare the losses of equal steps, epochs and evaluations, and gradient norms of steps."""
-    if not one.plan or not other.plan:
+    if not first.plan or not other.plan:
         return SameTraining(verdict="unknown", why="one of them has no start record")
     sizes = {"num_samples": "training samples", "global_batch_size": "samples per step"}
-    for name, what in sizes.items():
-        mine, its = one.plan[name], other.plan[name]
+    for name, unit in sizes.items():
+        mine, its = first.plan[name], other.plan[name]
         if mine != its:
             its, mine = ("a stream" if n is None else f"{n:,}" for n in (its, mine))
-            why = f"{its} {what} against {mine}, so equal steps are other work"
+            why = f"{its} {unit} against {mine}, so equal steps are other work"
             return SameTraining(verdict="unknown", why=why)
-    ours, theirs = _losses(one), _losses(other)
+    ours, theirs = _losses(first), _losses(other)
     both = sorted((key for key in ours if key in theirs), key=lambda key: key[1])
     if not both:
         why = "no step, epoch or evaluation is recorded in both (--log-every)"
         return SameTraining(verdict="unknown", why=why)
     tolerance = max(
-        _TOLERANCES.get(str(run.plan.get("precision", "fp32")), 1e-5) for run in (one, other)
+        _TOLERANCES.get(str(run.plan.get("precision", "fp32")), 1e-5) for run in (first, other)
     )
     # Rounding is of the sums that a loss is made of: where it falls to nothing, they do not.
     scale = max(abs(ours[key]["loss"]) for key in both)
@@ -298,8 +294,8 @@ def compare_losses(one: RunData, other: RunData) -> SameTraining:
     apart = [abs(a - b) / max(abs(a), 1e-12) for a, b in norms if a is not None and b is not None]
     before = [step for _, step in gaps if not far or step < far[0]]
     kinds = [kind for kind, _ in both]
-    weighed = max(one.weights.keys() & other.weights.keys(), default=None)
-    digests = set() if weighed is None else {one.weights[weighed], other.weights[weighed]}
+    weighed = max(first.weights.keys() & other.weights.keys(), default=None)
+    digests = set() if weighed is None else {first.weights[weighed], other.weights[weighed]}
     differ = largest or any(apart) or len(digests) > 1
     return SameTraining(
         verdict="apart" if far else "rounding" if differ else "equal",
@@ -368,12 +364,12 @@ class CodeChange:
         return lines if self.change == "edited" else f"{self.change}, {lines}"
 
 
-def code_changes(one: Path, other: Path) -> list[CodeChange] | None:
+def code_changes(first: Path, other: Path) -> list[CodeChange] | None:
     """Return the changes from the first run's code to the other's; None if one has no copy."""
-    if kept_code(one) and kept_code(other):
-        before, after = dict(_files(one / CODE)), dict(_files(other / CODE))
+    if kept_code(first) and kept_code(other):
+        before, after = dict(_files(first / CODE)), dict(_files(other / CODE))
     else:
-        main_files = _main_file(one), _main_file(other)
+        main_files = _main_file(first), _main_file(other)
         if main_files[0] is None or main_files[1] is None:
             return None
         name = next(
@@ -381,10 +377,10 @@ def code_changes(one: Path, other: Path) -> list[CodeChange] | None:
             main_files[0].name,
         )
         before, after = {name: main_files[0]}, {name: main_files[1]}
-        modules = [copied for run in (one, other) if (copied := kept_modules(run)) is not None]
+        modules = [copied for run in (first, other) if (copied := kept_modules(run)) is not None]
         if len(modules) == 2:
-            for known, copied in zip((before, after), modules, strict=True):
-                known |= {module_path(*item): item[1] for item in copied.files.items()}
+            for files, copied in zip((before, after), modules, strict=True):
+                files |= {module_path(*item): item[1] for item in copied.files.items()}
     changes = (_change(name, before, after) for name in sorted({*before, *after}))
     return [change for change in changes if change is not None]
 

@@ -134,8 +134,8 @@ def code(comparison: Comparison) -> Table | None:
 
     def cells(name: str) -> Iterator[str]:
         yield UNSET
-        for run, known in zip(changes, comparison.code, strict=True):
-            yield UNKNOWN if known is None else run.get(name, UNSET)
+        for run, changed in zip(changes, comparison.code, strict=True):
+            yield UNKNOWN if changed is None else run.get(name, UNSET)
 
     rows = [(name, *cells(name)) for name in names]
     title = f"Code that differs from {comparison.names[0]}, in lines"
@@ -200,9 +200,9 @@ def same_training_lines(comparison: Comparison) -> Iterator[str]:
         yield text
 
 
-def _verdict(result: SameTraining, other: str, one: str) -> str:
+def _verdict(result: SameTraining, other: str, first: str) -> str:
     if result.verdict == "unknown":
-        return f"{other} and {one} cannot be compared by step: {result.why}."
+        return f"{other} and {first} cannot be compared by step: {result.why}."
     kinds = {
         "recorded step": result.steps,
         "epoch": result.epochs,
@@ -212,23 +212,23 @@ def _verdict(result: SameTraining, other: str, one: str) -> str:
     if result.verdict == "equal":
         bits = f"every bit of the loss on {steps}."
         if not result.weights_sha256:
-            return f"{other} is the same training as {one}: {bits}"
+            return f"{other} is the same training as {first}: {bits}"
         return (
-            f"{other} is the same training as {one}, bit for bit: {result.weights_step:,} steps, "
+            f"{other} is the same training as {first}, bit for bit: {result.weights_step:,} steps, "
             f"final weights sha256 {result.weights_sha256}; {bits}"
         )
     size = f"by at most {result.largest:.1e}, at step {result.largest_at:,}"
     explained = f"(rounding explains {result.tolerance:.0e})."
     if result.verdict == "rounding":
-        same = f"{other} is the same training as {one}, to rounding"
+        same = f"{other} is the same training as {first}, to rounding"
         equal = not result.largest and result.weights_step is not None
         differ = "are equal, the weights are not." if equal else f"differ {size} {explained}"
         return f"{same}: the losses of {steps} {differ}"
     if result.last_alike is None:
-        apart = f"{other} is another training than {one}: of {steps} the losses differ from the"
+        apart = f"{other} is another training than {first}: of {steps} the losses differ from the"
         return f"{apart} first on, {size} {explained}"
     return (
-        f"{other} parts from {one} after step {result.last_alike:,}: up to there the losses are "
+        f"{other} parts from {first} after step {result.last_alike:,}: up to there the losses are "
         f"the same to rounding, from step {result.first_apart:,} on they differ {size}. A "
         "difference that begins at rounding and grows slowly is rounding's own; a jump is not."
     )

@@ -84,9 +84,9 @@ def _test(run: RunData) -> str:
     if not isinstance(test, dict):
         test = (run.of("evaluation", "test") or [{}])[-1]
     values = list(metric_values(test).items())[:4]
-    said = ", ".join(f"{name} {number(value)}" for name, value in values)
+    scores = ", ".join(f"{name} {number(value)}" for name, value in values)
     of = f" ({count(test['samples'], 'sample')})" if isinstance(test.get("samples"), int) else ""
-    return said + of if said else ""
+    return scores + of if scores else ""
 
 
 def _duration(run: RunData) -> str:

@@ -48,7 +48,20 @@ def render(report: Report, *, live: bool = False) -> Page:
     style = "".join(styles)
     galleries = [run.gallery for run in report.runs if run.gallery]
     frames = [p.html for gallery in galleries for p in gallery.pictures if p.kind == "html"]
-    policy = _policy([library, script, *_scripts(frames)], style, framed=bool(frames), live=live)
+    # The page's own script and style by their hashes, images inside of it, and no more. A recipe's
+    # own page is in a frame, which inherits this: its scripts are allowed by their hashes too, and
+    # its styles cannot be listed.
+    scripts = [library, script, *_scripts(frames)]
+    parts = {
+        "default-src": "'none'",
+        "script-src": " ".join(dict.fromkeys(map(_hash, scripts))),
+        "style-src": "'unsafe-inline'" if frames else _hash(style),
+        "img-src": "data:",
+        **({"connect-src": "'self'"} if live else {}),
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    policy = "; ".join(f"{name} {value}" for name, value in parts.items())
     html = _template("report.html.j2").render(
         report=report,
         policy=policy,
@@ -92,24 +105,6 @@ def _template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
-def _policy(scripts: list[str], style: str, *, framed: bool, live: bool) -> str:
-    """Allow the page's own script and style by their hashes, images inside of it, and no more.
-
-    A recipe's own page is in a frame, which inherits this: its scripts are allowed by their hashes
-    too, and its styles cannot be listed.
-    """
-    parts = {
-        "default-src": "'none'",
-        "script-src": " ".join(dict.fromkeys(map(_hash, scripts))),
-        "style-src": "'unsafe-inline'" if framed else _hash(style),
-        "img-src": "data:",
-        **({"connect-src": "'self'"} if live else {}),
-        "base-uri": "'none'",
-        "form-action": "'none'",
-    }
-    return "; ".join(f"{name} {value}" for name, value in parts.items())
-
-
 def _hash(text: str) -> str:
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
@@ -139,13 +134,13 @@ class _Scripts(HTMLParser):
 def _scripts(pages: list[str]) -> list[str]:
     parser = _Scripts()
     for page in pages:
-        known = len(parser.texts)
+        num_before = len(parser.texts)
         try:
             # As a browser reads it: a carriage return is a line feed.
             parser.feed(re.sub(r"\r\n?", "\n", page))
             parser.close()
         except AssertionError:  # of Python's parser, for markup that it does not know
-            del parser.texts[known:]
+            del parser.texts[num_before:]
         parser.reset()
     return parser.texts
 
@@ -261,7 +256,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the page or its news."""
-        if not self._is_local():
+        host = self.headers.get("Host", "")
+        name, _, port = host.rpartition(":")
+        name = name if port.isdigit() else host
+        # A page elsewhere could make its own name lead here, and read the answer.
+        if name.lower() not in _NAMES:
             self._send(403, _TEXT, "This page is only for localhost.\n")
             return
         try:
@@ -274,16 +273,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(404, _TEXT, "There are / and /data.json.\n")
         except UserError as error:  # the run was moved or deleted meanwhile
             self._send(503, _TEXT, f"{error}\n")
-
-    def _is_local(self) -> bool:
-        """Whether it was asked for by a name of this machine.
-
-        Else a page elsewhere could make its own name lead here, and read the answer.
-        """
-        name, colon, port = self.headers.get("Host", "").rpartition(":")
-        if not colon or not port.isdigit():
-            name = self.headers.get("Host", "")
-        return name.lower() in _NAMES
 
     def _send(self, status: int, kind: str, text: str, policy: str = "default-src 'none'") -> None:
         body = text.encode("utf-8", "replace")

@@ -213,10 +213,10 @@ def _facts(
 
 def _status(path: Path) -> str:
     """Return a phrase on the latest attempt's end."""
-    known, _ = read_summary(path)
-    if known.state != "killed":
-        ended = f"{known.state} ({known.reason or 'no reason given'})"
-        return known.state if known.state == "running" else ended
+    summary, _ = read_summary(path)
+    if summary.state != "killed":
+        ended = f"{summary.state} ({summary.reason or 'no reason given'})"
+        return summary.state if summary.state == "running" else ended
     if (age := seconds_since_sign(path)) is None:
         return "not begun"
     return (

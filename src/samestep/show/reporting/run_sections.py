@@ -56,7 +56,7 @@ def step_time(run: RunData) -> StepTime | None:
     }
     order = sorted(spent, key=lambda group: -spent[group])
     parts = ", ".join(f"{n} {percent(phase_ms[n] / whole)}" for n in COMPUTE if phase_ms.get(n))
-    said = "; ".join(
+    shares = "; ".join(
         f"{_GROUPS[group][2]} takes {percent(spent[group] / whole)}"
         + (f" of a step ({parts})" if group == "compute" else "")
         for group in order
@@ -65,7 +65,7 @@ def step_time(run: RunData) -> StepTime | None:
     return StepTime(
         bound=order[0],
         verdict=f"The training is bound by {_GROUPS[order[0]][1]}. "
-        f"A step takes {number(whole)} ms: {said}.",
+        f"A step takes {number(whole)} ms: {shares}.",
         table=Table(
             title="Mean of a step on rank 0, without the first epoch if there are more",
             columns=("phase", "ms", "share"),
@@ -137,14 +137,14 @@ def _straggler(own: list[float], step: float) -> str:
     """Say which rank holds up the others, by the time that each works or waits for its data."""
     usual = statistics.median(own)
     slowest = max(range(len(own)), key=lambda rank: own[rank])
-    said = (
+    facts = (
         f"Rank {slowest} takes {number(own[slowest])} ms of a step for data and computing, the "
         f"median rank {number(usual)} ms"
     )
     if own[slowest] - usual < _STRAGGLES * step:
-        return f"No rank holds up the others. {said}."
+        return f"No rank holds up the others. {facts}."
     waits = "all ranks wait for it in the all-reduce"
-    return f"Rank {slowest} holds up the others: {waits}. {said}."
+    return f"Rank {slowest} holds up the others: {waits}. {facts}."
 
 
 _MOST_MARKS = 300
@@ -351,9 +351,9 @@ def _by_class(
     split: str, accuracies: Mapping[str, float | None], confusion: list[list[int]] | None
 ) -> ByClass:
     names = list(accuracies)
-    known = [name for name in names if accuracies[name] is not None]
-    worst = sorted(known, key=lambda name: accuracies[name] or 0.0)
-    shown = worst if len(names) > _MOST_CLASSES else [*worst, *(n for n in names if n not in known)]
+    rated = [name for name in names if accuracies[name] is not None]
+    worst = sorted(rated, key=lambda name: accuracies[name] or 0.0)
+    shown = worst if len(names) > _MOST_CLASSES else [*worst, *(n for n in names if n not in rated)]
     place = {name: at for at, name in enumerate(names)}
     rows = []
     for name in shown[:_MOST_CLASSES]:

@@ -109,21 +109,21 @@ def _damaged(name: str, path: Path, reason: str) -> ListedRun:
 
 def _listed(name: str, path: Path) -> Iterator[ListedRun]:
     """Yield a run in short; but not what `samestep profile` wrote."""
-    known, damage = read_summary(path)
-    if not known.starts and (path / "profile.json").exists():
+    summary, damage = read_summary(path)
+    if not summary.starts and (path / "profile.json").exists():
         return
-    if not known.recipe and (path / "settings.toml").is_file():  # it has not begun
+    if not summary.recipe and (path / "settings.toml").is_file():  # it has not begun
         try:
             with open_regular(path / "settings.toml") as file:
-                known.recipe = str(tomllib.load(file).get("recipe") or "")
+                summary.recipe = str(tomllib.load(file).get("recipe") or "")
         except (OSError, ValueError, RecursionError):
             damage.append("settings.toml is damaged")
-    known.recipe = Path(known.recipe).stem
-    if known.started is None:
-        known.started = path.stat().st_mtime
+    summary.recipe = Path(summary.recipe).stem
+    if summary.started is None:
+        summary.started = path.stat().st_mtime
     if damage:
-        known.state, known.reason = "damaged", damage[0]
-    yield ListedRun(name=name, run_dir=path, **msgspec.structs.asdict(known))
+        summary.state, summary.reason = "damaged", damage[0]
+    yield ListedRun(name=name, run_dir=path, **msgspec.structs.asdict(summary))
 
 
 _ORDER = ("run", "recipe", "state", "best", "time", "began", "train loss", "last")

@@ -206,19 +206,19 @@ class Reports:
         self._early = ""
 
     @contextlib.contextmanager
-    def within(self, seconds: float, what: str) -> Iterator[None]:
+    def within(self, seconds: float, task: str) -> Iterator[None]:
         """End the process if the block takes longer."""
-        timer = self.all_within(seconds, what)
+        timer = self.all_within(seconds, task)
         try:
             yield
         finally:
             timer.cancel()
 
-    def all_within(self, seconds: float, what: str) -> threading.Timer:
+    def all_within(self, seconds: float, task: str) -> threading.Timer:
         """End the process after this time, unless the timer is cancelled."""
 
         def expire() -> None:
-            self.tell(failed=f"{what} took more than {seconds:.3g} s")
+            self.tell(failed=f"{task} took more than {seconds:.3g} s")
             end_descendants(os.getpid())
             os._exit(1)  # the call that hangs cannot be ended otherwise
 
@@ -438,8 +438,8 @@ class _FollowedRun:
         if self._records.last.get("event") != "stop":
             return TrackedResult(status="killed", values={})
         table = read_object(self._path / "result.json")
-        known = ("completed", "stopped", "failed")
-        status: Any = table.get("status") if table.get("status") in known else "killed"
+        statuses = ("completed", "stopped", "failed")
+        status: Any = table.get("status") if table.get("status") in statuses else "killed"
         for name in ("recipe", "versions", "device", "backend", "world_size", "global_batch_size"):
             table.pop(name, None)
         if isinstance(table.get("test"), dict):
@@ -459,7 +459,16 @@ _QUIET = {
 
 def main() -> int:
     """Follow the run of the order; return 0 if all was sent."""
-    _stand_back()
+    # The training says when to end.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGPIPE"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(10)
+        # Linux may weigh whole sessions against each other, and this is one of its own.
+        Path("/proc/self/autogroup").write_text("10")
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
     reports = Reports(secrets_of(os.environ))
     code = 1
     try:
@@ -474,19 +483,6 @@ def main() -> int:
         reports.tell(failed=": ".join([type(error).__name__, *first_line]))
     reports.close()
     return code
-
-
-def _stand_back() -> None:
-    """Lower the priority, and ignore signals: the training says when to end."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGPIPE"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):
-        os.nice(10)
-        # Linux may weigh whole sessions against each other, and this is one of its own.
-        Path("/proc/self/autogroup").write_text("10")
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
 
 
 if __name__ == "__main__":

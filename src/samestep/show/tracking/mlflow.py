@@ -38,25 +38,25 @@ def start(run: TrackedRun) -> Started:
         # SQLite need not wait for the disk: what it holds is in events.jsonl too.
         event.listen(Engine, "connect", lambda link, _: link.execute("PRAGMA synchronous=OFF"))
     store = MlflowClient(uri)
-    known = _find(store, run)
+    tracked = _find(store, run)
     lines = None
-    if known is None:
+    if tracked is None:
         there = store.get_experiment_by_name(run.project)
         number = there.experiment_id if there else store.create_experiment(run.project, place)
         found_by = {"samestep.id": run.id}  # from its first moment on: this process may be killed
-        known = store.create_run(number, int(run.started_at * 1000), found_by, run.name)
+        tracked = store.create_run(number, int(run.started_at * 1000), found_by, run.name)
         lines = 0  # whatever another server has of it, this one has nothing
-    identifier, number = known.info.run_id, known.info.experiment_id
+    identifier, number = tracked.info.run_id, tracked.info.experiment_id
     tags = {"tags": ", ".join(run.tags)} if run.tags else {}
     tags |= {f"facts.{key}": str(value) for key, value in run.facts.items()}
     # A parameter cannot change; a setting that did, when the run was resumed, becomes a tag.
     tags |= {
         f"resumed.{key}": str(value)
         for key, value in run.settings.items()
-        if known.data.params.get(_name(key), str(value)) != str(value)
+        if tracked.data.params.get(_name(key), str(value)) != str(value)
     }
     params = {_name(key): str(value) for key, value in run.settings.items()}
-    new = [Param(key, value) for key, value in params.items() if key not in known.data.params]
+    new = [Param(key, value) for key, value in params.items() if key not in tracked.data.params]
     for first in range(0, max(len(new), 1), _MOST):
         store.log_batch(identifier, params=new[first : first + _MOST])
     store.log_batch(identifier, tags=[RunTag(_name(k), v) for k, v in tags.items()])

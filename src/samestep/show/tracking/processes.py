@@ -440,13 +440,13 @@ def _say_what_is_amiss(run: Path, records: RecordStream, say: Callable[[str], No
         say(f"{events}: {which} {str(damaged)[1:-1]} cannot be read and {are} left out.")
     if records.events.torn:
         say(f"{events}: its last line is half-written and is left out.")
-    for name, what in (("result.json", "the result"), ("environment.json", "the machine")):
+    for name, content in (("result.json", "the result"), ("environment.json", "the machine")):
         path = run / name
         try:
             msgspec.json.decode(path.read_bytes(), type=dict)
         except (OSError, msgspec.DecodeError) as error:
             problem = "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
-            say(f"{path} {problem}: {what} is not sent.")
+            say(f"{path} {problem}: {content} is not sent.")
 
 
 def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int) -> TrackerOrder:

@@ -87,21 +87,17 @@ def record(client: _Client, entries: Sequence[TrackedRecord]) -> None:
                 name = f"pictures/{entry.picture.name}"
                 run.log({name: shown, **_place(entry)}, step=entry.line)
         elif entry.values:
-            if entry.event == "metrics":
-                _draw_over_steps(client, entry)
+            # Metrics that no pattern of ours covers need their axis named, each once.
+            new = entry.values.keys() - client.drawn_over_steps if entry.event == "metrics" else ()
+            for name in new:
+                if "*" not in name:  # to W&B it would be a pattern
+                    run.define_metric(name, step_metric="step")
+                client.drawn_over_steps.add(name)
             run.log({**entry.values, **_place(entry)}, step=entry.line)
 
 
 def _place(entry: TrackedRecord) -> dict[str, Any]:
     return {"step": entry.step, "epoch": entry.epoch, "_timestamp": entry.time}
-
-
-def _draw_over_steps(client: _Client, entry: TrackedRecord) -> None:
-    """Name the axis of metrics that no pattern of ours covers, each once."""
-    for name in entry.values.keys() - client.drawn_over_steps:
-        if "*" not in name:  # to W&B it would be a pattern
-            client.run.define_metric(name, step_metric="step")
-        client.drawn_over_steps.add(name)
 
 
 def finish(client: _Client, result: TrackedResult) -> None:

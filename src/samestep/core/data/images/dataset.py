@@ -167,8 +167,8 @@ class ImageFiles(Dataset[Any]):
         if images is None:
             ready = [ImageFiles(part, self._side) for part in left]
         else:
-            kept = torch.split(images[: len(whole)], [len(part) for part in left])
-            ready = [(k, torch.from_numpy(p.labels)) for k, p in zip(kept, left, strict=True)]
+            views = torch.split(images[: len(whole)], [len(part) for part in left])
+            ready = [(k, torch.from_numpy(p.labels)) for k, p in zip(views, left, strict=True)]
         named = dict(zip(splits, ready, strict=True))
         return {**named, "left_out": left_out, "notes": tuple(filter(None, notes))}
 
@@ -177,12 +177,13 @@ def _check_alike(files: FileList, world: World) -> None:
     """Check that all ranks see the same files; else each would number other samples."""
     digest = hashlib.sha256(b"\0".join(files.paths.tolist()))
     digest.update(files.labels.tobytes())
-    seen = world.gather((len(files), digest.hexdigest()))
-    if len(set(seen)) > 1:
-        other = next(rank for rank, what in enumerate(seen) if what != seen[0])
+    by_rank = world.gather((len(files), digest.hexdigest()))
+    if len(set(by_rank)) > 1:
+        other = next(rank for rank, its in enumerate(by_rank) if its != by_rank[0])
+        ours, theirs = by_rank[0][0], by_rank[other][0]
         raise UserError(
-            f"Rank 0 sees {seen[0][0]} image files and rank {other} sees "
-            f"{seen[other][0]}{', of other names' if seen[other][0] == seen[0][0] else ''}. Every "
+            f"Rank 0 sees {ours} image files and rank {other} sees "
+            f"{theirs}{', of other names' if theirs == ours else ''}. Every "
             "node must have the same data folder, and nothing may be added while a run starts.",
             on_all_ranks=True,
         )

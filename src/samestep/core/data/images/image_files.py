@@ -110,8 +110,8 @@ def find_files(
 
 def _split_folder(root: Path, split: str) -> Path | None:
     if not root.is_dir():
-        what = "is a file, not a folder" if root.exists() else "does not exist"
-        raise UserError(f"The data folder {root} {what}. {_LAYOUT}; name it with --data-dir.")
+        problem = "is a file, not a folder" if root.exists() else "does not exist"
+        raise UserError(f"The data folder {root} {problem}. {_LAYOUT}; name it with --data-dir.")
     there = [root / name for name in _FOLDERS[split] if (root / name).is_dir()]
     if len(there) > 1:
         raise UserError(f"{root} has both {there[0].name}/ and {there[1].name}/. Keep one of them.")
@@ -161,9 +161,9 @@ def find_broken(files: FileList, side: int, world: World) -> Broken:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(os.path.realpath(files.root).encode()).hexdigest()[:16]
     memory = home / "samestep" / "images" / f"{name}.json"
-    known = world.on_main(lambda: read_object(memory))
-    if known.get("stamp") == stamp:
-        return {int(place): str(why) for place, why in known.get("broken", {}).items()}
+    remembered = world.on_main(lambda: read_object(memory))
+    if remembered.get("stamp") == stamp:
+        return {int(place): str(why) for place, why in remembered.get("broken", {}).items()}
     mine = range(world.rank, len(files), world.world_size)
     broken = _decode_all(files, mine, side, world, lambda _place, _image: None)
     if world.is_main:

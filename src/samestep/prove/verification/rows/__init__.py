@@ -88,13 +88,13 @@ def run_on_rank(tested: RecipeUnderTest, world: World) -> dict[str, Any]:
 def check_rows(evidence: Evidence, rows: Sequence[TableRow] | None = None) -> list[Check]:
     """Return the checks of all rows, or only the first if one process could not train."""
     checks: list[Check] = []
-    known, rows = rows or ROWS, rows or rows_of(evidence.facts)
+    all_rows, rows = rows or ROWS, rows or rows_of(evidence.facts)
     for row in rows if evidence.trace(0, MAIN) else rows[:1]:
         left_out = row.thorough and evidence.quick
         answer = Check("skipped", LEFT_OUT) if left_out else row.answer(evidence)
         for check in answer if isinstance(answer, list) else [answer]:
             named = replace(check, name=check.name or row.name)
-            checks.append(_with_cause(evidence, known, named))
+            checks.append(_with_cause(evidence, all_rows, named))
     # Unknown causes of trainings are likely the same one: all show the first. A check without a
     # step is not of a training but of a single value, such as a metric.
     unknown = [check for check in checks if check.cause.name == UNKNOWN.name and check.first_step]
@@ -102,18 +102,18 @@ def check_rows(evidence: Evidence, rows: Sequence[TableRow] | None = None) -> li
     return [replace(c, cause=first.cause) if first and c in unknown else c for c in checks]
 
 
-def _with_cause(evidence: Evidence, known: Sequence[TableRow], check: Check) -> Check:
+def _with_cause(evidence: Evidence, all_rows: Sequence[TableRow], check: Check) -> Check:
     """Return a check with its cause, if other rows found it."""
     if failure := check.failure:
         # A message says more than the step, which only shows that it was the last batch.
-        rows = sorted(known, key=lambda row: row is loss.LAST_BATCH)
+        rows = sorted(all_rows, key=lambda row: row is loss.LAST_BATCH)
         causes = (row.explain_failure(evidence, failure) for row in rows if row.explain_failure)
         cause = next(filter(None, causes), NO_CAUSE)
         why = f"It failed: {failure.message.rstrip('.')}. {cause.why}".strip()
         return replace(check, cause=replace(cause, why=why))
     if check.passed or check.cause.name:
         return check
-    candidates = [*(row.explain for row in known), *(row.suspect for row in known)]
+    candidates = [*(row.explain for row in all_rows), *(row.suspect for row in all_rows)]
     explanations = (explain(evidence) for explain in candidates if explain)
     step = f"step {check.first_step}" if check.first_step else None
     first = ", ".join(filter(None, (step, check.what, check.first_parameter)))

@@ -43,17 +43,17 @@ class Changes(NamedTuple):
 
 def collated_again(collate: Callable[[Any], Any], rows: list[Any]) -> Changes | None:
     """Put samples together again: what a collate draws, it draws for all of them together."""
-    seen = RandomDraws()
+    watched_draws = RandomDraws()
     repeated = list[str]()
 
     def batch(seed: int, rows: list[Any]) -> Any:
         seed_reading(seed)
-        return watched(collate, seen)(rows)
+        return watched(collate, watched_draws)(rows)
 
     first, second, other = (hash_of(batch(seed, rows)) for seed in (1, 1, 2))
     with contextlib.suppress(Exception):  # a batch without a row for each sample
         repeated = sample_hashes(batch(1, [rows[0]] * _SAMPLES))
-    draws = draws_in_words(seen)
+    draws = draws_in_words(watched_draws)
     # It may seed anew for each batch: one sample in several places shows that.
     by_place = bool(draws) and len(repeated) == _SAMPLES and len({*repeated}) > 1
     if first == second == other and not by_place:

@@ -193,8 +193,8 @@ def _explain_failure(evidence: Evidence, failure: RankFailure) -> Cause | None:
     fails = evidence.result(LAST_BATCH.name, dict[int, str]) or {}
     if failure.step != size.uneven_step and size.rest not in fails:
         return None
-    rest = count(size.rest, "sample")
-    return _uneven(evidence, f"it fails with {rest}, {size.global_batch} work")
+    samples = count(size.rest, "sample")
+    return _uneven(evidence, f"it fails with {samples}, {size.global_batch} work")
 
 
 def _last_batch(evidence: Evidence) -> Check:

@@ -15,7 +15,7 @@ from samestep.core.data.order import share
 from samestep.core.learner.apply import Moment, measure_of, terms_of, timed
 from samestep.core.learner.side_effects import ALL_KINDS, RandomDraws
 from samestep.core.session.restoring import load_newest
-from samestep.core.training.evaluation import evaluate
+from samestep.core.training.evaluation import Totals, evaluate
 from samestep.core.training.metrics import Objects, is_object
 from samestep.core.training.snapshot import load_evaluated
 from samestep.launch.ranks.world import World
@@ -183,18 +183,21 @@ def evaluate_checkpoint(tested: RecipeUnderTest, run: Path) -> dict[str, float]:
     sets = [("", splits.validation), *((f"{of}/", data) for of, data in splits.by_name.items())]
     for prefix, data in sets:
         with tested.source(data, world=world) as source:
-            values = evaluate(
-                tested.applied(model),
-                source,
+            totals = Totals(
                 loss,
                 tested.recipe.metrics,
-                world=world,
-                batch_size=256,
-                precision=tested.settings.precision,
-                seed=tested.settings.seed,
+                world,
                 terms=terms_of(tested.recipe),
                 reduction=tested.recipe.reduction,
                 measure=measure,
+            )
+            values = evaluate(
+                tested.applied(model),
+                source,
+                totals,
+                batch_size=256,
+                precision=tested.settings.precision,
+                seed=tested.settings.seed,
             )
         evaluation |= {
             f"{prefix}{n}": value for n, value in values.items() if isinstance(value, float)
@@ -211,11 +214,11 @@ def _one_device(evidence: Evidence) -> Check:
     loaded = next((evaluation for _, evaluation in on_ranks if evaluation), None)
     if trace is None or loaded is None or stop not in trace.evaluations:
         return Check("skipped", "there is no checkpoint to load")
-    difference, what = evaluations_apart(trace.evaluations[stop], loaded)
+    difference, metric = evaluations_apart(trace.evaluations[stop], loaded)
     if difference > evidence.exact and largest_difference(evidence).largest > evidence.exact:
         return Check("skipped", "metrics differ by themselves")
     compared = f"a checkpoint of {largest.world_size} ranks, evaluated"
-    return measured(compared, TrainingDifference(difference, what=what), evidence.exact)
+    return measured(compared, TrainingDifference(difference, what=metric), evidence.exact)
 
 
 ONE_DEVICE = TableRow(name="one device", answer=_one_device, thorough=True)

@@ -101,10 +101,10 @@ def line_that_writes(frame: FrameType | None) -> str:
             return place_of(frame)
         # Without a virtual environment the libraries lie within Python's own folder.
         library = next((folder for folder in _LIBRARIES if file.startswith(folder)), None)
-        known = file.startswith(_PYTHON)
+        is_expected = file.startswith(_PYTHON)
         if library:
-            known = file.removeprefix(library).startswith(_TOLD_TO)
-        if "importlib" in file or file == tempfile.__file__ or not known:
+            is_expected = file.removeprefix(library).startswith(_TOLD_TO)
+        if "importlib" in file or file == tempfile.__file__ or not is_expected:
             return ""
         frame = frame.f_back
     return ""

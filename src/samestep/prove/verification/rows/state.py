@@ -251,23 +251,23 @@ def _of_forward(tested: RecipeUnderTest) -> dict[str, Any]:
         name for name in side_effects.differing(before, prints()) if not name.endswith(" forward")
     ]
     restore()
-    kept = [name for name in side_effects.differing(before, prints()) if name in changed]
-    known = {id(p) for p in model.parameters()}
-    learned = [_described(leaf, model, loss) for leaf in leaves_of(value) if id(leaf) not in known]
-    counted = [name for name in changed if name not in kept]
-    return {"kept": kept, "counted": counted, "asks": asks, "learned": learned}
+    leftover = [name for name in side_effects.differing(before, prints()) if name in changed]
+    own = {id(p) for p in model.parameters()}
+    learned = [_described(leaf, model, loss) for leaf in leaves_of(value) if id(leaf) not in own]
+    counted = [name for name in changed if name not in leftover]
+    return {"kept": leftover, "counted": counted, "asks": asks, "learned": learned}
 
 
 def _of_optimizer(tested: RecipeUnderTest) -> dict[str, list[str]]:
     """Return an own optimizer's attributes outside its state, and the generators it draws from."""
     if tested.recipe.optimizer is None:
         return {}
-    seen = side_effects.RandomDraws()
+    draws = side_effects.RandomDraws()
     prints = []
     for optimizer in tested.steps_of_optimizer():
-        side_effects.watched(optimizer.step, seen)()
+        side_effects.watched(optimizer.step, draws)()
         prints.append(side_effects.optimizer_prints(optimizer))
-    return {"optimizer": side_effects.differing(*prints), "draws": draws_in_words(seen)}
+    return {"optimizer": side_effects.differing(*prints), "draws": draws_in_words(draws)}
 
 
 def _result_and_reads(function: Callable[[], Tensor]) -> tuple[Tensor, dict[str, str]]:
@@ -275,18 +275,18 @@ def _result_and_reads(function: Callable[[], Tensor]) -> tuple[Tensor, dict[str,
     asked: dict[str, str] = {}
 
     def note(frame: FrameType, event: str, called: Any) -> None:
-        what = ""
+        call = ""
         code = frame.f_code
         if event == "c_call" and is_users(code.co_filename):
             name = getattr(called, "__qualname__", "")
             if called in _CLOCKS or name in ("datetime.now", "datetime.utcnow"):
-                what = f"{called.__module__ or 'datetime'}.{called.__name__}()"
+                call = f"{called.__module__ or 'datetime'}.{called.__name__}()"
         elif event == "call" and code.co_name in _RANK_CALLS:
-            what = f"{code.co_name}()"
+            call = f"{code.co_name}()"
         elif event == "call" and code is _ENVIRONMENT and frame.f_locals.get("key") in _OF_RANKS:
-            what = f"os.environ[{frame.f_locals['key']!r}]"
-        if what and (line := side_effects.users_line(frame)):
-            asked.setdefault(what, line)
+            call = f"os.environ[{frame.f_locals['key']!r}]"
+        if call and (line := side_effects.users_line(frame)):
+            asked.setdefault(call, line)
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -350,11 +350,11 @@ def state_of(evidence: Evidence) -> OutsideState:
 def _suspect(evidence: Evidence) -> Cause | None:
     """Return a possible cause of a difference that no experiment explains."""
     state = state_of(evidence)
-    known = (
+    suspects = (
         *((causes.DRAWS, state.draws), (causes.OPTIMIZER, state.optimizer)),
         *((causes.ATTRIBUTE, state.kept), (causes.LEARNED, state.learned)),
     )
-    return next((cause.of(names=listed(names)) for cause, names in known if names), None)
+    return next((cause.of(names=listed(names)) for cause, names in suspects if names), None)
 
 
 def _explain(evidence: Evidence) -> Cause | None:
@@ -362,12 +362,12 @@ def _explain(evidence: Evidence) -> Cause | None:
     module, asks = state.remembers, state.asks.items()
     if module is None and state.loss is None:
         return None
-    if clocks := [f"{what} in {line}" for what, line in asks if what.startswith(_CLOCK_MODULES)]:
+    if clocks := [f"{call} in {line}" for call, line in asks if call.startswith(_CLOCK_MODULES)]:
         return causes.CLOCK.of(lines=listed(clocks))
-    kept = f" It changes {listed(state.kept)}." if state.kept else ""
+    changes = f" It changes {listed(state.kept)}." if state.kept else ""
     if module is None:
-        return causes.IN_LOSS.of(change=state.loss, kept=kept)
-    return causes.OUTSIDE_MODULE.of(module=module.place, difference=module.difference, kept=kept)
+        return causes.IN_LOSS.of(change=state.loss, kept=changes)
+    return causes.OUTSIDE_MODULE.of(module=module.place, difference=module.difference, kept=changes)
 
 
 def _state(evidence: Evidence) -> Check:

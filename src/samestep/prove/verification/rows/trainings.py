@@ -67,8 +67,8 @@ def _ranks_of(evidence: Evidence, start: Start) -> Check:
     shares = [smallest + (rank < larger) for rank in range(start.world_size)]
     parts = " + ".join(map(str, shares)) if larger else f"{start.world_size} × {smallest}"
     # The weights of ranks are compared with each other even where only losses decide.
-    what = "losses, ranks' weights" if evidence.losses_only() else "loss, gradients, weights"
-    compared = f"{parts} virtual ranks" if virtual else f"{what}: {parts}"
+    quantities = "losses, ranks' weights" if evidence.losses_only() else "loss, gradients, weights"
+    compared = f"{parts} virtual ranks" if virtual else f"{quantities}: {parts}"
     trace = evidence.trace(start.place, MAIN)
     if trace is None or evidence.died(start.place):
         return failed_start(evidence, compared, start.place)
@@ -197,10 +197,10 @@ def _optimizer(evidence: Evidence) -> Iterator[Check]:
         allowed = evidence.by_optimizer(training)
         if arithmetic is None or allowed <= evidence.before_updates(training):
             continue
-        what = "losses" if evidence.losses_only(training) else "weights"
+        compared = "losses" if evidence.losses_only(training) else "weights"
         moved, unit = allowed / OPTIMIZER_TIMES, _off(arithmetic)
         cause = causes.OPTIMIZER_ROUNDS.of(
-            kind=arithmetic.kind, unit=unit, what=what, moved=moved, allowed=allowed
+            kind=arithmetic.kind, unit=unit, what=compared, moved=moved, allowed=allowed
         )
         if arithmetic.unit <= arithmetic.of_weights:
             cause = replace(cause, advice="")

@@ -79,8 +79,8 @@ def _show(job: str | None, *, as_json: bool = False, clear: str | None = None) -
             sys.stderr.write(f"{JobAndRun(queue_error=error).note}\n")  # it may be back soon
             return True
         entries = [JobAndRun(job=job, run=job.run) for job in jobs]
-        known = [job.run for job in jobs]
-        entries = [*(JobAndRun(run=run) for run in ended_runs(Path("runs"), known)), *entries]
+        queued = [job.run for job in jobs]
+        entries = [*(JobAndRun(run=run) for run in ended_runs(Path("runs"), queued)), *entries]
     rows = [(entry, _progress_of(entry)) for entry in entries]
     sys.stdout.write(clear or "")
     if as_json:

@@ -135,8 +135,8 @@ def _note_on_trainer(workload: Workload) -> list[str]:
     if not runs_trainer(workload):
         return []
     name = f"{workload.name}.py"
-    how = f"With --as-recipe the job trains what that was given, as `samestep train {name}` does."
-    return [f"Each rank runs {name} with its own Trainer. {how}"]
+    tip = f"With --as-recipe the job trains what that was given, as `samestep train {name}` does."
+    return [f"Each rank runs {name} with its own Trainer. {tip}"]
 
 
 def _check_training(
@@ -151,8 +151,8 @@ def _check_training(
         from samestep.shell.commands.train import parse  # noqa: PLC0415 - it imports torch
 
         is_theirs = dry_run and target not in RECIPES and is_run(Path(target))
-        if is_theirs and (known := known_of_run(Path(target))):
-            check_ranks(options, known[0])
+        if is_theirs and (of_run := known_of_run(Path(target))):
+            check_ranks(options, of_run[0])
             return
 
         # Relative paths in the flags hold for the job too: it runs in this folder.
@@ -205,7 +205,7 @@ def _submit_array(target: str, words: list[str], options: JobOptions, command: S
 
 
 def _check_flags(target: str, flags: list[str]) -> None:
-    known = {
+    names = {
         "help",
         "no-preflight",
         "no-requeue",
@@ -214,9 +214,9 @@ def _check_flags(target: str, flags: list[str]) -> None:
     }
     for word in flags:
         name = word.removeprefix("--").partition("=")[0].replace("_", "-")
-        if word.startswith("--") and name not in known:
+        if word.startswith("--") and name not in names:
             raise UserError(
-                f"--{name} is not a flag of a job. {did_you_mean(name, known)}If it belongs to the "
+                f"--{name} is not a flag of a job. {did_you_mean(name, names)}If it belongs to the "
                 f"training or the script, put it after `--`: samestep slurm submit {target} … -- "
                 f"--{name} …"
             )

@@ -66,9 +66,9 @@ def main(
         try:
             excluded = exclusion(_job(), without)
         except UserError as error:  # Slurm would look for nodes for ever
-            said = " ".join(getattr(error, "said", str(error)).split())
+            message = " ".join(getattr(error, "said", str(error)).split())
             nodes = ", ".join(without)
-            sys.stderr.write(f"samestep: {nodes} failed this job and is not excluded: {said}\n")
+            sys.stderr.write(f"samestep: {nodes} failed this job and is not excluded: {message}\n")
     if kind == "script" and told in ("USR1", "TERM") and _is_requeued():
         verdict = requeued(before)
     else:
