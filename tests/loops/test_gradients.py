@@ -1,6 +1,7 @@
 """Gradients of one's own losses, added up over ranks, against those of a single process."""
 
 import signal
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -57,6 +58,11 @@ def gradients_of(rank: int, world: World) -> list[torch.Tensor | None]:
     weight = weight_of(len(mine) / 7, words[mine].sum(), loss, world)
     backward(loss, parameters_of([extra]), world, weight)
     found += [p.grad for p in extra.parameters()]
+    turned = nn.Parameter(torch.ones(3, dtype=torch.complex128))
+    with warnings.catch_warnings(action="error"):  # of an imaginary part that is dropped
+        loss = (x[mine].to(turned) @ turned).abs().sum() / 7
+        backward(loss, [turned], world, weight=1.0)
+    found.append(turned.grad)
     with pytest.raises(UserError, match="0 terms"):
         weight_of(len(mine) / 7, 0, loss, world)
     return [*found, global_loss]
@@ -85,7 +91,7 @@ def test_two_losses_add_up_to_what_one_process_has(tmp_path):
                     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     used = [gradient is not None for gradient in expected[:-1]]
     # Of the second part its weight alone, nothing of the third; nobody named the fourth.
-    assert used == [True, True, True, False, False, False, False, False, True, True]
+    assert used == [True, True, True, False, False, False, False, False, True, True, True]
 
 
 def test_what_is_to_be_trained_may_be_a_module_an_optimizer_or_a_parameter():

@@ -280,6 +280,8 @@ with samestep.open_run("run", seed=3, resume=True, log_every=1, checkpoint_every
     state = {"model": model, "unused": unused, "optimizer": optimizer, "schedule": schedule}
     data = Words()
     for epoch in run.epochs(3, state=state):
+        for group in optimizer.param_groups:  # done again by a run that resumes in the epoch
+            group["lr"] *= 0.9
         for batch in run.batches(data, 11, collate=collate, num_workers=int(sys.argv[2])):
             x, n = batch.data["x"].unsqueeze(2), batch.data["n"]
             there = torch.arange(x.shape[1]) < n[:, None]

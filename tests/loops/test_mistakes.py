@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from tests.command_line import RECIPE, read_json, refusal
-from tests.loops.scripts import refused, run_here, start
+from tests.loops.scripts import refused, run, run_here, start
 from tests.tiny import all_records, files
 
 SCRIPT = """
@@ -44,6 +44,7 @@ NOBODY_KEEPS = ("loss, model)", "loss, model, other)", "state")
 MISTAKES = [
     ('"optimizer": optimizer}', '"optimizer": 1}', "state['optimizer']"),
     ("state, size = {", "state, size = {} and {", "state="),
+    ("run.place(nn.Linear(2, 1))", "run.place(nn.LazyLinear(1))", "is lazy"),
     ("}, 6", "}, 0", "global_batch_size"),
     NOBODY_KEEPS,
     ("loss, model)", "loss)", "run.backward"),
@@ -218,6 +219,7 @@ SCHEDULED = f"{SGD}\n    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 
 IN_STATE = '"optimizer": optimizer}'
 AROUND = f"{ADAM}\n    inner, optimizer = optimizer, torch.{SGD}"
 AROUND += "\n    optimizer.inner, optimizer.step = inner, inner.step"
+AFTER_STEP = f"{SGD}\n    optimizer.register_step_post_hook(lambda *_: {{}})"
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,11 @@ AROUND += "\n    optimizer.inner, optimizer.step = inner, inner.step"
         (ADAM, "}", "the optimizer (Adam)"),
         (ADAM, IN_STATE, ""),
         (SGD, "}", ""),  # it has nothing to keep
-        (AROUND, IN_STATE, ""),
+        (f"{AROUND}; optimizer.state = inner.state", IN_STATE, ""),
+        (AROUND, IN_STATE, "the optimizer (Adam)"),  # as SAM, whose state_dict has its own alone
+        (f"{SGD}; optimizer.step = int", IN_STATE, "gradients of a batch wait"),
+        (AFTER_STEP.format("other.load_state_dict(model.state_dict())"), IN_STATE, "Linear (1, 2)"),
+        (AFTER_STEP.format("other.state_dict()"), IN_STATE, ""),
         (SCHEDULED, IN_STATE, "the scheduler of the optimizer (SGD)"),
         (SCHEDULED, '"optimizer": optimizer, "scheduler": scheduler}', ""),
     ],
@@ -240,22 +246,31 @@ def test_what_a_resumed_run_would_begin_anew_is_told_once(tmp_path, capfd, optim
     assert all(named in line for line in said)
 
 
+NAMES = ["calls", "codes", "drift,"]
 DRIFTS = """class Net(nn.Linear):
     def __init__(self):
         super().__init__(2, 1)
         self.register_buffer("drift", torch.zeros(1), persistent=False)
+        self.register_buffer("codes", torch.zeros(2))
+        self.calls = 0
     def forward(self, x):
         self.drift += self.training
+        self.calls += self.training
+        self.codes = 0.9 * self.codes + 0.1 * x.mean(0)
         return super().forward(x) + self.drift
 """
 
 
-def test_a_buffer_that_no_checkpoint_holds_is_told_at_the_first_forward(tmp_path, capfd):
+def test_what_a_module_changes_and_no_checkpoint_holds_is_told(tmp_path, capfd):
+    """A buffer of each rank's own samples is told on several ranks."""
     path = script(tmp_path, "data = torch", f"{DRIFTS}data = torch")
     path.write_text(path.read_text().replace("run.place(nn.Linear(2, 1))", "run.place(Net())"))
     assert run_here(path) == 0
-    (told,) = [line for line in capfd.readouterr().err.splitlines() if "note: " in line]
-    assert " drift," in told
+    (tmp_path / "two").mkdir()
+    ranks = run(path, world_size=2, folder=tmp_path / "two")
+    for output, named in ((capfd.readouterr().err, ["calls", "drift,"]), (ranks.output(), NAMES)):
+        notes = [line for line in output.splitlines() if "note: " in line]
+        assert sorted(n for line in notes for n in NAMES if f" {n}" in line) == named
 
 
 DATA_SET = """class Exits(torch.utils.data.TensorDataset):

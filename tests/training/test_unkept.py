@@ -148,7 +148,6 @@ class Buffers(nn.Module):
 
 
 def test_buffers_that_are_lost_or_made_of_a_ranks_own_samples_are_told(tmp_path):
-    """Also in a loop of the user's, at its first forward, which leaves no trace."""
     x = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
 
     def found(**world: int):
@@ -159,18 +158,6 @@ def test_buffers_that_are_lost_or_made_of_a_ranks_own_samples_are_told(tmp_path)
     assert found(world_size=2) == {"lost": ("drift",), "of_rank": ("codes",)}
     assert found(world_size=2, virtual_ranks=4)["of_rank"] == ()
 
-    seen: list[unkept.Unkept] = []
-    model, plain = Buffers(), Buffers()
-    unkept.at_first_forward(model, World(world_size=2), seen.append)
-    for one in (model, plain):
-        one.eval()(x)
-        assert seen == []
-    for one in (model.train(), plain.train()):
-        one(x)
-        one(x)
-    assert seen == [unkept.Unkept(lost=("drift",), of_rank=("codes",))]
-    for name, buffer in plain.named_buffers():
-        assert torch.equal(model.get_buffer(name), buffer), name
     text = (
         "\nclass Drifts(nn.Linear):\n    def forward(self, x):\n"
         "        self.drift += self.training\n        return super().forward(x) + self.drift\n\n"
@@ -222,13 +209,6 @@ def test_a_model_that_counts_its_calls_is_told_and_not_resumed_unless_its_state_
     assert found(nn.Sequential(nn.Dropout(), Counts(2, 2))) == ("1.n",)
     assert found(Keeps(2, 2)) == found(nn.BatchNorm1d(2)) == ()
     assert found(nn.Linear(2, 2), counting) == ("forward's calls",)
-
-    told = []
-    for model in (Counts(2, 2), Keeps(2, 2)):
-        unkept.count_of_calls(model, told.append)
-        for _ in range(4):
-            model(x)
-    assert told == [["n"]]
 
     text = inspect.getsource(Counts).replace("self.n / 20", "min(1.0, self.n / 20)")
     text += "\nfrom dataclasses import replace\n"

@@ -4,7 +4,6 @@ It is looked for before the first step, on a copy of the model and with a few sa
 """
 
 import contextlib
-import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.settings import Settings
-from samestep.base.trees import map_tensors, num_rows, tree_leaves
+from samestep.base.trees import map_tensors, tree_leaves
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.source import Batch, OrderedSource, Source
 from samestep.core.learner.agreement import check_same_samples, random_numbers
@@ -32,13 +31,8 @@ from samestep.core.learner.side_effects import (
     optimizer_prints,
 )
 from samestep.core.recipe import Recipe
-from samestep.launch.ranks.mesh import any_sharded
 from samestep.launch.ranks.world import World
 
-_CALLS = 3
-"""The first may fill what later ones only read."""
-_ROWS = 8
-"""Samples of a batch of the user's that are tried."""
 _TRIED = 4
 """Training samples that are read again: as few as mixup takes, and enough for a draw to show."""
 
@@ -294,7 +288,7 @@ def of_buffers(
 
     `forward` calls it in training mode with that many samples, of which there are `rows`.
     """
-    lost, own = _watched(model, world)
+    lost, own = watched_buffers(model, world)
     if not (lost | own):
         return {}
     put_back = keep_buffers(model)
@@ -348,65 +342,10 @@ def of_forward(
     return tuple(n.removeprefix("the model's ") for n in differing(prints[1], prints[2]))
 
 
-def _watched(model: nn.Module, world: World) -> tuple[set[str], set[str]]:
+def watched_buffers(model: nn.Module, world: World) -> tuple[set[str], set[str]]:
     """Return the buffers that could be lost, and those that a rank may make of its own samples."""
     names = {n for n, _ in model.named_buffers()}
     several = world.world_size > 1 and not world.virtual_ranks
     norms = tuple(f"{n}." if n else "" for n in batch_norms(model))
     own = {n for n in names if several and not (norms and n.startswith(norms))}
     return names - {*model.state_dict()}, own
-
-
-def at_first_forward(model: nn.Module, world: World, note: Callable[[Unkept], None]) -> None:
-    """Let `note` know what `of_buffers` finds, as soon as a loop of the user's trains a model.
-
-    Every rank does as much then, in case its forward is a collective.
-    """
-    if not any(_watched(model, world)) or any_sharded(model):
-        return
-
-    def at_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
-            return
-        hook.remove()
-        rows = num_rows([args, kwargs])
-        with contextlib.suppress(Exception), torch.no_grad(), random_numbers(0, world.device):
-            twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-
-            def forward(samples: int) -> None:
-                def cut(tensor: Tensor) -> Tensor:
-                    return tensor[:samples] if tensor.dim() and len(tensor) == rows else tensor
-
-                positional, named = map_tensors(cut, [args, kwargs])
-                twin(*positional, **named)
-
-            note(Unkept(**of_buffers(twin, forward, min(rows or 1, _ROWS), world)))
-        torch.clear_autocast_cache()  # older PyTorch kept casts made without gradients
-
-    hook = model.register_forward_pre_hook(at_forward, with_kwargs=True)
-
-
-def count_of_calls(model: nn.Module, note: Callable[[list[str]], None]) -> None:
-    """Let `note` know the numbers that the first forwards of a user's loop count in attributes."""
-    snapshots: list[dict[str, Any]] = []
-    plain = nn.Module.get_extra_state
-    counting = [(n, m) for n, m in model.named_modules() if type(m).get_extra_state is plain]
-
-    def after_forward(*_: Any) -> None:
-        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
-            return
-        snapshots.append(
-            {
-                f"{name}.{attribute}" if name else attribute: value
-                for name, module in counting
-                for attribute, value in vars(module).items()
-                if isinstance(value, int | float) and attribute[0] != "_"
-            }
-        )
-        if len(snapshots) == _CALLS:
-            hook.remove()
-            before, after = snapshots[-2:]
-            if changed := [n for n, value in after.items() if repr(before.get(n)) != repr(value)]:
-                note(changed)
-
-    hook = model.register_forward_pre_hook(after_forward)

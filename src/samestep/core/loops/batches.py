@@ -84,7 +84,7 @@ class LoopBatches:
             for batch in read:
                 batch.step = position.step
                 loop.backwards = 0
-                opened.passed.clear()
+                opened.left_out.passed.clear()
                 if opened.carried is not None:
                     opened.carried.begin(position.step_in_epoch, batch.global_size, batch.step)
                 # The script draws other numbers on each rank.
@@ -124,7 +124,7 @@ class LoopBatches:
         """Leave the training, within one of its batches, as if there had been no validation."""
         opened, loop = self._opened, self._loop
         batch, used = loop.batch, loop.used
-        if opened.is_accumulating():
+        if opened.left_out.is_accumulating():
             raise UserError(
                 "run.validation was called between run.backward and the optimizer's step: the "
                 "gradients of this batch are only in part in the weights, which belong to no step.",

@@ -242,7 +242,7 @@ class _Sums:
         self._buckets.append(_GradBucket(last, (last or parameters)[0], sum(more)))
         # With the last one goes what is known by then: the loss, and which gradients there are.
         ending = self._buckets[-1].flat[-sum(more) :]
-        self._loss, self._used, self._step = torch.split(ending, more)
+        self._loss, self._used, self._step = (part.real for part in torch.split(ending, more))
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._lock = Lock()  # each device has a thread of its own
         self._waits: list[Callable[[], object]] = []

@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import date, time
 from enum import Enum
@@ -13,20 +13,20 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from samestep.base.errors import UserError, blame, listed
+from samestep.base.errors import UserError, blame
 from samestep.base.run import checkpoints
 from samestep.base.run.directory import names_secret
 from samestep.base.run.records import TAKEN_NAMES
 from samestep.core.learner.model_state import load_model
-from samestep.core.learner.optimizer_state import parameters_in, with_inner
 from samestep.core.learner.prepare import check_dense
 from samestep.core.session.declared import plain_value
 from samestep.launch.ranks.world import World
 
 _STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """What holds no weights."""
-_KNOWN = (nn.Module, *_STEPPING)
+KNOWN = (nn.Module, *_STEPPING)
 _PER_EPOCH = ("num_samples", "data")
 """Parts of the order that each epoch may have of its own."""
 
@@ -66,6 +66,8 @@ def check_state(state: Any) -> None:
                 remedy=remedy,
             )
         if isinstance(part, nn.Module):
+            if any(map(is_lazy, part.parameters())):
+                raise UserError(f"state[{name!r}] is lazy: first call it once on a few samples.")
             check_dense(part, f"state[{name!r}] has")
             fsdp = any(type(m).__name__ == "FullyShardedDataParallel" for m in part.modules())
             if fsdp or any(hasattr(p, "placements") for p in part.parameters()):
@@ -247,61 +249,6 @@ def check_order(
             "Take what it was before, or begin a run in another directory."
             + (more if within and per_epoch else "")
         )
-
-
-def check_held(state: Mapping[str, Stateful], trained: Sequence[Any]) -> set[int]:
-    """Return the ids of all that is trained; refuse what checkpoints would not hold."""
-    modules = [part for part in state.values() if isinstance(part, nn.Module)]
-    held = {id(part) for part in (*state.values(), *(p for m in modules for p in m.parameters()))}
-    # An object of the user's own may hold an optimizer, and all modules where state names none.
-    own = any(not isinstance(part, _KNOWN) for part in state.values())
-    pieces = [named for part in trained for named in _optimizers_and_parameters(part)]
-    lacking = [
-        name
-        for name, piece in pieces
-        if id(piece) not in held
-        and not (own and (not modules or isinstance(piece, torch.optim.Optimizer)))
-    ]
-    if lacking:
-        raise UserError(
-            f"run.backward was given {listed(lacking)}, which state does not name, so "
-            "checkpoints would not hold it. Name the module and the optimizer in run.epochs(…, "
-            "state={…}), and a parameter by itself as nn.ParameterList([parameter])."
-        )
-    return {id(part) for part in (*trained, *(piece for _, piece in pieces))}
-
-
-def left_out(
-    state: Mapping[str, Stateful], optimizer: torch.optim.Optimizer, trained: Iterable[Tensor]
-) -> str:
-    """Name the part of a stepped optimizer that the state lacks: it or its scheduler; "" if none.
-
-    Only its numbers per weight and its scheduler count, and only where it steps trained weights.
-    """
-    entries, weights = list(state.values()), {id(tensor) for tensor in trained}
-    steps = any(id(p) in weights for p in parameters_in(optimizer))
-    if not steps or any(not isinstance(e, _KNOWN) for e in entries):
-        return ""  # an object of the user's own may hold it
-    kind = type(optimizer).__name__
-    held = (o for e in entries if isinstance(e, torch.optim.Optimizer) for o in with_inner(e))
-    if optimizer.state and not any(e is optimizer for e in held):
-        return f"the optimizer ({kind})"
-    scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # as LRScheduler marks it
-    has_scheduler = any(isinstance(e, torch.optim.lr_scheduler.LRScheduler) for e in entries)
-    return f"the scheduler of the optimizer ({kind})" if scheduled and not has_scheduler else ""
-
-
-def _optimizers_and_parameters(part: Any) -> list[tuple[str, Any]]:
-    """Return the optimizers and parameters that a checkpoint must hold, with names for messages."""
-    kind = type(part).__name__
-    if isinstance(part, nn.Module):
-        return [(f"{kind}.{name}", p) for name, p in part.named_parameters() if p.requires_grad]
-    optimizers = []
-    parameters = [part]
-    if isinstance(part, torch.optim.Optimizer):
-        optimizers = [(f"an optimizer ({kind})", part)]
-        parameters = [p for p in parameters_in(part) if p.requires_grad]
-    return [*optimizers, *((f"a parameter of shape {tuple(p.shape)}", p) for p in parameters)]
 
 
 Sums = dict[str, tuple[float, float]]

@@ -1,11 +1,12 @@
 """The state, records and checkpoints of a run whose loop the user writes."""
 
 import contextlib
+import copy
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -26,16 +27,16 @@ from samestep.base.run.records import Record
 from samestep.base.run.user_modules import modules_note
 from samestep.base.settings import Backend, Device, Settings, free_names
 from samestep.base.startup import JOB_RUN
+from samestep.base.trees import tree_leaves
 from samestep.core.data.keyed_random import seed_alike
 from samestep.core.learner.agreement import OF_A_RANK, check_same, check_same_model, check_weights
 from samestep.core.learner.carried import Carry
 from samestep.core.learner.model_state import ModelTrial
-from samestep.core.learner.optimizer_state import parameters_in
 from samestep.core.learner.prepare import share_buffers
-from samestep.core.learner.unkept import Unkept, at_first_forward, count_of_calls
 from samestep.core.loops import kept_state
 from samestep.core.loops.carry import RankState, SlotState, carried_state
 from samestep.core.loops.kept_state import Means, Stateful, added_up
+from samestep.core.loops.left_out import LeftOut
 from samestep.core.session.declared import checked_settings
 from samestep.core.session.recipe_changes import keep_script, script_changes
 from samestep.core.session.restoring import load_first, load_newest, remove_unfinished
@@ -148,11 +149,8 @@ class LoopSession:
         self.clock = Clock(self.position)
         self.trained: dict[str, Tensor] = {}
         """The weights of the modules in `state`, and what else `run.backward` was given."""
-        self.passed: list[Sequence[Tensor] | torch.optim.Optimizer] = []
-        """Of the running batch: what each `run.backward` was for, and which optimizers stepped."""
-        self._stepped: set[int] = set()
-        self._left_out: set[str] = set()
-        """What was said to be in no checkpoint."""
+        self.left_out = LeftOut(self.world, self.trained)
+        self._within: dict[str, Any] = {}  # a checkpoint within an epoch, until its batches begin
         self._resumed: tuple[str, list[str]] | None = None
         self._saved_at: tuple[int, int] | None = None  # epochs and steps of the newest checkpoint
         self._signals = catch_signals()
@@ -192,37 +190,7 @@ class LoopSession:
 
     def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         torch.clear_autocast_cache()
-        self.passed.append(optimizer)
-        if self.state and id(optimizer) not in self._stepped:
-            self._stepped.add(id(optimizer))
-            self._warn_of(kept_state.left_out(self.state, optimizer, self.trained.values()))
-
-    def _warn_of(self, left_out: str) -> None:
-        """Say once that checkpoints lack something: a loop may make an optimizer in each epoch."""
-        if left_out and left_out not in self._left_out:
-            self._left_out.add(left_out)
-            say(
-                self.world,
-                f"warning: {left_out} is not in state=…, so checkpoints do not hold it, and a "
-                "resumed run would begin it anew. Name it in run.epochs(…, state={…}).",
-            )
-
-    def is_accumulating(self) -> bool:
-        """Whether an optimizer of the state has not applied gradients of this batch yet.
-
-        Those that are NaN or infinite do not count, as a GradScaler leaves out that step.
-        """
-        waiting: dict[int, Tensor] = {}
-        for part in self.passed:
-            if isinstance(part, torch.optim.Optimizer):
-                for p in parameters_in(part):
-                    waiting.pop(id(p), None)
-            else:
-                waiting |= {id(p): p for p in part}
-        stepping = [part for part in self.state.values() if isinstance(part, torch.optim.Optimizer)]
-        grads = [p.grad for part in stepping for p in parameters_in(part) if id(p) in waiting]
-        total = sum(float(grad.detach().abs().sum()) for grad in grads if grad is not None)
-        return 0 < total < math.inf
+        self.left_out.stepped(optimizer)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the modules of the state."""
@@ -235,13 +203,11 @@ class LoopSession:
         kinds = {f"state[{name!r}]": type(part).__name__ for name, part in state.items()}
         check_same({"num_epochs": num_epochs, **kinds}, world, "The arguments of run.epochs")
         self._check_values()
-        self.state = dict(state)
+        self.state = self.left_out.state = dict(state)
         self._trials = {name: ModelTrial(module) for name, module in self.modules().items()}
         for name, module in self.modules().items():  # all ranks begin with rank 0's weights
             check_same_model(module, world, f"{name}.")
             share_buffers(module, world)
-            at_first_forward(module, world, self._note)
-            count_of_calls(module, partial(self._note_count, f"state[{name!r}]"))
             self.trained |= {f"{name}.{of}": p for of, p in module.named_parameters()}
             for parameter in module.parameters():
                 world.take_from_main(parameter.detach())
@@ -259,18 +225,6 @@ class LoopSession:
             self._saved_at = self.position.epoch, self.position.step
         self.agreement.start(self.position.step)
 
-    def _note_count(self, what: str, names: list[str]) -> None:
-        say(
-            self.world,
-            f"note: {what} counts {listed(names, 3)} in an attribute, and no checkpoint holds it: "
-            "a resumed run begins it anew. Let a buffer, get_extra_state or run.state hold it.",
-        )
-
-    def _note(self, unkept: Unkept) -> None:
-        remedy = "Let samestep.dist.reduce_tensor add up what it is made of over all ranks."
-        for note in unkept.notes(remedy):
-            say(self.world, f"note: {note}")
-
     def _check_values(self) -> None:
         """Refuse a `run.state` that another rank has otherwise; all ranks call it."""
         values = self.world.on_every(lambda: kept_state.checked_values(self.values))
@@ -283,6 +237,9 @@ class LoopSession:
         kept_state.check_same_program(saved, options.name, options.settings, self.path, free)
         kept_state.load_state(self.state, saved["state"], self.path)
         self.position = Position(**saved["position"])
+        if self.position.step_in_epoch:
+            shared = {id(t): t for t in tree_leaves(saved) if isinstance(t, Tensor)}
+            self._within = copy.deepcopy(saved, shared)
         self.order = saved["order"]
         self.values.update(saved.get("own", {}))
         self.watch = Watch(**saved["watch"]) if saved.get("watch") else None
@@ -318,6 +275,12 @@ class LoopSession:
         self.order = order
         if session.begun:
             return
+        if self._within:
+            # What the script does before the batches it has done again: this state has it already.
+            saved, self._within = self._within, {}
+            world.on_every(lambda: kept_state.load_state(self.state, saved["state"], self.path))
+            self.values.update(saved.get("own", {}))
+        self.left_out.begin()
         if session.run is not None:
             self._describe(sizes)
         resume = None
@@ -389,6 +352,7 @@ class LoopSession:
         self.world.on_every(self._check_trials)
         added = "add it up by run.backward, not loss.backward()"
         optimizers = [o for o in self.state.values() if isinstance(o, torch.optim.Optimizer)]
+        self.left_out.look(self.position.step)
         check_weights(self.trained, self.world, self.position.step, added, optimizers=optimizers)
 
     def _check_trials(self) -> None:

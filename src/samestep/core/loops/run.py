@@ -24,7 +24,8 @@ from samestep.core.loops.gradients import (
     parameters_of,
     weight_of,
 )
-from samestep.core.loops.kept_state import Stateful, check_held, check_names
+from samestep.core.loops.kept_state import Stateful, check_names
+from samestep.core.loops.left_out import check_held
 from samestep.core.loops.loop_data import OwnBatch
 from samestep.core.loops.loop_session import LoopSession, Options
 from samestep.core.loops.place import (
@@ -430,7 +431,7 @@ class OwnRun:
         options: Any = {"step": step, "retain_graph": retain_graph, "kept": self._sums}
         total = backward(loss, parameters, world, weight, **options)
         self._loop.backwards += 1
-        opened.passed.append(parameters)
+        opened.left_out.passed.append(parameters)
         seed_update(opened.options.seed, step, world.device, self._loop.backwards)
         return total
 
