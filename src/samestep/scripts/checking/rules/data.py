@@ -111,7 +111,7 @@ def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
             if len(passes) < 2:
                 yield NotSeen("only one epoch was read")
             # Each epoch may make its own loader; but so may each model, data set or first trial.
-            if len(passes) < 3 or len({*passes}) > 1 or models > 1 or first.loader.data is None:
+            if len(same) < 3 or len({*passes}) > 1 or models > 1 or first.loader.data is None:
                 continue
         before, after = (first.orders * 2)[:2]
         if before.indices != after.indices or first.begins_only:
