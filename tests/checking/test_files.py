@@ -175,3 +175,8 @@ logging.shutdown()
     report = check(tmp_path, text)
     assert report.findings == []
     assert report.exit_code == 0
+
+
+def test_what_saves_an_optimizer_is_pointed_at_the_check_of_its_resume(tmp_path):
+    text = planted(("model.module.state_dict()", "[optimizer.state_dict()]"))
+    assert [said for said in check(tmp_path, text).not_seen if "check --resume auto" in said]

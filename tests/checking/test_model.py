@@ -60,6 +60,7 @@ BUFFER = own_net(
 )
 UNUSED = own_net((WRAPPED, "DDP(Net())"))
 FROZEN_LATE = planted((STEP, f"{STEP}            model.module[0].requires_grad_(False)\n"))
+ONE_STEPS = planted((STEP, f"            if rank == 0:\n    {STEP}"))
 SEARCHED = planted((WRAPPED, f"DDP({NET}, find_unused_parameters=True)"))
 LOSS_LINE, DDP_LINE = "loss = loss_of(", "model = DDP("
 MASTERS = """
@@ -119,6 +120,10 @@ EXPERTS_INSIDE = unwrapped(
     (OPTIMIZER, f"    nn.init.constant_(model[1].bias, 0.1 * rank)\n{OPTIMIZER}"),
     (BACKWARD, BY_HAND.replace("model.parameters()", "model[0].parameters()")),
 )
+AVERAGED = "        [dist.all_reduce(p.data) or p.data.div_(2) for p in model.parameters()]\n"
+SUMMED = unwrapped(
+    (STEP, STEP + AVERAGED.replace(" or p.data.div_(2)", "").replace("        [", "            ["))
+)
 OF_EACH = unwrapped(RANDOM, ("rank == 0:\n                t", "True:\n                t"))
 OF_EACH = OF_EACH.replace('"best.pt"', 'f"{rank}.pt"')
 # What is wrong → the script, its code, a part of the line to blame, and of the evidence.
@@ -129,6 +134,8 @@ PLANTED = {
     "experts clipped apart": (CLIPPED_APART, "SS203", CLIPS, "2 gradients that are equal", "0.1"),
     "learning rates": (RATES, "SS203", "optimizer.step()", "step 1", "4 of 4", "0.1, 0.2"),
     "gradients": (GRADIENTS, "SS203", "optimizer.step()", "1 of 4", "2.bias already differed"),
+    "steps of one rank": (ONE_STEPS, "SS203", "optimizer.step()", "take 9 and 0 steps"),
+    "models added up": (SUMMED, "SS210", "dist.all_reduce(p.data)", "step 1 2 times"),
     "past the wrapper": (PAST_DDP, "SS204", "model.module(inputs)"),
     "normalised over few samples": (NORMALISED, "SS205", DDP_LINE, "8 samples"),
     "a buffer that one rank changes": (BUFFER, "SS206", DDP_LINE, "seen", "only rank 0"),
@@ -147,7 +154,6 @@ def test_a_mistake_with_the_model_is_found_at_its_line(name, tmp_path):
     assert REMEDIES.get(found.code, "") in found.remedy
 
 
-AVERAGED = "        [dist.all_reduce(p.data) or p.data.div_(2) for p in model.parameters()]\n"
 RIGHT = {
     "models averaged after each epoch": unwrapped(
         ("batch_size=8, sampler=sampler", "batch_size=8 + 8 * rank, sampler=sampler"),

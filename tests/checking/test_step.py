@@ -81,6 +81,12 @@ def by_hand(reduces):
     )
 
 
+BOUNCES = SCALER[1].replace("('cpu')", "('cpu', init_scale=2.0**30, growth_interval=1)")
+OF_ALL = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"
+OF_EACH = "optimizer, head = (torch.optim.SGD(p.parameters(), lr=0.1) for p in model.module[::2])"
+LIMIT = "            nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
+HEAD = f"{LIMIT.replace('model.', 'model.module[2].')}            head.step(), head.zero_grad()\n"
+TWO_OPTIMIZERS = (OF_ALL, OF_EACH), ("optimizer.step()\n", f"optimizer.step()\n{HEAD}")
 MEETS_TWICE = planted(
     ("with contextlib.nullcontext() if last else model.no_sync():", "if True:"), base=ACCUMULATING
 )
@@ -110,6 +116,8 @@ IN_A_CLOSURE = f"optimizer.step(lambda: {GRADIENTS}[1])"
 HALVED = f"{LOSS[:-1]} / 2\n"
 BACKWARD, CLIP, STEPPED = "loss.backward()", "clip_grad_norm_", "optimizer.step()"
 TWICE = planted((BACKWARD, f"{BACKWARD}\n{SUMMED.rstrip()}"))
+AFTER = "optimizer.step()\n", f"optimizer.step()\n{LIMIT}"
+LATE_BY_HAND = planted(AFTER, base=by_hand(f"{SUMMED}                p.grad /= 2\n"))
 NOT_DIVIDED = planted(
     (" / 2\n", "\n"),
     ("nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "pass"),
@@ -129,7 +137,9 @@ PLANTED = {
     "as many as epochs": (AS_MANY, "SS311", "scheduler.step()", "as many as there are epochs"),
     "a cosine of steps": (OF_STEPS, "SS311", "scheduler.step()", "once per epoch; its last"),
     "averages that are added up": (TWICE, "SS313", "dist.all_reduce(p.grad)", "2 times as large"),
-    "micro-batches": (NOT_DIVIDED, "SS314", BACKWARD, "2 micro-batches per step"),
+    "micro-batches": (NOT_DIVIDED, "SS314", BACKWARD, "2 micro-batches per step (4 steps)"),
+    "clipping after the step": (planted(AFTER), "SS315", CLIP, "3 of 3 times"),
+    "clipping after a step by hand": (LATE_BY_HAND, "SS315", CLIP),
     "one autocast": (ONE_AUTOCAST, "SS312", STEPPED, "step 2 two steps"),
     "unequal shares": (UNEQUAL, "SS307", BACKWARD, "step 4 the ranks have 4 and 8 samples"),
     "divided by the ranks": (planted((LOSS, HALVED)), "SS309", BACKWARD, "is divided by 2"),
@@ -164,6 +174,8 @@ def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
         ((STEP, f"            with {AUTOCAST}:\n{STEP.replace('   ', '    ')}"),),
         (SCALER, (STEP, SCALED.replace(UNSCALE, "").replace("1.0)", "float('inf'))"))),
         ((BACKWARD, f"{BACKWARD}\n{SUMMED}                p.grad /= 2"),),
+        ((SCALER[0], BOUNCES), (STEP, SCALED.replace("labels)", "labels) * 1e30"))),
+        TWO_OPTIMIZERS,
         (
             ("SGD(model.parameters(), lr=0.1, momentum=0.9", LBFGS),
             (STEP, f"            {IN_A_CLOSURE}\n"),
@@ -172,7 +184,8 @@ def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
     ids=[
         *("accumulation", "a scaler", "a scheduler of steps", "a cosine of steps"),
         *("a logged pair, as large as a bias", "an autocast for each step"),
-        *("a norm that is only read", "averages that are averaged again", "a closure's passes"),
+        *("a norm that is only read", "averages that are averaged again", "skipped steps"),
+        *("clipping between the steps of two optimizers", "a closure's passes"),
     ],
 )
 def test_what_looks_alike_and_is_right_stays_silent(changes, tmp_path):

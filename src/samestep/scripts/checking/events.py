@@ -274,6 +274,7 @@ class GradientsUsed(Event):  # the gradients of an optimizer's step
     missing: int
     grown: float
     """What the script multiplied them by since the backward pass; 0 if it is not one number."""
+    weights_grown: float | None = 1.0  # about what it multiplied weights by since the last step
 
 
 class LossReach(Event):  # what the graph of one of the first losses ends in
@@ -369,6 +370,7 @@ class FileSaved(Event):  # torch.save, or one like it
     path: str | None
     tensors: int
     wrapped: list[str]  # names that begin with a wrapper's, if all do
+    resumable: bool  # whether an optimizer's state is in it
 
 
 class FileLoaded(Event):  # torch.load

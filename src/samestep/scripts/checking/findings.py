@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.seen import Seen
 from samestep.scripts.checking.starts import SeenResumed
 
@@ -140,6 +141,9 @@ def apply_rules(seen: Seen) -> tuple[list[Mistake], list[str]]:
             )
             # One line may do the same for several loaders, models or files: the first tells it.
             findings.setdefault((code, result.where or result.evidence), finding)
+    if saved := next((event.where for event in seen.any(ev.FileSaved) if event.resumable), ""):
+        why = f"`samestep check --resume auto` resumes from what {saved} saves, and compares"
+        not_seen[f"SS831 {RULES['SS831'].title}: {why}"] = None
     grave = ("error", "warning", "advice")
     explained = any(
         f.code < "SS4" and f.severity != "advice"

@@ -124,17 +124,9 @@ def rank_variables(nproc: int, *, one_per_node: bool = False) -> list[dict[str, 
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "ACCELERATE_USE_CPU": "true",
     }
-    places = [(0, rank) if one_per_node else (rank, 0) for rank in range(nproc)]
-    return [
-        {
-            **shared,
-            "RANK": str(rank),
-            "ROLE_RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "GROUP_RANK": str(node),
-        }
-        for rank, (local_rank, node) in enumerate(places)
-    ]
+    names = ("RANK", "ROLE_RANK", "LOCAL_RANK", "GROUP_RANK")
+    numbers = ((n, n, 0, n) if one_per_node else (n, n, n, 0) for n in range(nproc))
+    return [shared | dict(zip(names, map(str, own), strict=True)) for own in numbers]
 
 
 def script_variables(scratch: Scratch) -> dict[str, str]:
@@ -142,17 +134,13 @@ def script_variables(scratch: Scratch) -> dict[str, str]:
     real = tempfile.gettempdir()
     return {
         "CUDA_VISIBLE_DEVICES": "",
-        "WANDB_MODE": "offline",
-        "COMET_MODE": "offline",
+        **dict.fromkeys(("WANDB_MODE", "COMET_MODE", "NEPTUNE_MODE", "SWANLAB_MODE"), "offline"),
         "COMET_OFFLINE_DIRECTORY": ".cometml-runs",
-        "NEPTUNE_MODE": "offline",
-        "CLEARML_OFFLINE_MODE": "1",
         "MLFLOW_TRACKING_URI": "file:./mlruns",
         "AIM_REPO": ".",
-        "SWANLAB_MODE": "offline",
         "TRACKIO_SPACE_ID": "",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "DISABLE_TELEMETRY": "1",
+        "CLEARML_OFFLINE_MODE": "1",
+        **dict.fromkeys(("HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY"), "1"),
         "GIT_OPTIONAL_LOCKS": "0",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TMPDIR": scratch.temporary,

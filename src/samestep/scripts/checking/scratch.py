@@ -86,7 +86,8 @@ class Scratch:
                 continue
             os.makedirs(self.twin(folder_path), exist_ok=True)
             for entry in entries:
-                if _belongs(entry):
+                hidden = entry.name.startswith(".") or entry.name in _WHOLE
+                if entry.is_dir(follow_symlinks=False) and not hidden:  # copied with what it holds
                     waiting.append(entry.path)
                 elif not os.path.lexists(self.twin(entry.path)):
                     left -= _copy_or_link(entry, self.twin(entry.path), left)
@@ -165,12 +166,6 @@ class Scratch:
                 if entry.name != leave_out:
                     with contextlib.suppress(FileExistsError):
                         os.symlink(entry.path, os.path.join(target, entry.name))
-
-
-def _belongs(entry: "os.DirEntry[str]") -> bool:
-    """Whether an entry is a folder that is copied with what it holds."""
-    hidden = entry.name.startswith(".") or entry.name in _WHOLE
-    return entry.is_dir(follow_symlinks=False) and not hidden
 
 
 def _copy_or_link(entry: "os.DirEntry[str]", target: str, left: int) -> int:

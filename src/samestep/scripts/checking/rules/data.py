@@ -100,17 +100,20 @@ def shares_overlap(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS103")
 def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the first two passes of a sampler that knows epochs."""
-    each = [first for first, *_ in together(seen)]
+    each, models = [first for first, *_ in together(seen)], len(seen.ranks[0].of(ev.ModelTrained))
     for first in each:
         shuffled = first.loader.shuffle and sorted(first.order) != first.order
         if first.loader.set_epoch is None or not shuffled:
             continue
         if len(first.orders) < 2:
-            loaders = sum(other.made == first.made for other in each)
-            if loaders < 2:  # else it is seen by what the others read, or each epoch makes its own
+            same = [other for other in each if other.made == first.made]
+            passes = [(other.loader.data, *o.indices) for other in same for o in other.orders]
+            if len(passes) < 2:
                 yield NotSeen("only one epoch was read")
-            continue
-        before, after = first.orders[:2]
+            # Each epoch may make its own loader; but so may each model, data set or first trial.
+            if len(same) < 3 or len({*passes}) > 1 or models > 1 or first.loader.data is None:
+                continue
+        before, after = (first.orders * 2)[:2]
         if before.indices != after.indices or first.begins_only:
             continue
         line = seen.line(first.loader.where)

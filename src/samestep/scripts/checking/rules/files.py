@@ -216,13 +216,9 @@ def _with_argument(seen: Seen, where: str, argument: str) -> str:
     if line.count(name) != 1:
         return ""
     begin = line.index(name) + len(name)
-    depth = 1
-    end = begin
-    while depth and end < len(line):
-        depth += {"(": 1, ")": -1}.get(line[end], 0)
-        end += 1
-    if depth:
+    closed = (line[begin:end] for end in range(begin, len(line)) if line[end] == ")")
+    given = next((text for text in closed if text.count("(") == text.count(")")), None)
+    if given is None:
         return ""
-    before = line[: end - 1].rstrip(", ")
-    comma = "" if end - 1 == begin else ", "
-    return f"- {line}\n+ {before}{comma}{argument}{line[end - 1 :]}"
+    more = f"{given.rstrip(', ')}, " if given else ""
+    return f"- {line}\n+ {line[:begin]}{more}{argument}{line[begin + len(given) :]}"

@@ -171,8 +171,8 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
         return
     if any(unused_parameters(seen)):
         return  # what shares a bucket with those is not all-reduced
-    if (clipped := _clipped_apart(seen)) is not None:
-        yield clipped
+    if (apart_by := _clipped_apart(seen) or _stepped_apart(seen)) is not None:
+        yield apart_by
         return
     for trained in _trained(seen):
         apart = [(w, _differing([e.parameters for e in w])) for w in trained.weights]
@@ -213,6 +213,22 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
             "Let every rank change weights, gradients and learning rates in the same way.",
             comes_from={} if wrap is None else {"DDP is made": wrap.where},
         )
+
+
+def _stepped_apart(seen: Seen) -> Found | None:
+    """Return a finding if only some ranks step with gradients that DDP has averaged on all."""
+    taken, passes = list[list[ev.OptimizerStep]](), list[int]()  # the last may be cut off
+    for rank in seen.ranks:
+        wrapped = {event.model_id for event in rank.of(ev.ModelWrapped)}
+        taken.append([e for e in rank.of(ev.OptimizerStep) if not wrapped.isdisjoint(e.models)])
+        passes.append(sum(event.sync for event in rank.of(ev.BackwardPass)))
+    counts, alike = [*map(len, taken)], max(passes) - min(passes) <= 1 < max(passes)
+    if max(counts) - min(counts) <= 1 or not alike or any(t.is_exchanged for t in _trained(seen)):
+        return None
+    text = f"gradients are averaged in {max(passes)} backward passes, and the ranks take "
+    text += f"{' and '.join(map(str, counts))} steps with them"
+    remedy = "Step on every rank: each has the weights for itself, and DDP averages gradients only."
+    return Found(max(taken, key=len)[0].where, text, remedy)
 
 
 def _clipped_apart(seen: Seen) -> Found | None:

@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import takewhile
 
 from samestep.base.errors import listed
 from samestep.scripts.checking import events as ev
@@ -343,11 +344,7 @@ def trains_in_eval_mode(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for training steps in evaluation mode of a model whose layers depend on it."""
     for rank in seen.ranks:
         for forwards in _training_forwards(rank).values():
-            off: list[ev.ForwardPass] = []
-            for event in reversed(forwards):
-                if event.training:
-                    break
-                off.insert(0, event)
+            off = [*takewhile(lambda event: not event.training, forwards[::-1])][::-1]
             steps = {event.step for event in off}
             on, layers = off[0].modal if off else (0, 0)
             if len(steps) < _LEFT_ON or on or not layers:

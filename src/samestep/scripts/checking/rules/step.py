@@ -14,7 +14,7 @@ from samestep.scripts.checking.seen import E, RankSeen, Seen
 _Step = TypeVar("_Step", bound=ev.Event)
 _FEW_STEPS = 3
 _UNLIKE = 1.01  # weights of samples are the same within this factor
-_UNLIKE_COUNTS = 1.1  # token counts of batches of one size differ by chance as well
+_UNLIKE_COUNTS = 1.1  # counts in batches of one size, and weights of ranks, differ by chance too
 _EXACT_STEP, _ROUGH_STEP = 1e-3, 5e-2
 _SCALE = 1024.0  # a scaler multiplies by more
 _AT_TOP = 0.999  # a cosine may come back to it with another rounding
@@ -96,7 +96,42 @@ def clips_before_the_all_reduce(seen: Seen) -> Iterator[Found | NotSeen]:
                     f"all-reduce at {event.where}{text}",
                     "Clip once per step, after the gradients have been averaged.",
                 )
-    yield from by_line.values()
+    late = {found.where for found in clips_too_late(seen) if isinstance(found, Found)}
+    yield from (found for found in by_line.values() if found.where not in late)
+
+
+@rule("SS315", least_ranks=1)
+def clips_too_late(seen: Seen) -> Iterator[Found]:
+    """Look for lines that clip no gradients but those that a step was taken with before."""
+    stepped: set[int | None] | None = None  # their checksums, until the next backward pass
+    late: dict[str, list[bool]] = defaultdict(list)
+    for event in seen.ranks[0].of(ev.BackwardPass, ev.OptimizerStep, ev.GradientsClipped):
+        if isinstance(event, ev.BackwardPass):
+            stepped = None
+        elif isinstance(event, ev.OptimizerStep):
+            stepped = {*(stepped or ()), *event.grads.values()}
+        elif isinstance(event, ev.GradientsClipped):
+            known = stepped != set() and len(event.sums) == len(event.sizes)
+            late[event.where] += [bool(stepped and stepped >= {*event.sums} - {0})] if known else []
+    for where, times in late.items():
+        if len(times) > 2 and all(times[1:]):  # before the first there was no step
+            text = f"{sum(times)} of {len(times)} times a step was taken with its gradients before"
+            yield Found(where, text, "Clip between the backward pass and the step.")
+
+
+@rule("SS210")
+def sums_weights(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for weights that collectives over them leave larger by the number of ranks."""
+    shapes = [event.shapes.values() for event in seen.ranks[0].of(ev.ModelTrained)[:1]]
+    whole = sum(math.prod(shape) for own in shapes for shape in own)
+    for calls, step in _by_step(seen.ranks[0], ev.CollectiveCalled, ev.GradientsUsed):
+        sizes = [sum(map(math.prod, call.shapes)) for call in calls]
+        grown = step.weights_grown or 0.0
+        if sum(sizes) >= whole and _close([grown, seen.world_size], _UNLIKE_COUNTS):
+            call = calls[sizes.index(max(sizes))]
+            text = f"{call.name} makes the weights of step {step.step} {grown:.3g} times as large"
+            yield Found(call.where, text, "Divide what comes back by the world size.")
+            return
 
 
 @rule("SS307")
@@ -285,7 +320,7 @@ def adds_up_micro_batches(seen: Seen) -> Iterator[Found | NotSeen]:
                 len(passes) > 1
                 and same
                 and passes[0][1] is not None
-                and event.grown == 1.0
+                and (event.grown == 1.0 or not event.step)  # of the first it is not known
                 and not event.lost
             ):
                 whole.append((passes[0][0], len(passes), event))
@@ -440,6 +475,7 @@ def _by_step(rank: RankSeen, kind: type[E], step: type[_Step]) -> Iterator[tuple
     for event in rank.events:
         if isinstance(event, step):
             yield events, event
+        if isinstance(event, step) or (isinstance(event, ev.ScalerStep) and event.skipped):
             events = []
         elif isinstance(event, kind):
             events.append(event)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import get_worker_info
 
 from samestep.base.patches import Patch, patched_when_imported
@@ -109,8 +110,10 @@ class _Files:
         path = self._write(place, "w") if isinstance(place, str | os.PathLike) else None
         dicts = list(_state_dicts(saved))
         wrapped = next((d for d in dicts if all(n.startswith(_WRAPPED) for n in d)), {})
-        tensors = sum(map(len, dicts))
-        self._recorder.once(ev.FileSaved(path, tensors=tensors, wrapped=list(wrapped)[:_NAMES]))
+        names, tree = list(wrapped)[:_NAMES], str(pytree.tree_structure(saved))
+        resumable, tensors = "param_groups" in tree, sum(map(len, dicts))
+        event = ev.FileSaved(path, tensors=tensors, wrapped=names, resumable=resumable)
+        self._recorder.once(event)
 
     def on_export(self, call: ProbedCall) -> None:
         """Note a trace, which the profiler writes in C++."""

@@ -19,6 +19,7 @@ from samestep.base.trees import leaves_of
 from samestep.scripts import probes
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.recorder import Recorder, checksum
+from samestep.scripts.checking.samples import some_of
 from samestep.scripts.checking.watch.weights import print_of
 from samestep.scripts.hooks import loss_of, step_closure, tensors_of
 from samestep.scripts.probes import Around, Probe, ProbedCall, listening
@@ -61,6 +62,7 @@ class _Held:
     """What is known of an optimizer's gradients since its last step."""
 
     sample: list[Tensor]
+    largest: Tensor
     left: dict[int, int] = field(default_factory=dict)
     """Checksums of the gradients that it stepped with, by place in the sample."""
     still_left: bool = False
@@ -77,6 +79,7 @@ class _Held:
     scale: float = 1.0
     """What the loss of its gradients was multiplied by, and they still are."""
 
+    stepped: Tensor = field(default_factory=lambda: torch.empty(0))  # of the largest, after a step
     exchanged: list[Tensor | None] = field(default_factory=list)
     """The gradients of the sample as they were last remembered."""
     grown: float = 1.0
@@ -218,7 +221,8 @@ class _Steps:
         if held is None:
             whole = tensors_of(optimizer)
             held = self._held[optimizer] = _Held(
-                sorted((p for p in whole if p.requires_grad), key=Tensor.numel)[:_SAMPLE]
+                sorted((p for p in whole if p.requires_grad), key=Tensor.numel)[:_SAMPLE],
+                max(whole, key=Tensor.numel),
             )
             held.backwards = 1
             if not self._scaled.isdisjoint({id(p) for p in whole} - self._unscaled):
@@ -244,6 +248,9 @@ class _Steps:
             tensors = tensors_of(optimizer)
             missing = sum(tensor.grad is None for tensor in tensors)
             full = any(held.sums())
+            now, then = some_of(held.largest), held.stepped
+            same = now.shape == then.shape
+            times = float((now * then).sum() / then.square().sum()) if same else 1.0
         # Gradients that are put together from several passes' are not those of the last.
         alone = full and held.grown and len(self._passes) == 1
         passes, lost, lost_at = held.lost or (None, 0, "")
@@ -258,6 +265,7 @@ class _Steps:
                 tensors=len(tensors),
                 missing=missing,
                 grown=held.grown,
+                weights_grown=times,
             )
         )
 
@@ -268,6 +276,7 @@ class _Steps:
             self._note_gradients(optimizer, held)
         with self._recorder.unwatched():
             held.left = {place: number for place, number in enumerate(held.sums()) if number}
+            held.stepped = some_of(held.largest).clone()
         held.still_left, held.backwards, held.cleared, held.scale = True, 0, "", 1.0
         self._passes = Counter()
 
