@@ -124,7 +124,8 @@ def hold_order(takes: nn.Module, names: dict[nn.Module, str]) -> None:
 
 def _hold_weights(block: nn.Module, name: str) -> None:
     """Refuse a block that writes weights in its first forward in training: it has only copies."""
-    before: dict[str, tuple[int, Tensor]] | None = None
+    before: dict[str, tuple[int, Tensor]] = {}
+    done = False
     refused: UserError | None = None
 
     def mark() -> dict[str, tuple[int, Tensor]]:
@@ -139,15 +140,16 @@ def _hold_weights(block: nn.Module, name: str) -> None:
         nonlocal before
         if block.training and refused is not None:  # a trial before the first step kept it quiet
             raise refused
-        if block.training and before is None:
+        if block.training and not done:  # once more after a forward that failed
             before = mark()
 
     def end(*_: object) -> None:
-        nonlocal before, refused
-        if not before:
+        nonlocal done, refused
+        if done or not before:
             return
-        wrote = [name for name, now in mark().items() if now != before[name]]
-        before = {}
+        now = mark()  # of more weights, where those of inner blocks stay gathered
+        wrote = [name for name, then in before.items() if now.get(name) != then]
+        done = True
         if wrote:
             refused = UserError(
                 f"--strategy fsdp: forward writes the model's parameter {wrote[0]}, and what it "

@@ -292,7 +292,7 @@ def check(
     path = path_of(script, "script")
     if not module and is_recipe_file(path):
         raise UserError(f"{path} is a recipe: samestep.verify({str(path)!r}) checks those.")
-    if not module and loop_of(path):
+    if not module and resume is None and loop_of(path):
         raise UserError(
             f"{path} is a loop with samestep.open_run: samestep.verify({str(path)!r}) checks those."
         )

@@ -94,7 +94,7 @@ def _check(arguments: list[str]) -> int:
     if not target.module:
         if target.name in RECIPES or is_recipe_file(Path(target.name)):
             return _verify(target, command, "a recipe")
-        if loop_of(target.name):
+        if loop_of(target.name) and command.resume is None:
             return _verify(target, command, "a loop with samestep.open_run")
     _check_flags(command)
     if target.module:

@@ -5,6 +5,7 @@ before the kill; what follows, with the same steps of the whole run.
 """
 
 import functools
+import math
 import re
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -28,6 +29,8 @@ _OF_THE_SCHEDULE = re.compile(r"param_groups|_last_lr|last_epoch|_step_count|sch
 _OF_TIME = re.compile(r"time|second|elapsed|date|speed|duration|throughput|per_s|random|rng|seed")
 _OF_AN_AVERAGE = re.compile(r"ema|shadow|average|teacher", re.IGNORECASE)
 _NOT_THE_LAST = re.compile(r"(best|init|teacher|pretrain|ema|swa|average)[^/]*$", re.IGNORECASE)
+_ROUNDING = 1e-4
+"""By how much, relatively, the loss of the same step may differ: weights may be laid out anew."""
 _CODES = [f"SS8{n:02}" for n in (*range(1, 8), *range(11, 19), *range(21, 26), *range(31, 35))]
 _DIFF = re.compile(r"```diff\n(.+?)```", re.DOTALL)
 
@@ -269,11 +272,17 @@ def _random(resumed: Resumed, start: Attempt) -> Iterator[_Fault]:
         one, other = (run.steps[0][rank].random.items() for run in starts)
         seeded = sorted(name for name, _ in one & other)
         names = [name for name in seeded if own.random.get(name) != before.random[name]]
+        losses = f"its loss is {own.loss:.6g}, and was {before.loss:.6g} before the kill"
+        losses += f" (rank {rank})" if rank else ""
         if names and (own.loss, own.gradients) != (before.loss, before.gradients):
-            text = f"step {start.offset} begins with other random numbers ({', '.join(names)}): its"
-            text += f" loss is {own.loss:.6g}, and was {before.loss:.6g} before the kill"
-            text += f" (rank {rank})" if rank else ""
-            yield _Fault("SS817", _line(start), text)
+            text = f"step {start.offset} begins with other random numbers ({', '.join(names)})"
+            yield _Fault("SS817", _line(start), f"{text}: {losses}")
+            return
+        apart = not math.isclose(own.loss, before.loss, rel_tol=_ROUNDING)
+        if apart and not names and not resumed.unsteady("loss"):
+            text = f"step {start.offset} begins as before the kill, with the same samples, but "
+            text += f"{losses}: something else that it depends on begins anew, such as a number in "
+            yield _Fault("SS818", _line(start), f"{text}a variable or a generator of its own")
             return
 
 
