@@ -173,8 +173,7 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     if profile.measured.stopped:
         code = _STOPPED
     if world.is_main and place is not None and code is None:
-        values = {sweep.setting: sweep.best for sweep in profile.sweeps if sweep.sure}
-        if values:
+        if values := {sweep.setting: sweep.best for sweep in profile.sweeps if sweep.sure}:
             apply_settings(place, values, request.source)
             shown = ", ".join(f"{key} = {n}" for key, n in values.items())
             sys.stderr.write(f"{place}: {shown}\n")
