@@ -215,10 +215,18 @@ HOOKED = """
 def hooked(model): model.weight.register_hook(torch.neg); return model
 recipe = replace(recipe, model=lambda: hooked(nn.Linear(8, 2)))
 """
+WRITES = """
+class Written(nn.Linear):
+    def forward(self, x):
+        self.weight.data.mul_(0.9)
+        return super().forward(x)
+recipe = replace(recipe, shard=(), model=lambda: Written(8, 2))
+"""
 ABSENT = "recipe = replace(recipe, shard=(nn.TransformerEncoderLayer,))"
 REFUSED = {
     "tied": (TIED, (), ("blocks.0.outer.weight", "blocks.2.outer.weight")),
     "hooks": (HOOKED, (), ("hooks: weight", "--strategy ddp")),
+    "writes": (WRITES, (), ("writes the model's parameter weight", "--strategy ddp")),
     "one number": (ONE_NUMBER, (), ("scale",)),
     "absent": (ABSENT, (), ("TransformerEncoderLayer", "Block")),
     "offload": ("", ("--cpu-offload",), ("--cpu-offload",)),
@@ -237,7 +245,7 @@ def test_what_fsdp_cannot_train_is_refused_by_name(tmp_path, what):
     shown = ranks.printed(0)
     assert all(name in shown for name in named), shown
     assert "Traceback" not in shown
-    assert (tmp_path / "run").exists() == (what == "products")  # which only a step shows
+    assert (tmp_path / "run").exists() == (what in ("products", "writes"))  # which a step shows
 
 
 class Skips(nn.Module):

@@ -215,8 +215,11 @@ def test_evaluations_measure_a_loss_of_their_own_and_the_training_stays_as_it_is
     tiny.assert_close_records(*records, 1e-12)
 
 
-def test_losses_that_a_model_has_only_in_training_need_no_evaluation(tmp_path):
-    text = RECIPE.replace("validation=(x[131:168], x[131:168]),", "")
+@pytest.mark.parametrize("loss", ["loss", "lambda o, t: o and loss(o, t)"])
+def test_losses_that_a_model_has_only_in_training_need_no_evaluation(loss, tmp_path):
+    text = RECIPE.replace("loss=loss", f"loss={loss}").replace(
+        "validation=(x[131:168], x[131:168]),", ""
+    )
     text = text.replace(" test=(x[168:], x[168:])", "").replace(', "monitor": "kl"', "")
     text = text.replace("return self.decode", "if self.training: return self.decode")
     tiny.trained(tiny.write_recipe(tmp_path, text), tmp_path / "run", "--max-steps", "3", *FLAGS)

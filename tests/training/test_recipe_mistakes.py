@@ -236,6 +236,7 @@ MISTAKES = {
     "a model that raises what has no text": (raising("raise Bad", UNSAID), "Bad"),
     "a model that raises half a letter": (raising("raise ValueError('\\udcff')"), "\\udcff"),
     "a model that returns a dict": (module("forward(self, x)", "return {'logits': x}"), "a dict"),
+    "float64": (module("forward(self, x)", "return super().forward(x.double())"), "fp64 makes"),
     "a replaced weight": (module("forward(self, x)", REPLACES), "step changes: weight"),
     "state that no checkpoint holds": (module("get_extra_state(self)", "return Model"), "_extra_"),
     "a schedule of several": (schedule("torch.ones(2)"), "at step 0 of 6"),

@@ -77,9 +77,11 @@ def shard(
             cpu_offload=settings.cpu_offload,
             gather_dtype=_GATHERED[settings.gather_dtype],
         )
+    names = {id(module): name for name, module in model.named_modules()}
     if settings.compile == "off":
-        names = {id(module): name for name, module in model.named_modules()}
         hold_order(takes, {block: names[id(block)] for block in blocks})
+    for block in (*blocks, takes):
+        _hold_weights(block, names.get(id(block), ""))
     if blocks:  # their hooks do what PyTorch warns that the root's may miss
         root = re.escape(type(takes).__name__)
         about = rf"FSDP2-wrapped module \({root}\) returned a view"
@@ -118,6 +120,44 @@ def hold_order(takes: nn.Module, names: dict[nn.Module, str]) -> None:
     takes.register_forward_hook(end)
     for block in names:
         block.register_forward_pre_hook(note_order, prepend=True)
+
+
+def _hold_weights(block: nn.Module, name: str) -> None:
+    """Refuse a block that writes weights in its first forward in training: it has only copies."""
+    before: dict[str, tuple[int, Tensor]] | None = None
+    refused: UserError | None = None
+
+    def mark() -> dict[str, tuple[int, Tensor]]:
+        # What is written through `.data` leaves the version as it was.
+        return {
+            name: (weight._version, weight.detach().nansum(dtype=torch.float64))  # noqa: SLF001
+            for name, weight in block.named_parameters(prefix=name)
+            if not is_sharded(weight)
+        }
+
+    def begin(*_: object) -> None:
+        nonlocal before
+        if block.training and refused is not None:  # a trial before the first step kept it quiet
+            raise refused
+        if block.training and before is None:
+            before = mark()
+
+    def end(*_: object) -> None:
+        nonlocal before, refused
+        if not before:
+            return
+        wrote = [name for name, now in mark().items() if now != before[name]]
+        before = {}
+        if wrote:
+            refused = UserError(
+                f"--strategy fsdp: forward writes the model's parameter {wrote[0]}, and what it "
+                "writes is lost: the gathered weights are a copy. Keep it in a buffer, set it in "
+                "model(), or use --strategy ddp."
+            )
+            raise refused
+
+    block.register_forward_pre_hook(begin)
+    block.register_forward_hook(end, prepend=True)
 
 
 def _refuse_order(name: str) -> None:

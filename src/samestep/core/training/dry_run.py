@@ -304,7 +304,7 @@ def _names_of_losses(
     """Return the names of the losses of a training; other mistakes are reported later.
 
     They are looked for with `outputs`, if there are some, and then with those of a forward in
-    training: a model may have what the loss takes only then.
+    training: a model may have what the loss takes, or be the loss, only then.
     """
 
     def in_training() -> Any:
@@ -316,7 +316,8 @@ def _names_of_losses(
     for make in (*(lambda output=output: output for output in outputs), in_training):
         with contextlib.suppress(Exception):
             value = loss(make(), targets)
-            break
+            if isinstance(value, Mapping | Tensor):
+                break
     if not isinstance(value, Mapping):
         return ()
     parts = tuple(parts_of(total_of(value, recipe.loss_weights or {}, value, recipe.loss)))

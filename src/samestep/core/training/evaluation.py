@@ -189,7 +189,10 @@ def outputs_of(
         with autocast(precision, device):
             return call(model, inputs) if isinstance(model, nn.Module) else model(inputs)
     except Exception as error:
-        blame(f"The recipe's model failed with inputs {describe(inputs)}", error, *makers)
+        of_types = precision != "fp64" and "Double" in str(error)
+        remedy = "Weights and data are float32 here; --precision fp64 makes them float64."
+        what = f"The recipe's model failed with inputs {describe(inputs)}"
+        blame(what, error, *makers, remedy=remedy if of_types else "")
 
 
 class CarriedOn:
