@@ -50,9 +50,7 @@ def finish_run(
     test = None
     # The weights where the training ended; the test below loads the best ones.
     sharded = work.learner.sharded
-    weights = ""
-    if run is not None or sharded:
-        weights = weights_sha256(work.learner.model)
+    weights = weights_sha256(work.learner.model) if run is not None or sharded else ""
     baselines: Baselines = {}
     if not state.signum and built.splits.test is not None:
         test = _test(request, built, session, agreement)

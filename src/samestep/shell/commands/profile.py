@@ -139,9 +139,7 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
         )
     from samestep.prove.profiling.tried_values import apply_settings, file_to_apply  # noqa: PLC0415
 
-    place = None
-    if command.apply:
-        place = file_to_apply(command.config, request.recipe.name)
+    place = file_to_apply(command.config, request.recipe.name) if command.apply else None
     run_dir = request.settings.run_dir
     if run_dir is not None and is_run(Path(run_dir)):
         raise UserError(
