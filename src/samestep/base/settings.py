@@ -59,8 +59,7 @@ def field_docs(kind: type) -> dict[str, str]:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         except (OSError, TypeError, SyntaxError):  # no source, as of `object`
             continue
-        body = getattr(tree, "body", [])
-        for statement, below in itertools.pairwise(body):
+        for statement, below in itertools.pairwise(getattr(tree, "body", [])):
             match statement, below:
                 case (
                     ast.AnnAssign(target=ast.Name(id=name)),

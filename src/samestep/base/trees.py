@@ -25,9 +25,7 @@ def tree_leaves(tree: Any) -> list[Any]:
     if type(tree) in _SINGLE or isinstance(tree, Tensor):
         return [tree]
     inside = _inside(tree)
-    if inside is None:
-        return [tree]
-    return [leaf for part in inside for leaf in tree_leaves(part)]
+    return [tree] if inside is None else [leaf for part in inside for leaf in tree_leaves(part)]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -108,8 +108,7 @@ def check_model(model: object, *, on_meta: bool = False) -> None:
         )
     named = dict(model.named_parameters())
     what = f"The recipe's model() returned a {type(model).__name__}"
-    lazy = [name for name, parameter in named.items() if is_lazy(parameter)]
-    if lazy:
+    if lazy := [name for name, parameter in named.items() if is_lazy(parameter)]:
         raise UserError(
             f"The recipe's model() returns lazy layers: {', '.join(lazy[:3])} have no shape yet. "
             "Name their sizes (nn.Linear in place of nn.LazyLinear), or call the model on one "

@@ -247,8 +247,7 @@ def _check_parts(path: Path, state: Mapping[str, Any], entry: Entry) -> None:
     held = state.get("optimizer")
     if held and isinstance(held, Mapping) and not {"state", "param_groups"} & held.keys():
         needed = [part for part in needed if not part.startswith("optimizer/")]  # its own form
-    missing = [part.replace("/", ".") for part in needed if not _has(state, part)]
-    if missing:
+    if missing := [part.replace("/", ".") for part in needed if not _has(state, part)]:
         raise UserError(f"{path} is not a whole checkpoint: it lacks {listed(missing)}.")
     if (step := state["position"]["step"]) != entry.step:
         raise UserError(f"{path} is of step {step}; the index says step {entry.step}.")

@@ -309,8 +309,7 @@ def _uses(
 
     `local` are the names of the functions around it, and what they stand for if imported.
     """
-    chain = _chain(node)
-    if chain is not None:
+    if (chain := _chain(node)) is not None:
         if chain[0] not in local:
             yield False, chain
         elif (target := local[chain[0]]) is not None:

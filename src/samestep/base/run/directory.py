@@ -336,8 +336,7 @@ class Heartbeat:
 
     def beat(self) -> None:
         """Record that a step was taken."""
-        now = time.monotonic()
-        if now >= self._next:
+        if (now := time.monotonic()) >= self._next:
             self._next = now + _EVERY_S
             with contextlib.suppress(OSError):  # a full disk ends no training
                 self._path.touch()

@@ -489,8 +489,7 @@ def as_uninterrupted(
             # The end of an epoch has the same step as a checkpoint that a signal caused right
             # before it, so the step does not decide. Where a kill came between the checkpoint
             # and its record, nothing came after it.
-            kept = (until(r, record["step"]) for r in records)
-            records = [r for r in kept if r is not None]
+            records = [cut for r in records if (cut := until(r, record["step"])) is not None]
             file = f"checkpoints/{record['checkpoint']}"
             saved = [n for n, r in enumerate(records) if r.get("path") == file]
             after = saved[-1] + 1 if saved else len(records)

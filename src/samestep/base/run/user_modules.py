@@ -51,8 +51,7 @@ def modules_of(file: Path, like: UserModules | None = None) -> UserModules:
 
     With `like`, those that are to be compared with a run's copy.
     """
-    copy = copied_modules(file)
-    if copy is not None:
+    if (copy := copied_modules(file)) is not None:
         return copy
     find = finder(file, like.files if like else ())
     modules, complete = _closure(file, find, ())

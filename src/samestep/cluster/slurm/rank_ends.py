@@ -225,8 +225,7 @@ def _ends_by_srun(lines: Sequence[str]) -> Iterator[RankEnd]:
 
 def _ends_by_torchrun(lines: Sequence[str]) -> list[RankEnd]:
     ends = []
-    matches = _TORCHRUN.finditer("\n".join(lines))
-    for match in sorted(matches, key=lambda match: match["time"]):
+    for match in sorted(_TORCHRUN.finditer("\n".join(lines)), key=lambda match: match["time"]):
         code = int(match["code"])
         end = RankEnd(rank=int(match["rank"]), node=match["host"], code=code)
         if code < 0:

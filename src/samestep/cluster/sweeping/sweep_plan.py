@@ -59,8 +59,7 @@ class SweepPlan:
         names, values = [*self.axes], [*self.axes.values()]
         numbers: Sequence[int] = range(num_points(self.axes))
         if not self.optuna and self.num_trainings < len(numbers):
-            drawn = random.Random(self.seed).sample(numbers, self.num_trainings)  # noqa: S311
-            numbers = sorted(drawn)
+            numbers = sorted(random.Random(self.seed).sample(numbers, self.num_trainings))  # noqa: S311
             chosen: Iterator[tuple[str, ...]] = (_at(values, number) for number in numbers)
         else:
             chosen = itertools.product(*values)

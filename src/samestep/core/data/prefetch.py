@@ -37,8 +37,7 @@ def on_device(pairs: Iterable[Pair], device: torch.device, lap: Lap) -> Iterator
     `lap` is called when the host has read a batch ("data"), and when the device has it and can
     compute ("to_device").
     """
-    copier = _copier(device)
-    if copier is not None:
+    if (copier := _copier(device)) is not None:
         yield from _one_ahead(iter(pairs), copier, lap)
         return
     for pair in pairs:

@@ -273,8 +273,7 @@ def per_sample(name: str, given: PerSample, data: Any, giver: str = "Recipe") ->
             f"{field}{at} has {shape} numbers and there are {size:,} training samples: give one "
             f"for each, ({size},)."
         )
-    wrong = (~(numbers >= 0) | numbers.isinf()).nonzero().view(-1).tolist()
-    if wrong:
+    if wrong := (~(numbers >= 0) | numbers.isinf()).nonzero().view(-1).tolist():
         first = wrong[0]
         raise UserError(
             f"{field}{at} is {float(numbers[first])} for sample {first}"

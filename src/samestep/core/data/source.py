@@ -215,8 +215,7 @@ class Source(ABC):
 
     def _finish(self, inputs: Any, targets: Any, rows: int) -> tuple[Any, Any]:
         """Return the inputs as the model takes them, and the targets."""
-        transform = self._reading.transform
-        if transform is not None:
+        if (transform := self._reading.transform) is not None:
             inputs = self._call("transform", rows, transform, inputs)
         inputs = self._cast(inputs)
         if not self._reading.whole:
@@ -300,8 +299,7 @@ class OrderedSource(Source):
             to_device = partial(send, device=self._order_device)
             order = to_device(order) if isinstance(order, Tensor) else order.placed(to_device)
         most = self.steps_per_block(global_batch)
-        ends = self._reading.ordering.ends(self._reading.seed, epoch)
-        if ends is not None:
+        if (ends := self._reading.ordering.ends(self._reading.seed, epoch)) is not None:
             unread = uneven_steps(order, first_step, ends, world)
         else:
             unread = group_steps(order, first_step, most, global_batch, world, drop_last=drop_last)

@@ -141,8 +141,7 @@ class Lane:
 
     def _opened(self, stream: Any, number: int) -> Any:
         """Return a copy of the stream to iterate over: the original stays as it was made."""
-        lanes = self._route.lanes
-        if lanes > 1:
+        if (lanes := self._route.lanes) > 1:
             stream = self._try(lambda: stream.shard(num_shards=lanes, index=number))
         with contextlib.suppress(Exception):  # what cannot be copied is read itself
             stream = copy.copy(stream)

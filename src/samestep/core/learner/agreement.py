@@ -131,8 +131,7 @@ def check_same(values: Mapping[str, Any], world: World, of: str, *, where: str =
     differences = []
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         texts = [rank.get(name, "not there") for rank in ranks]
-        other = next((r for r, text in enumerate(texts) if text != texts[0]), 0)
-        if other:
+        if other := next((r for r, text in enumerate(texts) if text != texts[0]), 0):
             differences.append(
                 f"{name} is {texts[0]:.80} on rank 0 and {texts[other]:.80} on rank {other}"
             )

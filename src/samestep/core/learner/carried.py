@@ -172,10 +172,9 @@ class Carried:
         """Return the rows of all slots; all ranks call it."""
         own = tree_leaves(self._rows)
         gathered = gather_rows(own, len(own[0]), self._world, "carried state").tensors
-        rest = tree_leaves(self._rest)
-        joined = [torch.cat(pair) for pair in zip(gathered, rest, strict=True)]
-        leaves = iter(joined)
-        return map_leaves(lambda _: next(leaves), self._rows)
+        pairs = zip(gathered, tree_leaves(self._rest), strict=True)
+        joined = iter([torch.cat(pair) for pair in pairs])
+        return map_leaves(lambda _: next(joined), self._rows)
 
     def state(self) -> Any:
         """Return the carried state for a checkpoint; all ranks call it."""

@@ -58,8 +58,7 @@ def gather_rows(own: Sequence[Tensor], rows: int, world: World, subject: str) ->
     start = 0
     for tensor, size in zip(own, width, strict=True):
         cuts = [of_rank[r, start : start + n * size] for r, n in enumerate(counts)]
-        shape = (sum(counts), *tensor.shape[1:])
-        whole.append(torch.cat(cuts).view(tensor.dtype).view(shape))
+        whole.append(torch.cat(cuts).view(tensor.dtype).view((sum(counts), *tensor.shape[1:])))
         start += max(counts) * size
     return Gathered(whole, sum(counts[: world.rank]))
 

@@ -311,8 +311,7 @@ def _load(
     # Torch casts all but the step count to the type of the weight; single numbers, such as NAdam's
     # product of momenta, have one of their own.
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = parameters_in(optimizer)
-    for number, parameter in zip(numbers, parameters, strict=True):
+    for number, parameter in zip(numbers, parameters_in(optimizer), strict=True):
         state = optimizer.state[parameter] if number in saved["state"] else {}
         for name, value in saved["state"].get(number, {}).items():
             if name != "step" and isinstance(value, Tensor) and value.dim() == 0 < parameter.dim():
@@ -322,8 +321,7 @@ def _load(
 def _sharded_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[Any, Any]:
     """Return saved state, in which each tensor of a sharded weight's shape is sharded like it."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = parameters_in(optimizer)
-    like = dict(zip(numbers, parameters, strict=False))
+    like = dict(zip(numbers, parameters_in(optimizer), strict=False))
 
     def share(number: Any, value: Any) -> Any:
         of_weight = isinstance(value, Tensor) and number in like

@@ -224,9 +224,7 @@ def _take_from_main(block: nn.Module, world: World) -> None:
         for name, buffer in module._buffers.items():  # noqa: SLF001
             if buffer is None or id(buffer) in placed:
                 continue
-            there = buffer
-            if buffer.is_meta:
-                there = torch.empty_like(buffer, device=world.device)
+            there = torch.empty_like(buffer, device=world.device) if buffer.is_meta else buffer
             there = there.to(world.device)
             module._buffers[name] = there  # noqa: SLF001
             world.take_from_main(there)

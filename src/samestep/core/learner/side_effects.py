@@ -188,8 +188,7 @@ def _content_bytes(value: Any, depth: int, visited: set[int]) -> Iterator[bytes]
         yield repr(value).encode()
     elif id(value) not in visited:
         visited.add(id(value))
-        content = _content(value)
-        if content is not None:
+        if (content := _content(value)) is not None:
             yield content
         elif depth:
             for part in _contents_of(value):

@@ -53,8 +53,7 @@ def read_cifar10(folder: Path, split: Literal["train", "test"]) -> tuple[Tensor,
         Images (samples, 3, 32, 32) uint8 and labels (samples,) int64, both as `CLASSES` counts.
     """
     try:
-        place = _binary_place(folder)
-        if place is not None:
+        if (place := _binary_place(folder)) is not None:
             return _read_binary(place, split)
         if (folder / "train").is_dir() or (folder / "test").is_dir():
             return _read_images(folder, split)
@@ -72,8 +71,7 @@ def _binary_place(folder: Path) -> Path | None:
 
 
 def _read_binary(place: Path, split: Literal["train", "test"]) -> tuple[Tensor, Tensor]:
-    missing = [name for name in _FILES[split] if not (place / name).is_file()]
-    if missing:
+    if missing := [name for name in _FILES[split] if not (place / name).is_file()]:
         raise UserError(f"{place} lacks {', '.join(missing)} of CIFAR-10.\n{_get(place)}")
     parts = [_records(place / name) for name in _FILES[split]]
     records = torch.cat([torch.from_numpy(part) for part in parts])
@@ -92,8 +90,7 @@ def _records(path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
             f"CIFAR-10's own files).{guess}\n{_get(path.parent)}"
         )
     records = np.fromfile(path, np.uint8).reshape(-1, _RECORD_BYTES)
-    highest = int(records[:, 0].max())
-    if highest >= len(CLASSES):
+    if (highest := int(records[:, 0].max())) >= len(CLASSES):
         number = int(records[:, 0].argmax())
         raise UserError(
             f"{path}: record {number} has label {highest}; CIFAR-10's are 0 to 9. The file is "
@@ -113,8 +110,7 @@ def _read_images(root: Path, split: Literal["train", "test"]) -> tuple[Tensor, T
         )
     images = torch.empty((len(files), 3, 32, 32), dtype=torch.uint8)
     decode_one, cores = partial(decode, side=32, exact=True), usable_cores()
-    places = range(len(files))
-    broken = decode_in_threads(files, places, images.__setitem__, decode_one, len(cores))
+    broken = decode_in_threads(files, range(len(files)), images.__setitem__, decode_one, len(cores))
     if broken:
         why = [f"{files.path(place)}: {reason}" for place, reason in broken.items()]
         shown = listed(why, 5, "\n  ")

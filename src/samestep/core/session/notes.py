@@ -104,8 +104,7 @@ def asks_for_ranks(function: Callable[..., Any]) -> str:
     codes = [getattr(inspect.unwrap(function), "__code__", None)]
     for code in filter(None, codes):
         codes += [const for const in code.co_consts if isinstance(const, CodeType)]
-        named = [n for n in _OF_RANKS if n in code.co_names or n in code.co_consts]
-        if named:
+        if named := [n for n in _OF_RANKS if n in code.co_names or n in code.co_consts]:
             where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
             return f"{listed(named, 3)} ({where})"
     return ""

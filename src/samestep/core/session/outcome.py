@@ -50,9 +50,7 @@ def finish_run(
     test = None
     # The weights where the training ended; the test below loads the best ones.
     sharded = work.learner.sharded
-    weights = ""
-    if run is not None or sharded:
-        weights = weights_sha256(work.learner.model)
+    weights = weights_sha256(work.learner.model) if run is not None or sharded else ""
     baselines: Baselines = {}
     if not state.signum and built.splits.test is not None:
         test = _test(request, built, session, agreement)
@@ -70,8 +68,7 @@ def finish_run(
         run.write_result(result)
         if not state.signum and not sharded:  # a failing picture cannot lose the result any more
             _draw_pictures(request, built, session, test, agreement)
-    stop = {"event": "stop", "step": state.position.step, "reason": state.stop_reason}
-    session.emit(stop)
+    session.emit({"event": "stop", "step": state.position.step, "reason": state.stop_reason})
     return Outcome(path=session.path, signum=state.signum)
 
 
@@ -85,8 +82,7 @@ def _test(
     checkpoint = _load_best(work, session, world, problems)
     assert splits.test is not None
     dtype = data_dtype(settings.precision)
-    source = open_split(splits.test, world, request.recipe, settings, dtype)
-    part = Interruptible(source, agreement)
+    part = Interruptible(open_split(splits.test, world, request.recipe, settings, dtype), agreement)
     if work.measure is not None:  # it may find other things to measure than in a validation
         work = replace(work, measure=replace(work.measure, names=()))
     values = evaluate_work(work, part, classes=request.recipe.counted_classes(splits))
@@ -168,9 +164,8 @@ def _draw_pictures(
             return name
         return _load_best(work, session, World(), [])
 
-    recipe = request.recipe
     source = picture_making.PictureSource(
-        recipe=recipe, work=work, splits=built.splits, load_best=load_best
+        recipe=request.recipe, work=work, splits=built.splits, load_best=load_best
     )
     step = built.state.position.step
     for record in picture_making.picture_records(source, session.path, step, agreement):

@@ -44,9 +44,7 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
         if recipe is not None and not recipe.file:
             return [f"it was made in Python, and the run's is the file {source}"]
         file = Path(recipe.file if recipe is not None else source)
-        if not file.is_file():
-            return []
-        return _file_changes(run, copy, file)
+        return _file_changes(run, copy, file) if file.is_file() else []
     in_python = recipe is not None and source.startswith(FROM_PYTHON)
     before = read_object(run / _PIECES) if in_python else {}
     form = (before.get("python"), before.get("record"))

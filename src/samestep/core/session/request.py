@@ -252,8 +252,7 @@ def _finished(
         run_dir = str(start.folder / run_dir)
     run = start if resume and start.run is not None else None
     if resume and start.run is None and run_dir and is_run(Path(run_dir)):
-        name = _name_of(recipe_named_by(Path(run_dir)))
-        if name != start.recipe.name:
+        if (name := _name_of(recipe_named_by(Path(run_dir)))) != start.recipe.name:
             raise UserError(
                 f"{run_dir} holds a run of recipe {name}, not of {start.recipe.name}. Choose "
                 "another --run-dir."

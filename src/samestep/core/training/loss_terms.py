@@ -29,13 +29,11 @@ class TermMean(Objective):
 
     def __init__(self, *others: Any) -> None:
         super().__init__(*others)
-        trained = self._learner.model.parameters()
-        self._parameters = [p for p in trained if p.requires_grad]
+        self._parameters = [p for p in self._learner.model.parameters() if p.requires_grad]
 
     def weigh(self, parts: Sequence[Block]) -> Sequence[_TermWeight]:
         """Return the share of each micro-step; in the first step a mistake raises on all ranks."""
-        counter = self._learner.counter
-        if counter is not None:
+        if (counter := self._learner.counter) is not None:
             counter.grad = None
         if self.agreed:
             return self._shares(parts)

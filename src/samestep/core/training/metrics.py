@@ -181,8 +181,7 @@ class Objects:
         for name, metric in self._metrics.items():
             ranks = [states[name] for states in of_ranks if name in states]
             _put_into(metric, ranks)
-            twins = [states[_AS_LOGITS] for states in ranks if _AS_LOGITS in states]
-            if twins:
+            if twins := [states[_AS_LOGITS] for states in ranks if _AS_LOGITS in states]:
                 outside = torch.stack([states[_OUTSIDE] for states in ranks if _OUTSIDE in states])
                 self._twins[name] = self._new_twin(metric), outside.any().to(metric.device)
                 _put_into(self._twins[name][0], twins)

@@ -116,8 +116,7 @@ def check_alike(work: Work, step: int) -> None:
         named |= dict(model.named_buffers())
     added = "something changes it after the ranks have added it up, such as a hook"
     draws = may_draw(work.learner.optimizer)
-    optimizers = [work.learner.optimizer]
-    check_weights(named, work.world, step, added, draws=draws, optimizers=optimizers)
+    check_weights(named, work.world, step, added, draws=draws, optimizers=[work.learner.optimizer])
 
 
 def check_resumable(work: Work, step: int) -> None:

@@ -279,8 +279,7 @@ def check_used(model: nn.Module) -> None:
     """Check, after the first backward, that each parameter has a gradient: DDP waits for it."""
     named = model.named_parameters()
     or_else = "" if any_sharded(model) else ", or, if other steps use them, add --find-unused"
-    unused = [name for name, p in named if p.requires_grad and p.grad is None]
-    if unused:
+    if unused := [name for name, p in named if p.requires_grad and p.grad is None]:
         raise UserError(
             f"The loss does not depend on {listed(unused)}, so ranks would wait for a gradient "
             "that never comes. Use these parameters in forward, or freeze them with "

@@ -208,8 +208,7 @@ def _refuse_weights(loss: Tensor, named: Mapping[str, Tensor]) -> None:
     """Refuse a loss that reads weights of the model itself: their gradient would be lost."""
     trained = {name: p for name, p in named.items() if p.requires_grad}
     gradients = torch.autograd.grad(loss, [*trained.values()], retain_graph=True, allow_unused=True)
-    read = [name for name, g in zip(trained, gradients, strict=True) if g is not None]
-    if read:
+    if read := [name for name, g in zip(trained, gradients, strict=True) if g is not None]:
         raise UserError(
             f'Recipe(loss_over="batch"): the loss reads {listed(read)} of the model by itself, and '
             "its gradient goes back only through the outputs. Let the model return what the loss "

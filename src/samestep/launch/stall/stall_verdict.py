@@ -188,8 +188,7 @@ class _Case:
 
         A rank that evaluates by itself in a wrapped model continues one call ahead of the others.
         """
-        stands = [*self.stands.values()]
-        for met in sorted(_meetings(stands), key=_begin):
+        for met in sorted(_meetings([*self.stands.values()]), key=_begin):
             if len({visit.where for visit in met.values()}) > 1:
                 first = next(iter(met.values()))
                 callers = ", ".join(f"rank {r} from {_shown(v.where)}" for r, v in met.items())

@@ -117,8 +117,7 @@ def _share(share: Share) -> str:
     if not share.samples:
         return "none: it computes samples of others, which do not count, to keep in step"
     text = count(share.samples, "sample")
-    virtual = share.virtual_ranks
-    if virtual:
+    if virtual := share.virtual_ranks:
         text += f" = {_sum(virtual)} of {count(len(virtual), 'virtual rank')}"
         if share.micro_steps != virtual:
             text += f", in micro-steps of {max(share.micro_steps)} at most"
@@ -153,8 +152,7 @@ def _length(explained: Explanation) -> Rows:
     yield "epoch", f"{count(per_epoch, 'step')} = {computed}"
     if order != "shuffled":
         yield "order", _ORDERS[order]
-    left = samples - per_epoch * batch
-    if left > 0:
+    if (left := samples - per_epoch * batch) > 0:
         same = order in ("sequential", "columns")
         each = "the last ones" if same else "others each time"
         yield "left out", f"{count(left, 'sample')} per epoch, {each} (--drop-last)"

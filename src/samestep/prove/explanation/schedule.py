@@ -72,8 +72,7 @@ def last_step(plan: Plan, settings: Settings, world: World) -> StepShares | None
 
 def evaluation_shares(num_samples: int, world: World) -> tuple[int, int]:
     """Return the fewest and the most samples that a rank, or a virtual one, evaluates."""
-    whole = range(num_samples)
-    parts = [len(part_of(whole, part, world)) for part in (world.num_parts - 1, 0)]
+    parts = [len(part_of(range(num_samples), part, world)) for part in (world.num_parts - 1, 0)]
     return min(parts), max(parts)
 
 

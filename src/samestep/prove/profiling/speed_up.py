@@ -154,8 +154,7 @@ def interval(rounds: Sequence[Measurement], base: Sequence[Measurement]) -> Inte
 def find_warnings(measured: Sequence[MeasuredSetup], busy: float = 0.0) -> list[str]:
     """Return why more ranks on this machine are not more hardware."""
     warnings = []
-    crowded = [m for m in measured if is_crowded(m)]
-    if crowded:
+    if crowded := [m for m in measured if is_crowded(m)]:
         ranks = sorted({m.setup.ranks for m in crowded})
         cores = crowded[0].rounds[0].cores
         warnings.append(
@@ -176,8 +175,7 @@ def find_warnings(measured: Sequence[MeasuredSetup], busy: float = 0.0) -> list[
             f"{ranks_in_words(fewer)} on fewer: the smallest number already uses several cores. "
             "--threads 1 compares core by core."
         )
-    shared = sorted({m.setup.ranks for m in measured if m.rounds[0].sharing_gpu})
-    if shared:
+    if shared := sorted({m.setup.ranks for m in measured if m.rounds[0].sharing_gpu}):
         warnings.append(f"Of {ranks_in_words(shared)}, some share a GPU: they take turns on it.")
     return warnings
 

@@ -59,8 +59,7 @@ class Trace:
             if record.get("grad_norm") is not None:
                 self.norms[record["step"]] = record["grad_norm"]
         elif record["event"] == "epoch":
-            metrics = record.get("metrics", {})
-            self.epochs[record["step"]] = {"loss": record["loss"], **metrics}
+            self.epochs[record["step"]] = {"loss": record["loss"], **record.get("metrics", {})}
         elif record["event"] == "evaluation":
             self.evaluations[record["step"]] = _numbers(record)
 

@@ -212,8 +212,7 @@ def export(
     """
     from samestep.core.session.weights_file import write_weights  # noqa: PLC0415 - it imports torch
 
-    path = path_of(run, "run")
-    return write_weights(path, path_of(file, "file"), _name(checkpoint), force=force)
+    return write_weights(path_of(run, "run"), path_of(file, "file"), _name(checkpoint), force=force)
 
 
 def _name(checkpoint: Any) -> str:
@@ -245,8 +244,7 @@ def runs(
     """
     if sort not in get_args(Sort):
         raise UserError(f"sort={sort!r}: it must be one of {', '.join(get_args(Sort))}.")
-    there = read_runs(path_of(folder, "folder"))
-    listed = [run for run in there if recipe in (None, run.recipe)]
+    listed = [run for run in read_runs(path_of(folder, "folder")) if recipe in (None, run.recipe)]
     return [as_json(run) for run in sorted_runs(listed, sort)]
 
 

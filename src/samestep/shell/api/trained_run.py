@@ -119,8 +119,7 @@ class TrainedRun:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the training, and the recipe's options under `options`."""
-        text = (self.path / "settings.toml").read_text(encoding="utf-8")
-        return tomllib.loads(text)
+        return tomllib.loads((self.path / "settings.toml").read_text(encoding="utf-8"))
 
     def plot(self) -> Any:
         """Return a `matplotlib.figure.Figure` of loss and metrics per epoch, the best one marked.
@@ -255,8 +254,7 @@ def _draw_curves(panel: Any, name: str, rows: Sequence[Mapping[str, Any]], index
         (f"validation_{name}", "validation", "#c0392b"),
     ):
         values = ((row["epoch"], row.get(key)) for row in rows)
-        points = [(e, v) for e, v in values if isinstance(v, int | float) and math.isfinite(v)]
-        if points:
+        if points := [(e, v) for e, v in values if isinstance(v, int | float) and math.isfinite(v)]:
             panel.plot(*zip(*points, strict=True), marker=".", color=colour, label=label)
     best = index.best
     if best is not None and best.metric is not None:

@@ -139,9 +139,7 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
         )
     from samestep.prove.profiling.tried_values import apply_settings, file_to_apply  # noqa: PLC0415
 
-    place = None
-    if command.apply:
-        place = file_to_apply(command.config, request.recipe.name)
+    place = file_to_apply(command.config, request.recipe.name) if command.apply else None
     run_dir = request.settings.run_dir
     if run_dir is not None and is_run(Path(run_dir)):
         raise UserError(
@@ -173,8 +171,7 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     if profile.measured.stopped:
         code = _STOPPED
     if world.is_main and place is not None and code is None:
-        values = {sweep.setting: sweep.best for sweep in profile.sweeps if sweep.sure}
-        if values:
+        if values := {sweep.setting: sweep.best for sweep in profile.sweeps if sweep.sure}:
             apply_settings(place, values, request.source)
             shown = ", ".join(f"{key} = {n}" for key, n in values.items())
             sys.stderr.write(f"{place}: {shown}\n")

@@ -76,8 +76,7 @@ def _scale(arguments: list[str]) -> int:
 
     def launch(ranks: int, task: MeasurementTask) -> None:
         os.environ[STARTED_AT] = str(time.time())
-        code = start_ranks(ranks, ["scale", *arguments], msgspec.json.encode(task).decode())
-        if code:
+        if code := start_ranks(ranks, ["scale", *arguments], msgspec.json.encode(task).decode()):
             raise AlreadyTold(code)
 
     with tempfile.TemporaryDirectory(prefix="samestep-scale-") as temporary:

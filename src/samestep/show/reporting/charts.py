@@ -312,8 +312,7 @@ def phases_chart(run: RunData, place: int, suffix: str = "") -> Chart | None:
     epochs = [r for r in run.of("epoch") if isinstance(r.get("phases"), dict)]
     names = [name for name in IN_ORDER if any(r["phases"].get(name) for r in epochs)]
     for record in epochs:
-        steps = record["step"] - before
-        if steps > 0:
+        if (steps := record["step"] - before) > 0:
             rows.append([1000 * record["phases"].get(name, 0.0) / steps for name in names])
             marks.append(float(record["step"]))
             before = record["step"]

@@ -240,9 +240,7 @@ def _reasons(comparison: Comparison, place: int) -> str:
         d.name for d in comparison.differences if d.decides and d.values[0] != d.values[place]
     ]
     code = f" The code differs: {edited}." if (edited := _edited(comparison, place)) else ""
-    settings = ""
-    if differ:
-        settings = f" Settings that decide the training differ: {', '.join(differ)}."
+    settings = f" Settings that decide the training differ: {', '.join(differ)}." if differ else ""
     if comparison.same_training[place - 1].verdict == "unknown":
         return settings + code
     # Steps were compared, so both have a plan.

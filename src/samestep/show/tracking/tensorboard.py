@@ -57,8 +57,7 @@ def _write_picture(writer: EventFileWriter, entry: TrackedRecord, picture: Pictu
         # A PNG file begins with 16 bytes of signature and header, then its width and height.
         width, height = struct.unpack(">II", content[16:24])
         image = Summary.Image(height=height, width=width, encoded_image_string=content)
-        value = Summary.Value(tag=f"pictures/{picture.name}", image=image)
-        summary = Summary(value=[value])
+        summary = Summary(value=[Summary.Value(tag=f"pictures/{picture.name}", image=image)])
         writer.add_event(Event(wall_time=entry.time, step=entry.step, summary=summary))
 
 

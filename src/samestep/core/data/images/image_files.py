@@ -88,8 +88,7 @@ def find_files(
     folder = _split_folder(root, split)
     if folder is None:
         return None
-    strange = sorted(set(_names(folder, os.DirEntry.is_dir)) - set(classes))
-    if strange:
+    if strange := sorted(set(_names(folder, os.DirEntry.is_dir)) - set(classes)):
         raise UserError(
             f"{folder / strange[0]} is none of the classes ({listed(classes, 5)}). Rename "
             "the folder, or move it elsewhere."

@@ -123,8 +123,7 @@ def _build(source: MatchFiles, final: Path, jobs: int) -> tuple[Corpus, str]:
 def _read_parts(source: MatchFiles, parts: Path, jobs: int) -> list[Corpus]:
     """Read what is not there yet; return all parts in order."""
     num_files = len(source.list_names())
-    starts = range(0, num_files, _FILES_PER_PART)
-    paths = [parts / f"{start:07}.npz" for start in starts]
+    paths = [parts / f"{start:07}.npz" for start in range(0, num_files, _FILES_PER_PART)]
     there = [_load(path) for path in paths]
     missing = [path for path, part in zip(paths, there, strict=True) if part is None]
 

@@ -194,8 +194,7 @@ class _Building:
         kind = FEMALE * (info.gender == "female")
         kind += INTERNATIONAL * (info.team_type == "international")
         days = info.dates[0].toordinal() - _EPOCH
-        row = (days, kind, self.venues[info.venue], len(self.lists["files"]))
-        self.rows["matches"].append(row)
+        self.rows["matches"].append((days, kind, self.venues[info.venue], len(self.lists["files"])))
         self.lists["files"].append(name)
 
     def _add_innings(self, card: Scorecard, innings: Innings, number: int, first: int) -> None:

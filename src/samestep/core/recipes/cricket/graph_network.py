@@ -142,5 +142,4 @@ def _convolution(name: Convolution, width: int, has_distance: bool) -> nn.Module
     kind = geometric.GATv2Conv if name == "gatv2" else geometric.TransformerConv
     more: dict[str, Any] = {"add_self_loops": False} if name == "gatv2" else {}
     distance = 1 if has_distance else None
-    layer = kind(both, width // heads, heads=heads, edge_dim=distance, **more)
-    return cast("nn.Module", layer)
+    return cast("nn.Module", kind(both, width // heads, heads=heads, edge_dim=distance, **more))
