@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.settings import Settings
-from samestep.base.trees import map_tensors, num_rows, tree_leaves
+from samestep.base.trees import has_packed, map_tensors, num_rows, tree_leaves
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.source import Batch, OrderedSource, Source
 from samestep.core.learner.agreement import check_same_samples, random_numbers
@@ -54,6 +54,10 @@ class Unkept(NamedTuple):
     """Buffers, of several ranks, that are made of a rank's own samples."""
     forward: tuple[str, ...] = ()
     """What a model keeps besides parameters and buffers, and its outputs depend on."""
+    counts: tuple[str, ...] = ()
+    """Numbers that a model counts up in attributes, without effect on the first outputs."""
+    by_call: tuple[str, ...] = ()
+    """Buffers that each forward changes, of whichever samples it is."""
     data: tuple[str, ...] = ()
     """What gives other samples when it is asked again, with all generators seeded alike."""
     among: tuple[str, ...] = ()
@@ -89,6 +93,9 @@ class Unkept(NamedTuple):
             "arguments.": self.loss,
             f"A forward in training changes {listed(self.forward, 3)}, and no checkpoint holds it: "
             "a resume will be refused. Let a buffer or get_extra_state hold it.": self.forward,
+            f"The model counts {listed(self.counts, 3)} in an attribute, and no checkpoint holds "
+            "it: a resumed run begins it anew. Let a buffer or get_extra_state hold "
+            "it.": self.counts,
             f"Training changes the model's buffer {listed(self.lost, 3)}, and no checkpoint holds "
             "it: a resumed run begins with its first value. Register it with "
             "persistent=True.": self.lost,
@@ -166,8 +173,11 @@ def _repeats(batch: Batch, recipe: Recipe, settings: Settings, world: World) -> 
 def _equal_batches(one: Any, other: Any, last: int = 0) -> bool:
     """Whether two batches are equal, but for what an operation may round.
 
-    `other` may be the `last` samples of `one`; what is padded to another length is not compared.
+    `other` may be the `last` samples of `one`; what is padded to another length is not compared,
+    nor what is packed, and numbers of rows are those within each.
     """
+    if last and has_packed(one):
+        return True
     for mine, theirs in zip(tree_leaves(one), tree_leaves(other), strict=False):
         if not (isinstance(mine, Tensor) and isinstance(theirs, Tensor)):
             continue
@@ -176,6 +186,9 @@ def _equal_batches(one: Any, other: Any, last: int = 0) -> bool:
             if mine.shape != theirs.shape or len(mine) != last:
                 continue
         if torch.equal(mine, theirs):
+            continue
+        places = last and mine.dim() == 1 and not mine.is_floating_point()
+        if places and torch.equal(mine.long() - mine[0], theirs.long() - theirs[0]):
             continue
         if mine.shape != theirs.shape or not mine.is_floating_point():
             return False
@@ -290,12 +303,13 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 def of_buffers(
     model: nn.Module, forward: Callable[[int], object], rows: int, world: World
 ) -> Mapping[str, tuple[str, ...]]:
-    """Return the buffers that are lost, or made of a rank's own samples; `model` is a copy.
+    """Return buffers that are lost, of a rank's own samples, or of a call; `model` is a copy.
 
     `forward` calls it in training mode with that many samples, of which there are `rows`.
     """
-    lost, own = _watched(model, world)
-    if not (lost | own):
+    (lost, own), norms = _watched(model, world), batch_norms(model)
+    by_call = {n for n, _ in model.named_buffers() if n.rpartition(".")[0] not in norms}
+    if not (lost | own | by_call):
         return {}
     put_back = keep_buffers(model)
     seen: list[dict[str, Tensor]] = []
@@ -320,13 +334,14 @@ def of_buffers(
         )
 
     floats = {n for n in own if n in first and first[n].is_floating_point() and half is not again}
-    return {"lost": apart(again, lost), "of_rank": apart(half, floats)}
+    found = {"lost": apart(again, lost), "of_rank": apart(half, floats)}
+    return {**found, "by_call": apart(again, by_call)}
 
 
 def of_forward(
     model: nn.Module, function: object, forward: Callable[[int], object], rows: int
-) -> tuple[str, ...]:
-    """Name the state outside of buffers that a model's outputs depend on, tried on a copy."""
+) -> Mapping[str, tuple[str, ...]]:
+    """Return the state outside of buffers that a model changes, tried on a copy."""
     put_back = keep_buffers(model)
     outputs_seen: list[list[Any]] = []
     prints: list[dict[str, str]] = []
@@ -343,9 +358,11 @@ def of_forward(
         run()
         if differing(*prints):  # the first call may fill what later ones only read
             run()
-    if len(outputs_seen) < 3 or all(map(torch.equal, outputs_seen[1], outputs_seen[2])):
-        return ()
-    return tuple(n.removeprefix("the model's ") for n in differing(prints[1], prints[2]))
+    changed, of_model = differing(*prints[1:]) if len(prints) == 3 else [], "the model's "
+    own = tuple(n.removeprefix(of_model) for n in changed if n.startswith(of_model))
+    if not changed or all(map(torch.equal, outputs_seen[1], outputs_seen[2])):
+        return {"counts": tuple(n for n in own if n in _numbers(model))}
+    return {"forward": own or (*changed,)}  # what else differs may hold the model
 
 
 def _watched(model: nn.Module, world: World) -> tuple[set[str], set[str]]:
@@ -388,25 +405,27 @@ def at_first_forward(model: nn.Module, world: World, note: Callable[[Unkept], No
 
 def count_of_calls(model: nn.Module, note: Callable[[list[str]], None]) -> None:
     """Let `note` know the numbers that the first forwards of a user's loop count in attributes."""
-    seen: list[dict[str, Any]] = []
-    plain = nn.Module.get_extra_state
-    counting = [(n, m) for n, m in model.named_modules() if type(m).get_extra_state is plain]
+    seen: list[dict[str, str]] = []
 
     def after_forward(*_: Any) -> None:
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return
-        seen.append(
-            {
-                f"{name}.{attribute}" if name else attribute: value
-                for name, module in counting
-                for attribute, value in vars(module).items()
-                if isinstance(value, int | float) and attribute[0] != "_"
-            }
-        )
+        seen.append(_numbers(model))
         if len(seen) == _CALLS:
             hook.remove()
-            before, after = seen[-2:]
-            if changed := [n for n, value in after.items() if repr(before.get(n)) != repr(value)]:
+            if changed := differing(*seen[-2:]):
                 note(changed)
 
     hook = model.register_forward_pre_hook(after_forward)
+
+
+def _numbers(model: nn.Module) -> dict[str, str]:
+    """Return the numbers in attributes of modules without extra state, as text."""
+    plain = nn.Module.get_extra_state
+    return {
+        f"{name}.{attribute}" if name else attribute: repr(value)
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is plain
+        for attribute, value in vars(module).items()
+        if isinstance(value, int | float) and attribute[0] != "_"
+    }
