@@ -137,6 +137,7 @@ def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
     changes += [(OURS, own[kind] + FROM if kind in own else OURS)]
     changes += [('"train_sampling_strategy": "sequential", ', "")] * (kind == "own methods")
     by_name = kind == "classes"
+    changes += [("model = make()", "model = make(); args.fp16 = True")] * by_name  # no effect
     changes += [('eval_dataset": validation', 'eval_dataset": {"a": validation}')] * by_name
     file = written(tmp_path, *changes)
     printed = train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))

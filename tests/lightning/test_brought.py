@@ -49,6 +49,7 @@ class Net(L.LightningModule):
     def on_before_optimizer_step(self, _): self.ema += self.net[3].weight.grad.abs().max()
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.ema += 0.01 * outputs["twice"] * batch_idx + 0.001 * self.global_step
+        self.ema += 0.1 * self.trainer.is_last_batch
     def on_train_start(self):
         self.logger.log_hyperparams(self.hparams); self.net[3].weight.data.mul_(0.5)
     def on_validation_epoch_end(self): pass
@@ -67,11 +68,13 @@ class Net(L.LightningModule):
     def validation_step(self, batch):
         x, y = batch; out = self(x) + 0 * self.optimizers().param_groups[0]["lr"]
         self.mean.update(self.loss(out, y).detach(), weight=len(y)); self.log("val_loss", self.mean)
+        self.log("val_step", 2.0)
         self.accuracy(out, y)
         self.log_dict({"val/accuracy": self.accuracy, "val_out": out.mean()})
     def test_step(self, *given): self.log("test_out", self(given[0][0]).mean())
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.trainer.model.parameters(), lr=0.01)
+        size = self.trainer.world_size
+        optimizer = torch.optim.AdamW(self.trainer.model.parameters(), weight_decay=0.01 * size)
         total = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=total)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
@@ -123,8 +126,10 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp
         trainer.fit(theirs["net"], theirs["Data"]())
     torch.set_num_threads(threads)
     mine, net = samestep.load(tmp_path / "run", checkpoint="last"), theirs["net"]
+    assert not mine.mean._to_sync  # ranks have other numbers of batches
     torch.testing.assert_close({**mine.state_dict()}, {**net.state_dict()}, rtol=0, atol=0)
     validation = evaluated(tmp_path / "run", "validation")
+    assert validation["val_step"] == 2
     own = {"loss": "val_loss", "accuracy": "val/accuracy"}
     for name in ("loss", "accuracy", "out"):
         of = f"{own[name]}/dataloader_idx_%d" if name in own else "val_%d_out"
@@ -155,6 +160,15 @@ def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, str
         assert own.get("accuracy") == other.get("accuracy")
 
 
+def test_an_evaluation_by_training_step_leaves_buffers_as_they_are():
+    from samestep.bridges.lightning.logged import called
+
+    net = torch.nn.BatchNorm1d(2).eval()
+    type(net).training_step = lambda own: own.running_mean.add_(1).sum()
+    assert called(net, "training_step", None)[0]["loss"] == 2
+    assert not net.running_mean.any()
+
+
 STEP = ("OneCycleLR(optimizer, max_lr=0.05, total_steps=total)", "ReduceLROnPlateau(optimizer)")
 LISTED = '[optimizer], [{"scheduler": scheduler, "interval": "step"}]'
 BY_DICT = '[optimizer], {"scheduler": scheduler,'
@@ -177,6 +191,7 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([("self.net[1].bias.sum() +", "self.accuracy.compute() +")], "has no samples there"),
         ([("return {", "return None and {")], "returned no loss"),
         ([("(self.trainer.esti", "(self.trainer.fit_loop.esti")], "asks its Trainer for 'fit"),
+        ([("self.factor", "self.trainer.should_stop = True; self.factor")], "sets its Trainer's s"),
         ([('"val_loss", self.mean', '"val_loss", out.max(), reduce_fx="max"')], "reduce_fx=max"),
         ([("epochs=3,", "max_epochs=3,")], "Here it is epochs"),
         ([('"val_out": out', 'f"val_{out[0] > 0}": out')], "Log the same"),

@@ -222,11 +222,13 @@ class Written(nn.Linear):
         return super().forward(x)
 recipe = replace(recipe, shard=(), model=lambda: Written(8, 2))
 """
+SPARSE = HOOKED.replace("model.weight.register_hook(torch.neg)", "model.sparse = True")
 ABSENT = "recipe = replace(recipe, shard=(nn.TransformerEncoderLayer,))"
 REFUSED = {
     "tied": (TIED, (), ("blocks.0.outer.weight", "blocks.2.outer.weight")),
     "hooks": (HOOKED, (), ("hooks: weight", "--strategy ddp")),
     "writes": (WRITES, (), ("writes the model's parameter weight", "--strategy ddp")),
+    "sparse": (SPARSE, (), ("dense gradients", "--strategy ddp")),
     "one number": (ONE_NUMBER, (), ("scale",)),
     "absent": (ABSENT, (), ("TransformerEncoderLayer", "Block")),
     "offload": ("", ("--cpu-offload",), ("--cpu-offload",)),
@@ -331,6 +333,7 @@ CONSTRUCTORS = {
     "draws": "self.times = 2.0",
     "reads": "self.times = float(self.first.weight.abs().mean())",
     "keeps": "self.times = torch.rand(1)",
+    "adds": "self.times = 2.0; p = self.last.bias; p.is_meta or self.register_buffer('b', p.data)",
     "ties": "self.times, self.tied = 2.0, nn.Linear(7, 2, bias=False)",
 }
 
@@ -347,7 +350,7 @@ def test_the_model_begins_as_on_one_process_whatever_its_constructor_does(tmp_pa
     for name in CONSTRUCTORS:
         tiny.assert_same_training(tmp_path / f"{name}-all", tmp_path / f"{name}-one")
         made_on = [(tmp_path / name / f"made-on-{rank}").read_text() for rank in range(2)]
-        others = "cpu" if name in ("reads", "keeps") else "meta"
+        others = "cpu" if name in ("reads", "keeps", "adds") else "meta"
         assert made_on == ["cpu", others], name
 
 

@@ -99,6 +99,8 @@ def test_a_loss_that_counts_its_calls_is_told_and_not_resumed(tmp_path, refused,
     tiny.resumed(run, "--max-steps", "4", *["--no-self-check"] * bool(named))
 
 
+PACKED = "lambda x: nn.utils.rnn.pack_sequence([a[: int(9 + a.sum()) % 7 + 1] for a in x], False)"
+BESIDE = "data=kept, forward=lambda m, b: m(b[0]), loss=lambda o, b: mean(o, b[1]), metrics={}"
 # Fields of a recipe → what a note says of them, if anything.
 DRAWN = {
     "data=lambda: replace(data(Options()), train=Rows())": "data set Rows (",
@@ -106,15 +108,24 @@ DRAWN = {
     "augment=lambda x, keys: x * rng.random(), transform=abs": "augment (",
     "augment=lambda x, keys: x + torch.randn_like(x)": "",
     "augment=lambda x, keys: x + samestep.uniform(keys, 8)": None,
+    f"{BESIDE}, collate=partial(pairs, {PACKED})": None,
+    f"{BESIDE}, collate=partial(pairs, lambda x: 3 * torch.arange(len(x)))": None,
 }
 
 
-@pytest.mark.parametrize(("fields", "named"), DRAWN.items(), ids=range(5))
+@pytest.mark.parametrize(("fields", "named"), DRAWN.items(), ids=range(7))
 def test_what_gives_other_samples_when_asked_again_is_told(tmp_path, fields, named):
     """It draws from a generator of its own, or for the batch as a whole."""
     text = """
 import samestep, random
+from functools import partial
 rng = random.Random(0)
+def pairs(of, rows): x, y = zip(*rows); return torch.stack(x), torch.tensor(y), of(x)
+mean = nn.functional.cross_entropy
+def kept():
+    splits = data(Options())
+    rows = torch.utils.data.TensorDataset(*splits.train)
+    return Splits(train=rows, validation=rows)
 class Rows(list):
     def __len__(self): return 30
     def __getitem__(self, i): return torch.full((8,), i + rng.random()).double(), i % 2
@@ -154,8 +165,10 @@ def test_buffers_that_are_lost_or_made_of_a_ranks_own_samples_are_told(tmp_path)
         model = Buffers()
         return unkept.of_buffers(model, lambda rows: model(x[:rows]), 8, World(**world))
 
-    assert found() == {"lost": ("drift",), "of_rank": ()}
-    assert found(world_size=2) == {"lost": ("drift",), "of_rank": ("codes",)}
+    by_call = ("codes", "steps", "drift")
+    assert found() == {"lost": ("drift",), "of_rank": (), "by_call": by_call}
+    own = {"lost": ("drift",), "of_rank": ("codes",), "by_call": by_call}
+    assert found(world_size=2) == own
     assert found(world_size=2, virtual_ranks=4)["of_rank"] == ()
 
     text = (
@@ -168,10 +181,18 @@ def test_buffers_that_are_lost_or_made_of_a_ranks_own_samples_are_told(tmp_path)
         "from dataclasses import replace\nrecipe = replace(recipe, model=drifts, loss=Loss())\n"
     )
     tiny.trained(
-        tiny.write_recipe(tmp_path, tiny.RECIPE + text), tmp_path / "run", "--max-steps", "1"
+        tiny.write_recipe(tmp_path, tiny.RECIPE + text),
+        tmp_path / "run",
+        *("--max-steps", "1", "--micro-batch-size", "1"),
     )
     told = " ".join(tiny.events(tmp_path / "run", "start")[0]["notes"])
-    named = ("drift", "persistent=True", "Hooks of weight", "The loss's weight")
+    named = (
+        "drift",
+        "Each forward changes the model's buffer drift",
+        "persistent=True",
+        "Hooks of weight",
+        "The loss's weight",
+    )
     assert [name for name in named if name not in told] == []
 
 
@@ -205,10 +226,11 @@ def test_a_model_that_counts_its_calls_is_told_and_not_resumed_unless_its_state_
         calls[0] += 1
         return model(x) * calls[0]
 
-    assert found(Counts(2, 2)) == ("n",)
-    assert found(nn.Sequential(nn.Dropout(), Counts(2, 2))) == ("1.n",)
-    assert found(Keeps(2, 2)) == found(nn.BatchNorm1d(2)) == ()
-    assert found(nn.Linear(2, 2), counting) == ("forward's calls",)
+    assert found(Counts(2, 2)) == {"forward": ("n",)}
+    assert found(nn.Sequential(nn.Dropout(), Counts(2, 2))) == {"forward": ("1.n",)}
+    assert found(Counts(2, 2), lambda model, x: 0 * model(x)) == {"counts": ("n",)}
+    assert not any((found(Keeps(2, 2)) | found(nn.BatchNorm1d(2))).values())
+    assert found(nn.Linear(2, 2), counting) == {"forward": ("forward's calls",)}
 
     text = inspect.getsource(Counts).replace("self.n / 20", "min(1.0, self.n / 20)")
     text += "\nfrom dataclasses import replace\n"

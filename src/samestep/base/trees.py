@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from samestep.base.errors import UserError
 
@@ -82,6 +83,11 @@ def num_rows(tree: Any) -> int | None:
     inside = _inside(tree) or ()
     numbers = {rows for part in inside if (rows := num_rows(part)) is not None}
     return numbers.pop() if len(numbers) == 1 else None
+
+
+def has_packed(tree: Any) -> bool:
+    """Whether a batch holds a PackedSequence, whose rows are those of no sample."""
+    return isinstance(tree, PackedSequence) or any(map(has_packed, _inside(tree) or ()))
 
 
 def describe(tree: Any) -> str:

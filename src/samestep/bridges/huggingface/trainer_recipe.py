@@ -56,6 +56,7 @@ from samestep.bridges.huggingface.training_arguments import (
     leave_ranks_alone,
     settings_of,
     settings_of_weights,
+    uses_fp16,
 )
 from samestep.core.data.recipe_data import is_stream
 from samestep.core.learner.after_epoch import keeps_trained
@@ -65,6 +66,7 @@ from samestep.launch.ranks.world import in_process_group
 leave_ranks_alone()
 
 _IGNORED = -100  # the label of what no loss counts
+_NO_FP16 = "TrainingArguments(fp16=True) has no effect on a CPU, as in the Trainer: it is fp32."
 _SMOOTHED_BY = inspect.signature(LabelSmoother.__call__).parameters
 
 
@@ -317,7 +319,9 @@ class _ForTrainer:
     def data(self) -> Splits:
         """Return the data sets."""
         train, held_out, test = map(_map_style, self.datasets)
-        return Splits(train=train, validation=held_out, test=test)
+        plain = self.args.fp16 and not uses_fp16(self.args)
+        notes = (_NO_FP16,) if plain else ()
+        return Splits(train=train, validation=held_out, test=test, notes=notes)
 
     def collate(self, samples: list[Any]) -> Any:
         """Put samples into a batch, without columns that the model does not take."""

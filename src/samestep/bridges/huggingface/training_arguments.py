@@ -116,11 +116,16 @@ def groups_by_length(args: TrainingArguments) -> bool:
     return chosen == "group_by_length" or bool(getattr(args, "group_by_length", False))
 
 
+def uses_fp16(args: TrainingArguments) -> bool:
+    """Whether a Trainer would compute in fp16: it ignores that on a CPU."""
+    return args.fp16 and not args.use_cpu and torch.accelerator.is_available()
+
+
 def settings_of(args: TrainingArguments) -> dict[str, Any]:
     """Return the settings that arguments stand for, those of one process."""
     samples, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
     by_steps = {n: getattr(args, f"{n}_strategy") == "steps" for n in ("logging", "eval", "save")}
-    best, mixed = args.metric_for_best_model, "bf16" if args.bf16 else "fp16"
+    best, mixed = args.metric_for_best_model, args.bf16 or uses_fp16(args)
     sequential = getattr(args, "train_sampling_strategy", "") == "sequential"
     all_epochs = args.max_steps if args.max_steps > 0 else int(args.num_train_epochs)
     settings: dict[str, Any] = {
@@ -135,7 +140,7 @@ def settings_of(args: TrainingArguments) -> dict[str, Any]:
         "lr": args.learning_rate,
         "weight_decay": args.weight_decay,
         "clip_norm": args.max_grad_norm or None,
-        "precision": mixed if args.bf16 or args.fp16 else None,
+        "precision": ("bf16" if args.bf16 else "fp16") if mixed else None,
         "matmul_precision": {None: None, True: "high", False: "highest"}[args.tf32],
         "seed": args.seed,
         "deterministic": args.full_determinism,

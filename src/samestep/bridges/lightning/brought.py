@@ -9,6 +9,7 @@ import copy
 import dis
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +42,7 @@ from samestep.bridges.lightning.logged import (
     NTH,
     Evaluated,
     called,
+    free_name,
     log,
     mean_of,
     metrics_of,
@@ -48,7 +50,7 @@ from samestep.bridges.lightning.logged import (
     plain_name,
 )
 from samestep.bridges.lightning.module_hooks import call, in_first_modes, in_kept_modes, keep_modes
-from samestep.bridges.lightning.stand_in import AFTER_STEP, BEFORE_STEP, StandIn
+from samestep.bridges.lightning.stand_in import AFTER_STEP, BEFORE_STEP, NEWEST, StandIn
 from samestep.core.data.recipe_data import Unpacked, as_pytorch, reads_each_once
 from samestep.core.data.samplers import SamplerOrder
 from samestep.core.learner.after_epoch import keeps_trained
@@ -241,11 +243,11 @@ class _Brought:
                 f"{', '.join(f'{n}={value!r}' for n, value in kept.items())}).",
             )
         for metric in metrics_of(module):
-            metric.sync_on_compute = False  # values are added up over ranks here
+            metric.sync_on_compute = metric._to_sync = False  # noqa: SLF001 - as added up here
             if not torch.backends.mps.is_available():  # which has no float64
                 metric.set_dtype(torch.float64)
         vars(module).update(_trainer=self.trainer, log=log, all_gather=_all_gather)
-        self.trainer.max_epochs = self.settings.get("epochs")
+        vars(self.trainer)["max_epochs"] = self.settings.get("epochs")
         module.setup("fit")
         module.configure_model()
         for hook in _AT_START if self.trainer.samples else ():  # before a training, not to load one
@@ -321,7 +323,7 @@ class _Brought:
         """Take a step of the module; return its loss, and what it logs by name in evaluations."""
         trainer = vars(module)["_trainer"] = self.trainer  # which a copy of the module has not
         trainer.global_step, trainer.current_epoch = step + (not module.training), epoch
-        trainer.training = module.training
+        trainer.training, trainer.of = module.training, weakref.ref(module)
         trainer.testing = not module.training and batch.stage == "test"
         trainer.validating = not (trainer.training or trainer.testing)
         value = batch.value
@@ -337,9 +339,11 @@ class _Brought:
                 keep_modes(module)
             in_kept_modes(module)
             with keeps_trained(module, "training_step", type(module).training_step):
-                outputs, _ = called(module, "training_step", value, trainer.nth(step), 0)
+                number = trainer.nth(step)
+                trainer.is_last_batch = number + 1 == vars(trainer).get("num_training_batches")
+                outputs, _ = called(module, "training_step", value, number, 0)
             detached = {n: v.detach() if isinstance(v, Tensor) else v for n, v in outputs.items()}
-            trainer.newest = detached, value, trainer.nth(step)
+            NEWEST.set((detached, value, number))
             return {"loss": outputs["loss"]}
         seen = self.evaluated.setdefault(module, Evaluated())
         if seen.stage != batch.stage:
@@ -400,15 +404,14 @@ class _Brought:
                     f"{str(warning).split()[5]}, which has no samples there: steps begin anew.",
                     remedy="Compute it in validation_step, or leave it out.",
                 ) from warning
-        return logged
+        return {free_name(name): value for name, value in logged.items()}
 
     def optimizer(self, module: Any, settings: Settings) -> torch.optim.Optimizer:
         """Make the module's optimizer, and keep its scheduler for `schedule`."""
         self.trainer.train_as(settings)
         where = defined_at(type(module).configure_optimizers)
-        self.trainer.model = module
+        self.trainer.of = weakref.ref(module)
         optimizer, scheduler = unpack_optimizers(module.configure_optimizers(), where)
-        del self.trainer.model
         if "monitor" in scheduler:
             check_monitor(scheduler.pop("monitor"), scheduler["scheduler"], settings, where)
         if settings.lr_scaling != "none" and scheduler:

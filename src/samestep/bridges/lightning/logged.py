@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError, defined_at
+from samestep.base.run.records import TAKEN_NAMES
 from samestep.core.learner.model_state import modules_of
+from samestep.core.learner.side_effects import keep_buffers
 
 _STAGES = ("train_", "training_", "val_", "valid_", "validation_", "test_")
 NTH = "dataloader_idx_"
@@ -69,7 +71,11 @@ def called(
     """Call a step; return what it returns by name, and what it logs, if that is kept."""
     function = getattr(module, name)
     given = (batch, *numbers)[: _num_taken(module.__class__, name)]
+    measures = name == "training_step" and not module.training
+    put_back = keep_buffers(module) if measures else None  # as a queue that training fills
     returned, logged = noted(function, *given, kept=kept)
+    if put_back:
+        put_back()
     outputs = returned if isinstance(returned, Mapping) else {"loss": returned}
     if name == "training_step":
         if outputs.get("loss") is None:
@@ -126,12 +132,20 @@ def plain_name(name: str, nth: int | None = None) -> str:
     """Return a logged name without the stage: val_accuracy, val/accuracy → accuracy.
 
     Also without the number of its loader, of several: val_accuracy_1, val_1_accuracy → accuracy.
+    A name that records have already keeps its stage: val_epoch.
     """
+    given = name
     name = name if nth is None else name.removesuffix(f"_{nth}").removesuffix(f"/{nth}")
     low = name.replace("/", "_", 1).lower()
     stage = next((stage for stage in _STAGES if low.startswith(stage)), "")
     name = name[len(stage) :]
-    return name if nth is None else name.removeprefix(f"{nth}_").removeprefix(f"{nth}/")
+    name = name if nth is None else name.removeprefix(f"{nth}_").removeprefix(f"{nth}/")
+    return name if name == "loss" else free_name(name, given)
+
+
+def free_name(name: str, given: str = "") -> str:
+    """Return a name, or if records have it already, as it was given, or with “own_” before it."""
+    return next(n for n in (name, given or name, f"own_{name}") if n not in TAKEN_NAMES)
 
 
 def metrics_of(module: nn.Module) -> list[Any]:

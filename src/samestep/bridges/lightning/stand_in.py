@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,37 +12,55 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from samestep.base.errors import UserError
 from samestep.base.settings import Settings
 from samestep.bridges.lightning.module_hooks import call
 
 BEFORE_STEP = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 """Hooks that are called before each step, in this order, once all ranks have the gradients."""
 AFTER_STEP = "on_train_batch_end"
-_OF_RANK = {"world_size": "WORLD_SIZE", "global_rank": "RANK", "local_rank": "LOCAL_RANK"}
+NEWEST: ContextVar[tuple[Any, Any, int]] = ContextVar("newest")
+"""What the newest `training_step` has returned, its batch, and its number.
+
+It is in no attribute: those are compared between two steps, for what a module counts.
+"""
+_OF_RANK = {"global_rank": "RANK", "local_rank": "LOCAL_RANK"}
+_DECIDED: dict[str, Any] = {"should_stop": False, "max_epochs": None, "max_steps": -1}
+_DECIDED |= {"gradient_clip_val": None, "accumulate_grad_batches": 1}
+_DECIDED |= {"limit_train_batches": 1.0, "limit_val_batches": 1.0}
+"""What a module may not set: the recipe's settings decide it."""
+_PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp64": "64-true"}
 
 
 class StandIn:
-    """What stands in for Lightning's Trainer: what a step, or `configure_optimizers`, may ask."""
+    """What stands in for Lightning's Trainer: what a step, or `configure_optimizers`, may ask.
+
+    It is that of one process, as its batches are: rates and lengths must not grow with the ranks.
+    """
 
     def __init__(self) -> None:
         self.current_epoch = self.global_step = 0
         self.training = self.validating = self.testing = False
-        self.sanity_checking = self.predicting = False
+        self.sanity_checking = self.predicting = self.is_last_batch = self.fast_dev_run = False
+        self.world_size = self.num_devices = self.num_nodes = 1
         self.datamodule: Any = None
         self.logger: Any = DummyLogger()  # takes any call
-        self.loggers, self.progress_bar_callback = [self.logger], None
+        self.loggers, self.callbacks = [self.logger], list[Any]()
+        self.progress_bar_callback = self.checkpoint_callback = self.early_stopping_callback = None
         self.callback_metrics: dict[str, Tensor] = {}
-        self.max_epochs: int | None = None
-        self.max_steps = -1
+        self.state = SimpleNamespace(fn="fit", status="running")
+        vars(self).update(_DECIDED)
         self.samples, self.drops = 0, False
-        self.newest: tuple[Any, Any, int] = ({}, None, 0)
-        """What the newest `training_step` has returned, its batch, and its number."""
-        self.model: Any
+        self.of: Callable[[], Any]
+        """Returns the module."""
         self.steps_by(SGD([torch.zeros(1)]), {})  # where nothing is trained: steps may log a rate
 
     def train_as(self, settings: Settings) -> None:
-        """Know how long the training is, where its data is known."""
-        self.max_epochs, self.max_steps = settings.epochs, settings.max_steps or -1
+        """Know how the training is, and where its data is known, how long."""
+        own = vars(self)
+        own.update(max_epochs=settings.epochs, max_steps=settings.max_steps or -1)
+        own.update(gradient_clip_val=settings.clip_norm, log_every_n_steps=settings.log_every)
+        self.precision = "bf16-true" if settings.param_dtype else _PRECISIONS[settings.precision]
         if self.samples and (batch := settings.batch_size):
             steps = self.samples // batch if settings.drop_last else -(-self.samples // batch)
             each = [steps * settings.epochs] if settings.epochs else []
@@ -66,7 +85,7 @@ class StandIn:
 
         def call_after(*_: Any) -> None:
             self.global_step += 1
-            call(module, AFTER_STEP, *self.newest)
+            call(module, AFTER_STEP, *NEWEST.get())
 
         if before:
             optimizer.register_step_pre_hook(call_before)
@@ -80,11 +99,21 @@ class StandIn:
     def __deepcopy__(self, _memo: Any) -> "StandIn":
         return self
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _DECIDED:
+            raise UserError(
+                f"The LightningModule sets its Trainer's {name}; settings decide that here.",
+                remedy="--patience stops early; others are on page “Bring what you have”.",
+            )
+        vars(self)[name] = value
+
     def __getattr__(self, name: str) -> Any:
+        if name in ("model", "lightning_module") and "of" in vars(self):
+            return self.of()
         if name == "is_global_zero":
             return self.global_rank == 0
         if name in _OF_RANK:
-            return int(os.environ.get(_OF_RANK[name], name == "world_size"))
+            return int(os.environ.get(_OF_RANK[name], "0"))
         raise AttributeError(
             f"The LightningModule asks its Trainer for {name!r}, which samestep does not have at "
             "this place."

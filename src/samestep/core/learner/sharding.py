@@ -64,6 +64,11 @@ def shard(
             f"--strategy fsdp replaces the parameters with their hooks: {listed(hooked)}. "
             "Register them in Recipe(optimizer=…), or use --strategy ddp."
         )
+    if tables := [n for n, m in model.named_modules() if getattr(m, "sparse", 0) is True]:
+        raise UserError(
+            f"--strategy fsdp adds up dense gradients, and that of {listed(tables)} is sparse.",
+            remedy="Build the layer with sparse=False, or use --strategy ddp.",
+        )
     blocks = find_blocks(model, recipe.shard)
     _check_groups(model, blocks)
     mesh = make_mesh(world, settings.shard_within)
@@ -187,7 +192,10 @@ def build_once(build: Callable[..., nn.Module], world: World) -> nn.Module:
                 model = None
         set_rng_state(before)
     model = build() if model is None else model
-    set_rng_state(world.broadcast(rng_state()))
+    names, state = world.broadcast(([*model.state_dict()], rng_state()))
+    if [*model.state_dict()] != names:  # without numbers it has made others
+        model = build()
+    set_rng_state(state)
     return model
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.settings import Settings
-from samestep.base.trees import map_tensors, tree_leaves
+from samestep.base.trees import has_packed, map_tensors, tree_leaves
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.source import Batch, OrderedSource, Source
 from samestep.core.learner.agreement import check_same_samples, random_numbers
@@ -48,6 +48,10 @@ class Unkept(NamedTuple):
     """Buffers, of several ranks, that are made of a rank's own samples."""
     forward: tuple[str, ...] = ()
     """What a model keeps besides parameters and buffers, and its outputs depend on."""
+    counts: tuple[str, ...] = ()
+    """Numbers that a model counts up in attributes, without effect on the first outputs."""
+    by_call: tuple[str, ...] = ()
+    """Buffers that each forward changes, of whichever samples it is."""
     data: tuple[str, ...] = ()
     """What gives other samples when it is asked again, with all generators seeded alike."""
     among: tuple[str, ...] = ()
@@ -83,6 +87,9 @@ class Unkept(NamedTuple):
             "arguments.": self.loss,
             f"A forward in training changes {listed(self.forward, 3)}, and no checkpoint holds it: "
             "a resume will be refused. Let a buffer or get_extra_state hold it.": self.forward,
+            f"The model counts {listed(self.counts, 3)} in an attribute, and no checkpoint holds "
+            "it: a resumed run begins it anew. Let a buffer or get_extra_state hold "
+            "it.": self.counts,
             f"Training changes the model's buffer {listed(self.lost, 3)}, and no checkpoint holds "
             "it: a resumed run begins with its first value. Register it with "
             "persistent=True.": self.lost,
@@ -160,8 +167,11 @@ def _repeats(batch: Batch, recipe: Recipe, settings: Settings, world: World) -> 
 def _equal_batches(first: Any, other: Any, last: int = 0) -> bool:
     """Whether two batches are equal, but for what an operation may round.
 
-    `other` may be the `last` samples of `first`; what is padded to another length is not compared.
+    `other` may be the `last` samples of `first`; what is padded to another length is not compared,
+    nor what is packed, and numbers of rows are those within each.
     """
+    if last and has_packed(first):
+        return True
     for mine, theirs in zip(tree_leaves(first), tree_leaves(other), strict=False):
         if not (isinstance(mine, Tensor) and isinstance(theirs, Tensor)):
             continue
@@ -170,6 +180,9 @@ def _equal_batches(first: Any, other: Any, last: int = 0) -> bool:
             if mine.shape != theirs.shape or len(mine) != last:
                 continue
         if torch.equal(mine, theirs):
+            continue
+        places = last and mine.dim() == 1 and not mine.is_floating_point()
+        if places and torch.equal(mine.long() - mine[0], theirs.long() - theirs[0]):
             continue
         if mine.shape != theirs.shape or not mine.is_floating_point():
             return False
@@ -284,12 +297,13 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 def of_buffers(
     model: nn.Module, forward: Callable[[int], object], rows: int, world: World
 ) -> Mapping[str, tuple[str, ...]]:
-    """Return the buffers that are lost, or made of a rank's own samples; `model` is a copy.
+    """Return buffers that are lost, of a rank's own samples, or of a call; `model` is a copy.
 
     `forward` calls it in training mode with that many samples, of which there are `rows`.
     """
-    lost, own = watched_buffers(model, world)
-    if not (lost | own):
+    (lost, own), norms = watched_buffers(model, world), batch_norms(model)
+    by_call = {n for n, _ in model.named_buffers() if n.rpartition(".")[0] not in norms}
+    if not (lost | own | by_call):
         return {}
     put_back = keep_buffers(model)
     snapshots: list[dict[str, Tensor]] = []
@@ -314,13 +328,14 @@ def of_buffers(
         )
 
     floats = {n for n in own if n in first and first[n].is_floating_point() and half is not again}
-    return {"lost": apart(again, lost), "of_rank": apart(half, floats)}
+    found = {"lost": apart(again, lost), "of_rank": apart(half, floats)}
+    return {**found, "by_call": apart(again, by_call)}
 
 
 def of_forward(
     model: nn.Module, function: object, forward: Callable[[int], object], rows: int
-) -> tuple[str, ...]:
-    """Name the state outside of buffers that a model's outputs depend on, tried on a copy."""
+) -> Mapping[str, tuple[str, ...]]:
+    """Return the state outside of buffers that a model changes, tried on a copy."""
     put_back = keep_buffers(model)
     outputs_seen: list[list[Any]] = []
     prints: list[dict[str, str]] = []
@@ -337,9 +352,11 @@ def of_forward(
         run()
         if differing(*prints):  # the first call may fill what later ones only read
             run()
-    if len(outputs_seen) < 3 or all(map(torch.equal, outputs_seen[1], outputs_seen[2])):
-        return ()
-    return tuple(n.removeprefix("the model's ") for n in differing(prints[1], prints[2]))
+    changed, of_model = differing(*prints[1:]) if len(prints) == 3 else [], "the model's "
+    own = tuple(n.removeprefix(of_model) for n in changed if n.startswith(of_model))
+    if not changed or all(map(torch.equal, outputs_seen[1], outputs_seen[2])):
+        return {"counts": tuple(n for n in own if n in numbers_in(model))}
+    return {"forward": own or (*changed,)}  # what else differs may hold the model
 
 
 def watched_buffers(model: nn.Module, world: World) -> tuple[set[str], set[str]]:
@@ -349,3 +366,14 @@ def watched_buffers(model: nn.Module, world: World) -> tuple[set[str], set[str]]
     norms = tuple(f"{n}." if n else "" for n in batch_norms(model))
     own = {n for n in names if several and not (norms and n.startswith(norms))}
     return names - {*model.state_dict()}, own
+
+
+def numbers_in(model: nn.Module) -> dict[str, str]:
+    """Return the numbers in attributes of modules without extra state, as text."""
+    return {
+        f"{name}.{attribute}".lstrip("."): repr(value)
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is nn.Module.get_extra_state
+        for attribute, value in vars(module).items()
+        if isinstance(value, int | float) and attribute[0] != "_" and attribute != "training"
+    }

@@ -14,7 +14,7 @@ from samestep.base.errors import UserError, listed
 from samestep.base.trees import tree_leaves
 from samestep.core.learner.agreement import bits_of
 from samestep.core.learner.optimizer_state import parameters_in, with_inner
-from samestep.core.learner.unkept import Unkept, watched_buffers
+from samestep.core.learner.unkept import Unkept, numbers_in, watched_buffers
 from samestep.core.loops.kept_state import KNOWN, Stateful
 from samestep.core.session.saver import say
 from samestep.launch.ranks.world import World
@@ -128,13 +128,7 @@ class LeftOut:
                     self._look_at_counts(name, part)
 
     def _look_at_counts(self, name: str, module: nn.Module) -> None:
-        now = {
-            f"{of}.{n}".lstrip("."): repr(value)
-            for of, part in module.named_modules()
-            if type(part).get_extra_state is nn.Module.get_extra_state
-            for n, value in vars(part).items()
-            if isinstance(value, int | float) and n[0] != "_" and n != "training"
-        }
+        now = numbers_in(module)
         before, self._counts[name] = self._counts.get(name, now), now
         if names := [n for n in now if n in before and before[n] != now[n]]:
             self._say(

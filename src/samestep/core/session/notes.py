@@ -41,6 +41,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
     sharded = work.learner.sharded
     by_virtual = f"With --strategy ddp, {by_virtual}" if sharded else by_virtual
     notes += [*built.unkept.notes(by_virtual), *_without_effect(work)]
+    notes += _by_call(built.unkept.by_call, plan)
     if not sharded and (hooked := [*hooked_parameters(work.learner.model)]):
         notes.append(
             f"Hooks of {listed(hooked)} get each rank's own gradient: unless they multiply it by "
@@ -83,6 +84,16 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
             "The run is finished. To train further, give a larger --epochs or --max-steps."
         )
     return notes
+
+
+def _by_call(buffers: tuple[str, ...], plan: Plan) -> list[str]:
+    """Return a note on what depends on the number of micro-steps."""
+    note = (
+        f"Each forward changes the model's buffer {listed(buffers, 3)}, and a step has "
+        f"{plan.accumulate} here: with another number, as other ranks may need, this is another "
+        f"training. --micro-batch-size {plan.global_batch_size} always makes it one."
+    )
+    return [note] if buffers and plan.accumulate > 1 else []
 
 
 def _own_code(request: Request, path: Path, *, resumed: bool) -> list[str]:

@@ -273,7 +273,7 @@ def _of_model(
 
     trial.applied.train()
     buffers = of_buffers(trial.model, forward, _SAMPLES, world)
-    return {**buffers, "forward": of_forward(trial.model, function, forward, _FEW)}
+    return {**buffers, **of_forward(trial.model, function, forward, _FEW)}
 
 
 @contextlib.contextmanager
