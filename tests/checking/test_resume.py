@@ -272,6 +272,15 @@ PLANTS = {
     "SS816": (PLAIN, [(LOADS["average"], "")], {}),
     "SS817": (PLAIN, [(LOADS["random"], "")], {}),
     "SS818": (PLAIN, [(COUNTERS, 'first, best = kept["epoch"], kept["best"]\n')], {}),
+    "SS818 that only the loss shows": (
+        PLAIN,
+        [
+            ("first, best, done = 0, 9.0, 0", "first, best, done, scale = 0, 9.0, 0, 1.0"),
+            ("model(inputs), labels)", "model(inputs), labels) * scale"),
+            ("        done += 1\n", "        done += 1\n        scale += 0.1\n"),
+        ],
+        {},
+    ),
     "SS821": (
         PLAIN,
         [
@@ -328,7 +337,21 @@ PLANTS = {
     ),
 }
 """Of each code a base, the change that plants the mistake, and how the script is checked."""
+LOOP = """\
+import samestep, torch
+with samestep.open_run("out", seed=0, resume=True) as run:
+    x = torch.randn(96, 3)
+    model = run.place(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in run.epochs(3, state={"model": model, "optimizer": optimizer}):
+        for batch in run.batches(x, 16):
+            optimizer.zero_grad()
+            loss = run.backward((model(batch.data) - batch.normal(1)).square().mean(), model)
+            optimizer.step()
+            run.log(loss=loss)
+"""
 RIGHT = {
+    "a loop of open_run": (LOOP, [], {"resume": "auto"}),
     "at an epoch's end, on other ranks, too": (PLAIN, [], {"nproc": 2, "resume_nproc": [1]}),
     "within an epoch": (WITHIN, [], {"resume": "auto"}),
     "a stream with its buffer": (STREAM, [], {"resume": "auto"}),

@@ -419,7 +419,7 @@ class StepBegun(TrainingState, kw_only=True):
     groups: list[dict[str, list[float]]]
     rows: list[int]
     indices: list[int]
-    loss: float
+    loss: float | None  # None if it is not finite
     gradients: list[int | None]
     iterable: bool
 

@@ -272,13 +272,14 @@ def _random(resumed: Resumed, start: Attempt) -> Iterator[_Fault]:
         one, other = (run.steps[0][rank].random.items() for run in starts)
         seeded = sorted(name for name, _ in one & other)
         names = [name for name in seeded if own.random.get(name) != before.random[name]]
-        losses = f"its loss is {own.loss:.6g}, and was {before.loss:.6g} before the kill"
+        loss, then = (math.nan if step.loss is None else step.loss for step in (own, before))
+        losses = f"its loss is {loss:.6g}, and was {then:.6g} before the kill"
         losses += f" (rank {rank})" if rank else ""
         if names and (own.loss, own.gradients) != (before.loss, before.gradients):
             text = f"step {start.offset} begins with other random numbers ({', '.join(names)})"
             yield _Fault("SS817", _line(start), f"{text}: {losses}")
             return
-        apart = not math.isclose(own.loss, before.loss, rel_tol=_ROUNDING)
+        apart = own.loss != before.loss and not math.isclose(loss, then, rel_tol=_ROUNDING)
         if apart and not names and not resumed.unsteady("loss"):
             text = f"step {start.offset} begins as before the kill, with the same samples, but "
             text += f"{losses}: something else that it depends on begins anew, such as a number in "
