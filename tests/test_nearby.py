@@ -1,11 +1,9 @@
 """What was not found is looked for nearby, within bounds."""
 
-import os
 from pathlib import Path
 
 import pytest
 
-from samestep.base import nearby
 from samestep.base.errors import UserError
 from samestep.base.nearby import find_nearby
 from samestep.core.recipe import find_recipe
@@ -59,21 +57,6 @@ def test_a_link_to_a_folder_is_not_followed(project):
     assert find_nearby("deep.py", "file") == "one/two/three/deep.py"
     (project / "one/two/three/four/deeper.py").touch()
     assert find_nearby("deeper.py", "file") is None, "it is too deep"
-
-
-def test_no_more_folders_are_read_than_the_bound_and_it_ends_in_time(project, monkeypatch):
-    for number in range(30):
-        (project / f"folder-{number}" / "inner").mkdir(parents=True)
-    monkeypatch.setattr(nearby, "_MOST_FOLDERS", 20)
-    read = []
-    real = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda folder: read.append(folder) or real(folder))
-    assert find_nearby("nothing.py", "file") is None
-    assert len(read) <= 20
-    monkeypatch.setattr(nearby, "_MOST_S", 0.0)
-    read.clear()
-    assert find_nearby("mine.py", "file") is None
-    assert len(read) <= 2
 
 
 @pytest.mark.parametrize(

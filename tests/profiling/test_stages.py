@@ -6,16 +6,13 @@ Each fake training takes steps of known length; a step that is traced takes ten 
 import re
 import tomllib
 from dataclasses import fields
-from itertools import count, cycle
-from unittest.mock import Mock
+from itertools import count
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import UserError
-from samestep.launch.ranks.world import World
-from samestep.prove.profiling import tried_values
 from samestep.prove.profiling.tried_values import apply_settings
 from samestep.scripts.measuring.measured import Extent
 from samestep.scripts.measuring.stages import Stages, TimeAccount
@@ -263,31 +260,6 @@ def test_batches_that_the_training_set_does_not_fill_are_refused_before_measurin
     said = refused("profile", path, "--batch-sizes", "2,132", "--run-dir", str(out))
     assert re.search(r"--batch-sizes: .*131 .*132", said)
     assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("speeds", "stopped", "best", "skipped"),
-    [
-        ({0: [100], 2: [150]}, False, 2, ()),
-        ({0: [100], 1: [90], 2: [90], 4: [200]}, False, 0, (4,)),
-        ({0: [100], 1: [200]}, True, 0, (1,)),
-        ({0: [100], 1: [50, 150]}, False, 0, ()),
-    ],
-)
-def test_a_sweep_says_where_it_ended(monkeypatch, speeds, stopped, best, skipped):
-    measured, work = {value: cycle(found) for value, found in speeds.items()}, Mock()
-
-    def take_turns(_world, *candidates):
-        for one in candidates:
-            speed = next(measured[one.value])
-            one.turns.append(tried_values.Turn(1 / speed, speed, 0.0))
-
-    opened = lambda value, *_: tried_values.Candidate(value, work, work, work, 0)  # noqa: E731
-    monkeypatch.setattr(tried_values, "_take_turns", take_turns)
-    monkeypatch.setattr(tried_values, "_open", opened)
-    how = {"make": lambda value: (value, value), "stop": lambda: stopped}
-    found = tried_values.sweep(World(), "num_workers", [*speeds], **how)
-    assert (found.best, found.skipped) == (best, skipped)
 
 
 STOPS_AT_4 = """
