@@ -100,6 +100,7 @@ def test_a_loss_that_counts_its_calls_is_told_and_not_resumed(tmp_path, refused,
 
 
 PACKED = "lambda x: nn.utils.rnn.pack_sequence([a[: int(9 + a.sum()) % 7 + 1] for a in x], False)"
+PADDED = "lambda x: torch.rand(len(x), int(99 * x[0].abs().sum()))"
 BESIDE = "data=kept, forward=lambda m, b: m(b[0]), loss=lambda o, b: mean(o, b[1]), metrics={}"
 # Fields of a recipe → what a note says of them, if anything.
 DRAWN = {
@@ -108,12 +109,13 @@ DRAWN = {
     "augment=lambda x, keys: x * rng.random(), transform=abs": "augment (",
     "augment=lambda x, keys: x + torch.randn_like(x)": "",
     "augment=lambda x, keys: x + samestep.uniform(keys, 8)": None,
+    f"{BESIDE}, collate=partial(pairs, {PADDED})": "",
     f"{BESIDE}, collate=partial(pairs, {PACKED})": None,
     f"{BESIDE}, collate=partial(pairs, lambda x: 3 * torch.arange(len(x)))": None,
 }
 
 
-@pytest.mark.parametrize(("fields", "named"), DRAWN.items(), ids=range(7))
+@pytest.mark.parametrize(("fields", "named"), DRAWN.items(), ids=range(8))
 def test_what_gives_other_samples_when_asked_again_is_told(tmp_path, fields, named):
     """It draws from a generator of its own, or for the batch as a whole."""
     text = """

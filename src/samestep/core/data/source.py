@@ -362,7 +362,7 @@ class OrderedSource(Source):
         part = held_parts(self._world).start
         return Batch(*self._finish(inputs, targets, len(first)), len(first), part=part)
 
-    def trained(self, samples: range) -> Batch:
+    def trained(self, samples: Sequence[int]) -> Batch:
         """Return these samples as the first epoch trains on them, but for `batch_transform`."""
         ((inputs, targets),) = self._read_in_turn([samples])
         inputs = self._augmented(inputs, len(samples), 0, torch.tensor(samples))

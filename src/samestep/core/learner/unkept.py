@@ -4,7 +4,7 @@ It is looked for before the first step, on a copy of the model and with a few sa
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -123,7 +123,11 @@ def of_data(
                 names["data"] = (*readers, *makers)
             else:
                 marks = _marks(batch)
-                names["among"] = () if _equal_batches(batch, read(last), len(last)) else (*makers,)
+                alike = [*first[-1:]] * 4  # padded to one length, with how few it may be
+                apart = _equal_batches(batch, read(last), len(last)) and _equal_batches(
+                    read(alike), read(alike[:2]), 2
+                )
+                names["among"] = () if apart else (*makers,)
         mixes = recipe.batch_transform is not None and not names["data"]
         if mixes and not _repeats(train.peek(_TRIED), recipe, settings, world):
             names["data"] = (f"batch_transform{defined_at(recipe.batch_transform)}",)
@@ -141,7 +145,7 @@ def _marks(batch: Batch) -> list[float]:
     return [float(row @ torch.arange(len(row), dtype=row.dtype).cos()) for row in flat]
 
 
-def _read(train: OrderedSource, world: World, samples: range) -> Batch:
+def _read(train: OrderedSource, world: World, samples: Sequence[int]) -> Batch:
     with random_numbers(0, world.device):
         return train.trained(samples)
 
