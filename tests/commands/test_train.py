@@ -142,12 +142,10 @@ def options(kind: str) -> tuple[str, str]:
 OWN_LR = "from dataclasses import make_dataclass\nOwn = make_dataclass('Own', [('lr', float, 1)])\n"
 BAD_RECIPES = {
     "no recipe": ("x = 1\n", "bad.py recipe = Recipe("),
+    "of Lightning": ("import lightning as L\n", "bad.py samestep.lightning.recipe("),
     "something else": ("recipe = 3\n", "bad.py int"),
     "syntax error": ("x = 1\n\ndef f(:\n", "bad.py:3:"),
-    "raises further inside": (
-        "import json\n\njson.loads('{')\nrecipe = 1\n",
-        "bad.py:3: JSONDecodeError",
-    ),
+    "raises inside": ("import json\njson.loads('{')\nrecipe = 1\n", "bad.py:2: JSONDecodeError"),
     "imports what is absent": ("\nimport absent\nrecipe = 1\n", "bad.py:2: ModuleNotFoundError"),
     "unknown setting": (RECIPE.replace('"epochs"', '"epoch"'), "bad.py 'epoch' 'epochs'"),
     "options that are no dataclass": (RECIPE.replace(*options("int")), "bad.py dataclass"),

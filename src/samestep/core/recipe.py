@@ -468,7 +468,7 @@ def _from_file(path: Path, original: Path) -> Recipe:
     recipe = getattr(module, "recipe", None)
     if not isinstance(recipe, Recipe):
         problem = "no `recipe`" if recipe is None else f"a `recipe` of type {type(recipe).__name__}"
-        raise _no_recipe(path, problem)
+        raise _no_recipe(path, problem, source)
     return replace(recipe, name=original.stem, file=file)
 
 
@@ -479,13 +479,16 @@ def _is_of_trainer(path: Path, original: Path, source: bytes) -> bool:
     if trains_by_trainer(path, original.parent):  # it would train as it is imported
         return True
     if cannot_have_recipe(source):
-        raise _no_recipe(path, "no `recipe`")
+        raise _no_recipe(path, "no `recipe`", source)
     return False
 
 
-def _no_recipe(path: Path, what: str) -> UserError:
+def _no_recipe(path: Path, what: str, source: bytes) -> UserError:
+    line = "recipe = Recipe(model=…, data=…), after `from samestep import Recipe`"
+    if re.search(rb"^\s*(import|from) (pytorch_)?lightning\b", source, re.MULTILINE):
+        line = "recipe = samestep.lightning.recipe(YourModule, YourDataModule, epochs=…), after "
+        line += "`import samestep.lightning`; Trainer.fit is then for `python` alone"
     return UserError(
-        f"{path} has {what}. End it with: recipe = Recipe(model=…, data=…), after `from samestep "
-        f"import Recipe`. If it is a training script, `samestep check {path}` looks for mistakes "
-        "in it as it is."
+        f"{path} has {what}. End it with: {line}. If it is a training script, "
+        f"`samestep check {path}` looks for mistakes in it as it is."
     )
