@@ -12,6 +12,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -147,6 +148,11 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
         if (leaf := getattr(node, "variable", None)) is not None:
             yield leaf
         nodes += [following for following, _ in node.next_functions]
+
+
+def real_parts(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as its real and imaginary parts, and any other as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def own_part(tensor: Tensor) -> Tensor:

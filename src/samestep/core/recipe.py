@@ -485,9 +485,9 @@ def _is_of_trainer(path: Path, original: Path, source: bytes) -> bool:
 
 def _no_recipe(path: Path, what: str, source: bytes) -> UserError:
     line = "recipe = Recipe(model=…, data=…), after `from samestep import Recipe`"
-    if re.search(rb"^\s*(import|from) (pytorch_)?lightning\b", source, re.MULTILINE):
+    if re.search(rb"^\s*(import|from) (pytorch_)?lightning\b(?!\.fabric)", source, re.MULTILINE):
         line = "recipe = samestep.lightning.recipe(YourModule, YourDataModule, epochs=…), after "
-        line += "`import samestep.lightning`; Trainer.fit is then for `python` alone"
+        line += "`import samestep.lightning`, and put Trainer.fit under `if __name__ == '__main__'`"
     return UserError(
         f"{path} has {what}. End it with: {line}. If it is a training script, "
         f"`samestep check {path}` looks for mistakes in it as it is."

@@ -66,7 +66,9 @@ from samestep.launch.ranks.world import in_process_group
 leave_ranks_alone()
 
 _IGNORED = -100  # the label of what no loss counts
-_NO_FP16 = "TrainingArguments(fp16=True) has no effect on a CPU, as in the Trainer: it is fp32."
+_NO_FP16 = (
+    "TrainingArguments(fp16=True) has no effect on a CPU, as in the Trainer: it trains in fp32."
+)
 _SMOOTHED_BY = inspect.signature(LabelSmoother.__call__).parameters
 
 

@@ -134,8 +134,8 @@ def plain_name(name: str, nth: int | None = None) -> str:
     Also without the number of its loader, of several: val_accuracy_1, val_1_accuracy → accuracy.
     A name that records have already keeps its stage: val_epoch.
     """
-    given = name
     name = name if nth is None else name.removesuffix(f"_{nth}").removesuffix(f"/{nth}")
+    given = name
     low = name.replace("/", "_", 1).lower()
     stage = next((stage for stage in _STAGES if low.startswith(stage)), "")
     name = name[len(stage) :]

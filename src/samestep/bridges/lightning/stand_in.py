@@ -19,7 +19,7 @@ from samestep.bridges.lightning.module_hooks import call
 BEFORE_STEP = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 """Hooks that are called before each step, in this order, once all ranks have the gradients."""
 AFTER_STEP = "on_train_batch_end"
-NEWEST: ContextVar[tuple[Any, Any, int]] = ContextVar("newest")
+NEWEST: ContextVar[tuple[Any, Any, int]] = ContextVar("newest", default=({}, None, 0))
 """What the newest `training_step` has returned, its batch, and its number.
 
 It is in no attribute: those are compared between two steps, for what a module counts.
@@ -60,7 +60,8 @@ class StandIn:
         own = vars(self)
         own.update(max_epochs=settings.epochs, max_steps=settings.max_steps or -1)
         own.update(gradient_clip_val=settings.clip_norm, log_every_n_steps=settings.log_every)
-        self.precision = "bf16-true" if settings.param_dtype else _PRECISIONS[settings.precision]
+        in_bf16 = settings.param_dtype == "bf16"
+        self.precision = "bf16-true" if in_bf16 else _PRECISIONS[settings.precision]
         if self.samples and (batch := settings.batch_size):
             steps = self.samples // batch if settings.drop_last else -(-self.samples // batch)
             each = [steps * settings.epochs] if settings.epochs else []
@@ -96,6 +97,10 @@ class StandIn:
         """Return the number of a step within its epoch."""
         return step % int(vars(self).get("num_training_batches", sys.maxsize))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a loader's worker gets: all but the module."""
+        return {name: value for name, value in vars(self).items() if name != "of"}
+
     def __deepcopy__(self, _memo: Any) -> "StandIn":
         return self
 
@@ -103,7 +108,7 @@ class StandIn:
         if name in _DECIDED:
             raise UserError(
                 f"The LightningModule sets its Trainer's {name}; settings decide that here.",
-                remedy="--patience stops early; others are on page “Bring what you have”.",
+                remedy="--patience stops early. Page “Bring what you have” has the other flags.",
             )
         vars(self)[name] = value
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from samestep.base.errors import UserError
+from samestep.base.trees import real_parts
 from samestep.core.data.order import Block, Read, untimed
 from samestep.core.data.source import OrderedSource, ReadOptions
 from samestep.core.recipe import InMemory
@@ -71,8 +72,7 @@ class MemorySource(OrderedSource):
         marks: list[float] = []
         for part in (self._inputs, self.targets):
             rows = torch.linspace(0, len(part) - 1, min(_MARKED_ROWS, len(part))).long()
-            some = part[rows.to(part.device)].cpu()
-            some = torch.view_as_real(some) if some.is_complex() else some
+            some = real_parts(part[rows.to(part.device)].cpu())
             if some.numel():
                 some = some.double().reshape(len(rows), -1)
                 marks += (some * torch.arange(some.shape[1]).cos()).sum(1).tolist()

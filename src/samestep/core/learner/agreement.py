@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError, listed
+from samestep.base.trees import real_parts
 from samestep.core.data.keyed_random import seed_alike
 from samestep.core.data.order import held_parts
 from samestep.core.learner.optimizer_state import Joint
@@ -271,8 +272,8 @@ def bits_of(tensors: Sequence[Tensor]) -> Tensor:
     """Return a sum of each tensor's bits (tensors,), int64 on the CPU; the host waits once."""
     sums = []
     for tensor in tensors:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        bits = real.detach().view(_BITS[real.element_size()])
+        real = real_parts(tensor.detach())
+        bits = real.view(_BITS[real.element_size()])
         # A type of the same size needs no copy; an overflow does no harm.
         total = bits.sum(dtype=bits.dtype if bits.element_size() > 2 else torch.int64)
         sums.append(total.to(tensors[0].device, torch.int64))

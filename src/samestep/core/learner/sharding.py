@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from samestep.base.errors import UserError, did_you_mean, listed
 from samestep.base.settings import Settings
+from samestep.base.trees import real_parts
 from samestep.core.learner.agreement import rng_state, set_rng_state
 from samestep.core.learner.model_state import hooked_parameters
 from samestep.core.recipe import Recipe
@@ -66,7 +67,7 @@ def shard(
         )
     if tables := [n for n, m in model.named_modules() if getattr(m, "sparse", 0) is True]:
         raise UserError(
-            f"--strategy fsdp adds up dense gradients, and that of {listed(tables)} is sparse.",
+            f"--strategy fsdp needs dense gradients, and {listed(tables)} has sparse ones.",
             remedy="Build the layer with sparse=False, or use --strategy ddp.",
         )
     blocks = find_blocks(model, recipe.shard)
@@ -136,7 +137,7 @@ def _hold_weights(block: nn.Module, name: str) -> None:
     def mark() -> dict[str, tuple[int, Tensor]]:
         # What is written through `.data` leaves the version as it was.
         return {
-            name: (weight._version, weight.detach().nansum(dtype=torch.float64))  # noqa: SLF001
+            name: (weight._version, real_parts(weight.detach()).nansum(dtype=torch.float64))  # noqa: SLF001
             for name, weight in block.named_parameters(prefix=name)
             if not is_sharded(weight)
         }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.settings import Settings
-from samestep.base.trees import has_packed, map_tensors, tree_leaves
+from samestep.base.trees import has_packed, map_tensors, real_parts, tree_leaves
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.source import Batch, OrderedSource, Source
 from samestep.core.learner.agreement import check_same_samples, random_numbers
@@ -140,8 +140,7 @@ def of_data(
 def _marks(batch: Batch) -> list[float]:
     """Return a number for each tensor of a batch: equal, to rounding, where the batch is."""
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.numel()]
-    real = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves]
-    flat = [leaf.to_dense().flatten().cpu().double() for leaf in real]
+    flat = [real_parts(leaf).to_dense().flatten().cpu().double() for leaf in leaves]
     return [float(row @ torch.arange(len(row), dtype=row.dtype).cos()) for row in flat]
 
 

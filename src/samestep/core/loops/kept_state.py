@@ -67,7 +67,10 @@ def check_state(state: Any) -> None:
             )
         if isinstance(part, nn.Module):
             if any(map(is_lazy, part.parameters())):
-                raise UserError(f"state[{name!r}] is lazy: first call it once on a few samples.")
+                raise UserError(
+                    f"state[{name!r}] has lazy parameters, which have no shape yet. Call it once "
+                    "on a few samples before run.epochs."
+                )
             check_dense(part, f"state[{name!r}] has")
             fsdp = any(type(m).__name__ == "FullyShardedDataParallel" for m in part.modules())
             if fsdp or any(hasattr(p, "placements") for p in part.parameters()):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from samestep.base.errors import UserError, listed
 from samestep.base.trees import tree_leaves
@@ -111,8 +110,9 @@ class LeftOut:
             if len(own) == len(before) and not torch.equal(bits_of(own), before):
                 self._say(
                     f"warning: the weights of a {type(module).__name__} {tuple(own[0].shape)} not "
-                    "in state=… have changed, and a resumed run would begin them anew. If it is a "
-                    "teacher, say, or a target network, name it in run.epochs(…, state={…}).",
+                    "in state=… have changed, and a resumed run would start from its first. If "
+                    "training depends on it, as on a teacher or a target network, name it in "
+                    "run.epochs(…, state={…}).",
                     "others",
                 )
         if self.is_accumulating():
@@ -151,7 +151,9 @@ class LeftOut:
             lost=tuple(n for n in same if n in lost and before[n] != now[n]),
             of_rank=tuple(n for n in apart if n in of_rank and named[n].is_floating_point()),
         )
-        remedy = "A resumed run gives them to all ranks. Let samestep.dist.reduce_tensor add up "
+        remedy = (
+            "A resumed run gives rank 0's to all ranks. Let samestep.dist.reduce_tensor add up "
+        )
         for note in unkept.notes(remedy + "what it is made of over all ranks."):
             self._say(f"note: {note}", *unkept.lost, *unkept.of_rank)
 
@@ -159,7 +161,9 @@ class LeftOut:
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     """Return the parameters and buffers of a module itself, without those of modules in it."""
     every = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return [t for t in every if t.layout == torch.strided and not (t.is_meta or is_lazy(t))]
+    # Others, such as quantized tensors and those of FakeTensorMode, have no bits to read.
+    plain = [t for t in every if type(t) in (Tensor, nn.Parameter) and not t.is_quantized]
+    return [t for t in plain if t.layout == torch.strided and not t.is_meta]
 
 
 def _left_out(

@@ -238,8 +238,11 @@ class LoopSession:
         kept_state.load_state(self.state, saved["state"], self.path)
         self.position = Position(**saved["position"])
         if self.position.step_in_epoch:
-            shared = {id(t): t for t in tree_leaves(saved) if isinstance(t, Tensor)}
-            self._within = copy.deepcopy(saved, shared)
+            # Modules copy what they load; optimizers and objects of the user's keep it.
+            modules = [saved["state"][name] for name in self.modules()]
+            shared = {id(t): t for t in tree_leaves(modules) if isinstance(t, Tensor)}
+            parts = {"state": saved["state"], "own": saved.get("own", {})}
+            self._within = copy.deepcopy(parts, shared)
         self.order = saved["order"]
         self.values.update(saved.get("own", {}))
         self.watch = Watch(**saved["watch"]) if saved.get("watch") else None

@@ -89,11 +89,12 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
 def _by_call(buffers: tuple[str, ...], plan: Plan) -> list[str]:
     """Return a note on what depends on the number of micro-steps."""
     note = (
-        f"Each forward changes the model's buffer {listed(buffers, 3)}, and a step has "
-        f"{plan.accumulate} here: with another number, as other ranks may need, this is another "
-        f"training. --micro-batch-size {plan.global_batch_size} always makes it one."
+        f"Each forward changes the model's buffer {listed(buffers, 3)}, and a step runs "
+        f"{plan.accumulate} micro-steps on this many ranks. Where another number of ranks needs "
+        "another number of micro-steps, this is another training. --micro-batch-size "
+        f"{plan.global_batch_size} takes each step in one on any number of ranks."
     )
-    return [note] if buffers and plan.accumulate > 1 else []
+    return [note] if buffers and plan.accumulate > 1 and plan.virtual_ranks is None else []
 
 
 def _own_code(request: Request, path: Path, *, resumed: bool) -> list[str]:

@@ -76,8 +76,8 @@ OF_BATCH = Cause(
 OF_TERMS = Cause(
     "loss that is not a mean over its loss_terms",
     "The loss of a batch is not the mean of its parts' losses by their loss_terms.",
-    "Let loss_terms return what the loss divides by: tokens, or a sum of weights. If it does, what "
-    "the model makes of a sample depends on the batch: on how far it is padded, say.",
+    "Let loss_terms return what the loss divides by: tokens, or a sum of weights. If it "
+    "does, a sample's output depends on its batch, for example on how far it is padded.",
 )
 A_SUM = Cause(
     "loss that is not a mean over samples",

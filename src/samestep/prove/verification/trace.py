@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from samestep.base.run.records import Record
 from samestep.base.settings import Precision
-from samestep.base.trees import tree_leaves
+from samestep.base.trees import real_parts, tree_leaves
 from samestep.core.data.source import Batch, Source
 from samestep.core.session.training_run import Engine, Task, engine_named
 from samestep.core.training.loop import evaluate_now, evaluate_work, rehearse
@@ -93,14 +93,9 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as its real and imaginary parts, and any other as it is."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
 def values_of(tensor: Tensor) -> Values:
     """Return a tensor's norm, followed by its values, or evenly spaced ones of a large tensor."""
-    flat = _real(dense(tensor.detach())).reshape(-1)
+    flat = real_parts(dense(tensor.detach())).reshape(-1)
     dtype = None if flat.device.type == "mps" else torch.float64  # Apple GPUs have no float64
     norm = torch.linalg.vector_norm(flat, dtype=dtype)
     if len(flat) > _MOST_VALUES:
@@ -394,7 +389,7 @@ def largest_apart(first: Tensor, second: Tensor) -> float:
     """Return the largest difference of two tensors, relative to the first's largest entry."""
     if not _rounds(first):
         return 0.0
-    first, second = _real(dense(first)).double(), _real(dense(second)).double()
+    first, second = real_parts(dense(first)).double(), real_parts(dense(second)).double()
     return float((first - second).abs().max() / first.abs().max().clamp(min=1e-12))
 
 

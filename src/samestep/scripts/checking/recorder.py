@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 import samestep
 from samestep.base.errors import is_users, raised_at, users_frame
-from samestep.base.trees import own_part
+from samestep.base.trees import own_part, real_parts
 from samestep.launch.stall.pulse import Pulse
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.events import encode, events_path
@@ -152,5 +152,4 @@ def row_hashes(tensor: Tensor, most: int = 64) -> list[int]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return real_parts(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -115,7 +115,7 @@ def clips_too_late(seen: Seen) -> Iterator[Found]:
             late[event.where] += [bool(stepped and stepped >= {*event.sums} - {0})] if known else []
     for where, times in late.items():
         if len(times) > 2 and all(times[1:]):  # before the first there was no step
-            text = f"{sum(times)} of {len(times)} times a step was taken with its gradients before"
+            text = f"in {sum(times)} of {len(times)} calls, a step had taken its gradients already"
             yield Found(where, text, "Clip between the backward pass and the step.")
 
 

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler, swa_utils
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from samestep.base.trees import leaves_of
+from samestep.base.trees import leaves_of, real_parts
 from samestep.scripts import probes
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.recorder import Recorder, checksum
@@ -248,7 +248,7 @@ class _Steps:
             tensors = tensors_of(optimizer)
             missing = sum(tensor.grad is None for tensor in tensors)
             full = any(held.sums())
-            now, then = some_of(held.largest), held.stepped
+            now, then = real_parts(some_of(held.largest)), held.stepped
             same = now.shape == then.shape
             times = float((now * then).sum() / then.square().sum()) if same else 1.0
         # Gradients that are put together from several passes' are not those of the last.
@@ -276,7 +276,8 @@ class _Steps:
             self._note_gradients(optimizer, held)
         with self._recorder.unwatched():
             held.left = {place: number for place, number in enumerate(held.sums()) if number}
-            held.stepped = some_of(held.largest).clone()
+            if held.steps <= _MOST:
+                held.stepped = real_parts(some_of(held.largest)).clone()
         held.still_left, held.backwards, held.cleared, held.scale = True, 0, "", 1.0
         self._passes = Counter()
 
