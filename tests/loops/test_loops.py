@@ -282,6 +282,7 @@ with samestep.open_run("run", seed=3, resume=True, log_every=1, checkpoint_every
     for epoch in run.epochs(3, state=state):
         for group in optimizer.param_groups:  # done again by a run that resumes in the epoch
             group["lr"] *= 0.9
+        [kept["exp_avg"].mul_(0.5) for kept in optimizer.state.values()]
         for batch in run.batches(data, 11, collate=collate, num_workers=int(sys.argv[2])):
             x, n = batch.data["x"].unsqueeze(2), batch.data["n"]
             there = torch.arange(x.shape[1]) < n[:, None]

@@ -44,7 +44,7 @@ NOBODY_KEEPS = ("loss, model)", "loss, model, other)", "state")
 MISTAKES = [
     ('"optimizer": optimizer}', '"optimizer": 1}', "state['optimizer']"),
     ("state, size = {", "state, size = {} and {", "state="),
-    ("run.place(nn.Linear(2, 1))", "run.place(nn.LazyLinear(1))", "is lazy"),
+    ("run.place(nn.Linear(2, 1))", "run.place(nn.LazyLinear(1))", "lazy parameters"),
     ("}, 6", "}, 0", "global_batch_size"),
     NOBODY_KEEPS,
     ("loss, model)", "loss)", "run.backward"),
