@@ -204,7 +204,7 @@ def test_a_recipe_and_a_loop_of_ones_own_are_given_to_verify(here, capfd, monkey
     ]
     assert "samestep verify spiral" in capfd.readouterr().err
     assert "--sarif" in refused("check", "mine.py", "--sarif", "found.sarif")
-    assert "--resume" in refused("check", "own.py", "--resume", "auto")
+    assert "--resume" in refused("check", "mine.py", "--resume", "auto")
     assert "--" in refused("check", "mine.py", "--", "--epochs", "1")
 
 

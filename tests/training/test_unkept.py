@@ -122,7 +122,7 @@ def test_what_gives_other_samples_when_asked_again_is_told(tmp_path, fields, nam
 import samestep, random
 from functools import partial
 rng = random.Random(0)
-def pairs(of, rows): x, y = zip(*rows); return torch.stack(x), torch.tensor(y), of(x)
+def pairs(of, rows): x, y = zip(*rows); return torch.stack(x), torch.stack(y), of(x)
 mean = nn.functional.cross_entropy
 def kept():
     splits = data(Options())
