@@ -213,7 +213,7 @@ def test_a_recipe_and_a_loop_of_ones_own_are_given_to_verify(here, capfd, monkey
     [
         ("nothing.py", "nothing.py"),
         ("train.py --steps 0", "--steps"),
-        ("train.py --seconds -1", "--seconds"),
+        ("train.py --resume", "auto"),
         ("train.py --here --nproc 2", "--nproc"),
         ("--resume auto --here --resume-nproc 1 train.py", "--resume-nproc"),
         ("--resume --again train.py --steps 3", "--steps"),

@@ -85,6 +85,9 @@ def _check(arguments: list[str]) -> int:
     arguments = target_first(arguments, FORM.kind)
     target = script_target("check", arguments, "a script, or -m and a module")
     flags = [*target.flags]
+    if flags[-1:] == ["--resume"]:
+        words = "auto, or in quotes the arguments that resume the script"
+        raise UserError(f"--resume needs a value: {words}.")
     if "--resume" in flags[:-1]:  # its value may itself begin with dashes
         at = flags.index("--resume")
         flags[at : at + 2] = [f"--resume={flags[at + 1]}"]
