@@ -84,14 +84,7 @@ def _check(arguments: list[str]) -> int:
         return _list(arguments[1:])
     arguments = target_first(arguments, FORM.kind)
     target = script_target("check", arguments, "a script, or -m and a module")
-    flags = [*target.flags]
-    if flags[-1:] == ["--resume"]:
-        words = "auto, or in quotes the arguments that resume the script"
-        raise UserError(f"--resume needs a value: {words}.")
-    if "--resume" in flags[:-1]:  # its value may itself begin with dashes
-        at = flags.index("--resume")
-        flags[at : at + 2] = [f"--resume={flags[at + 1]}"]
-    command = parse(FORM, flags, target.name)
+    command = parse(FORM, _with_value([*target.flags]), target.name)
     if command.list:
         return _list([])
     if not target.module:
@@ -104,6 +97,17 @@ def _check(arguments: list[str]) -> int:
         target.check_importable()
     report = _report(target, command)
     return 0 if report is None else _tell(report, command)  # rank 0 tells it
+
+
+def _with_value(flags: list[str]) -> list[str]:
+    """Join --resume with its value, which may itself begin with dashes."""
+    if "--resume" not in flags:
+        return flags
+    at = flags.index("--resume")
+    if at + 1 == len(flags):
+        words = "auto, or in quotes the arguments that resume the script"
+        raise UserError(f"--resume needs a value: {words}.")
+    return [*flags[:at], f"--resume={flags[at + 1]}", *flags[at + 2 :]]
 
 
 def _check_flags(command: Any) -> None:
