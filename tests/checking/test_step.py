@@ -138,7 +138,7 @@ PLANTED = {
     "a cosine of steps": (OF_STEPS, "SS311", "scheduler.step()", "once per epoch; its last"),
     "averages that are added up": (TWICE, "SS313", "dist.all_reduce(p.grad)", "2 times as large"),
     "micro-batches": (NOT_DIVIDED, "SS314", BACKWARD, "2 micro-batches per step (4 steps)"),
-    "clipping after the step": (planted(AFTER), "SS315", CLIP, "3 of 3 times"),
+    "clipping after the step": (planted(AFTER), "SS315", CLIP, "in 3 of 3 calls"),
     "clipping after a step by hand": (LATE_BY_HAND, "SS315", CLIP),
     "one autocast": (ONE_AUTOCAST, "SS312", STEPPED, "step 2 two steps"),
     "unequal shares": (UNEQUAL, "SS307", BACKWARD, "step 4 the ranks have 4 and 8 samples"),
