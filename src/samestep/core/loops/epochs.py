@@ -174,6 +174,7 @@ class LoopEpochs:
             opened.record(means.of_step())
         means.next_step()
         if is_checked(position.step - 1, position.step):
+            opened.left_out.look(position.step)
             opened.check_weights()
         signum = opened.agreement.after(position.step).signum
         every = opened.options.checkpoint_every_steps

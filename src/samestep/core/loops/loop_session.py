@@ -355,7 +355,6 @@ class LoopSession:
         self.world.on_every(self._check_trials)
         added = "add it up by run.backward, not loss.backward()"
         optimizers = [o for o in self.state.values() if isinstance(o, torch.optim.Optimizer)]
-        self.left_out.look(self.position.step)
         check_weights(self.trained, self.world, self.position.step, added, optimizers=optimizers)
 
     def _check_trials(self) -> None:
