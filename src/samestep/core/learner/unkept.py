@@ -123,10 +123,10 @@ def of_data(
                 names["data"] = (*readers, *makers)
             else:
                 marks = _marks(batch)
-                alike = [*first[-1:]] * 4  # padded to one length, with how few it may be
-                apart = _equal_batches(batch, read(last), len(last)) and _equal_batches(
-                    read(alike), read(alike[:2]), 2
-                )
+                # Other samples may be padded to another length, which says nothing; copies are not.
+                copies = [first[-1]] * _TRIED
+                pairs = ((batch, last), (read(copies), copies[:2]))
+                apart = all(_equal_batches(whole, read(few), len(few)) for whole, few in pairs)
                 names["among"] = () if apart else (*makers,)
         mixes = recipe.batch_transform is not None and not names["data"]
         if mixes and not _repeats(train.peek(_TRIED), recipe, settings, world):

@@ -110,9 +110,9 @@ class LeftOut:
             if len(own) == len(before) and not torch.equal(bits_of(own), before):
                 self._say(
                     f"warning: the weights of a {type(module).__name__} {tuple(own[0].shape)} not "
-                    "in state=… have changed, and a resumed run would start from its first. If "
-                    "training depends on it, as on a teacher or a target network, name it in "
-                    "run.epochs(…, state={…}).",
+                    "in state=… have changed, and a resumed run would begin with its initial "
+                    "ones. If training depends on it, as on a teacher or a target network, name it "
+                    "in run.epochs(…, state={…}).",
                     "others",
                 )
         if self.is_accumulating():
@@ -151,10 +151,9 @@ class LeftOut:
             lost=tuple(n for n in same if n in lost and before[n] != now[n]),
             of_rank=tuple(n for n in apart if n in of_rank and named[n].is_floating_point()),
         )
-        remedy = (
-            "A resumed run gives rank 0's to all ranks. Let samestep.dist.reduce_tensor add up "
-        )
-        for note in unkept.notes(remedy + "what it is made of over all ranks."):
+        resumed = "A resumed run gives rank 0's to all ranks."
+        remedy = "Let samestep.dist.reduce_tensor add up what it is made of over all ranks."
+        for note in unkept.notes(f"{resumed} {remedy}"):
             self._say(f"note: {note}", *unkept.lost, *unkept.of_rank)
 
 
