@@ -93,7 +93,7 @@ class LeftOut:
         return 0 < total < math.inf
 
     def begin(self) -> None:
-        """Remember the buffers, and the modules that are not in the state, before the first step."""
+        """Remember buffers, and modules that are not in the state, before the first step."""
         entries = self.state.values()
         for name, part in self.state.items():
             if isinstance(part, nn.Module):
