@@ -148,7 +148,7 @@ class LeftOut:
         names, lost, of_rank = self._watched[name]
         if not names:
             return
-        # What a forward registers on one rank alone must not change what all ranks reduce.
+        # What a forward registers on one rank by itself must not change what all ranks reduce.
         there, gone = dict(module.named_buffers()), torch.empty(0)
         named = {n: there.get(n, gone) for n in names}
         bits = bits_of([*named.values()])
