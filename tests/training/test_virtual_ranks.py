@@ -56,12 +56,9 @@ class Branches(nn.Module):
     def forward(self, x):
         return self.first(x) if x.sum() > 0 else self.second(x) + random.random() + np.random.rand()
 class Drawn(Dataset):
-    def __init__(self, x, y):
-        self.x, self.y = x, y
-    def __len__(self):
-        return len(self.x)
-    def __getitem__(self, index):
-        return self.x[index] + 0.1 * torch.randn(8), self.y[index]
+    def __init__(self, x, y): self.x, self.y = x, y
+    def __len__(self): return len(self.x)
+    def __getitem__(self, index): return self.x[index] + 0.1 * torch.randn(8), self.y[index]
 def data(options):
     generator = torch.Generator().manual_seed(7)
     if options.kind == "transformer":
@@ -72,40 +69,32 @@ def data(options):
         x = torch.randn(80, *shape, generator=generator)
         y = x.flatten(1)[:, :3].argmax(dim=1)
     train = (x[:63], y[:63])
-    if options.kind == "files":
-        train = Drawn(*train)
+    if options.kind == "files": train = Drawn(*train)
     return Splits(train=train, validation=(x[63:], y[63:]))
-def clamp(parameter):
-    parameter.grad.clamp_(-0.01, 0.01)
+def clamp(parameter): parameter.grad.clamp_(-0.01, 0.01)
 class Repeated(nn.Module):  # a block in three checkpoints, each with a backward of its own
     def __init__(self):
         super().__init__()
         self.first, self.block, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
     def forward(self, x):
         x = self.first(x)
-        for _ in range(3):
-            x = x + torch.tanh(checkpoint(self.block, x, use_reentrant=True))
+        for _ in range(3): x = x + torch.tanh(checkpoint(self.block, x, use_reentrant=True))
         return self.head(x)
 def model(options):
-    if options.kind == "reentrant":
-        return Repeated()
+    if options.kind == "reentrant": return Repeated()
     if options.kind == "conv":
         return nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout2d(0.2),
             nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8, momentum=None), nn.Flatten(), nn.Linear(288, 3))
-    if options.kind == "transformer":
-        return Texts()
-    if options.kind == "branches":
-        return Branches()
+    if options.kind == "transformer": return Texts()
+    if options.kind == "branches": return Branches()
     built = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.3),
                           nn.Linear(16, 3))
     for parameter in built.parameters() if options.kind == "hooked" else ():
         parameter.register_post_accumulate_grad_hook(clamp)
     return built
-def loss(outputs, targets):
-    return nn.functional.cross_entropy(outputs, targets)
-def accuracy(outputs, targets):
-    return outputs.argmax(dim=1) == targets
+def loss(outputs, targets): return nn.functional.cross_entropy(outputs, targets)
+def accuracy(outputs, targets): return outputs.argmax(dim=1) == targets
 recipe = Recipe(model=model, data=data, loss=loss, options=Options, metrics={"accuracy": accuracy},
     settings={"epochs": 1, "batch_size": 15, "lr": 0.01, "log_every": 1,
               "checkpoint_every_steps": 2, "virtual_ranks": 5})
@@ -284,14 +273,12 @@ def test_what_cannot_keep_the_promise_is_refused_by_name(here, refused, recipe, 
 PUT = """
 class Put(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
-        return x.clone()
+    def forward(ctx, x): return x.clone()
     @staticmethod
     def backward(ctx, gradient):
         return torch.zeros_like(gradient).put_(torch.arange(gradient.numel()), gradient.flatten())
 class Odd(nn.Module):
-    def forward(self, x):
-        return Put.apply(x)  # here
+    def forward(self, x): return Put.apply(x)  # here
 """
 
 

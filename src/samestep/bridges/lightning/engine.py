@@ -39,6 +39,7 @@ from samestep.base.settings import Settings, flag_name
 from samestep.bridges.lightning.datamodule import LitData, MicroBatch
 from samestep.bridges.lightning.module import LitRecipe, check_recipe
 from samestep.core.learner.agreement import is_checked
+from samestep.core.learner.device import AUTOCAST
 from samestep.core.learner.optimizer import optimizer_of
 from samestep.core.learner.prepare import OneLayout, match_layouts
 from samestep.core.learner.unkept import OptimizerTrial
@@ -345,13 +346,21 @@ def _drive(task: Task) -> None:
         )
 
 
+class _Autocast(MixedPrecision):
+    """Casts as samestep's own loop does: a weight that is used twice is cast once."""
+
+    def autocast_context_manager(self) -> torch.autocast:
+        dtype = AUTOCAST["bf16" if self.precision == "bf16-mixed" else "fp16"]
+        return torch.autocast(self.device, dtype=dtype)
+
+
 def _trainer(task: Task, callbacks: list[Any], writer: CheckpointIO) -> Trainer:
     work = task.work
     world, settings, plan = work.world, work.settings, work.plan
     plugins: list[Any] = [writer, _environment(world)]
     if settings.precision in ("bf16", "fp16"):
         mixed: Any = "bf16-mixed" if settings.precision == "bf16" else "16-mixed"
-        plugins.append(MixedPrecision(mixed, world.device.type, work.learner.scaler))
+        plugins.append(_Autocast(mixed, world.device.type, work.learner.scaler))
     devices: Any = world.local_world_size
     if world.world_size == 1 and world.device.type == "cuda":
         devices = [world.device.index or 0]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from samestep.base.errors import UserError, defined_at
 from samestep.base.run.records import TAKEN_NAMES
+from samestep.core.learner.device import casting_anew
 from samestep.core.learner.model_state import modules_of
 from samestep.core.learner.side_effects import keep_buffers
 
@@ -73,7 +74,8 @@ def called(
     given = (batch, *numbers)[: _num_taken(module.__class__, name)]
     measures = name == "training_step" and not module.training
     put_back = keep_buffers(module) if measures else None  # as a queue that training fills
-    returned, logged = noted(function, *given, kept=kept)
+    with casting_anew():
+        returned, logged = noted(function, *given, kept=kept)
     if put_back:
         put_back()
     outputs = returned if isinstance(returned, Mapping) else {"loss": returned}

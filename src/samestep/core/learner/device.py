@@ -52,6 +52,20 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 @contextmanager
+def casting_anew() -> Iterator[None]:
+    """Let autocast cast a weight in each of its uses, as Lightning does, and not once a forward.
+
+    The gradients of several uses are then added up in float32 instead of in half precision.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+@contextmanager
 def outside_autocast() -> Iterator[None]:
     """Suspend any `torch.autocast` that is open around this.
 
