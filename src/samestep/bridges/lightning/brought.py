@@ -54,6 +54,7 @@ from samestep.bridges.lightning.stand_in import AFTER_STEP, BEFORE_STEP, NEWEST,
 from samestep.core.data.recipe_data import Unpacked, as_pytorch, reads_each_once
 from samestep.core.data.samplers import SamplerOrder
 from samestep.core.learner.after_epoch import keeps_trained
+from samestep.core.learner.agreement import rng_state, set_rng_state
 from samestep.core.recipe import Recipe, Splits
 
 _LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
@@ -259,7 +260,7 @@ class _Brought:
         """Prepare the data and open its loaders."""
         source: Any = {"train": one} if isinstance(one := self.datamodule, DataLoader) else one
         base: type = object
-        own = source is None
+        own, drawn = source is None, rng_state()
         if not isinstance(source, Mapping):
             source = _made(self.module if own else source)
             base = _base(source, "LightningModule" if own else "LightningDataModule")
@@ -268,7 +269,7 @@ class _Brought:
             if options.download and self.trainer.local_rank == 0:  # first on each node
                 source.prepare_data()
             self.trainer.datamodule = None if own else source
-        train, validation, test = (self._opened(source, base, stage) for stage in _LOADERS)
+        train, validation, test = (self._opened(source, base, n, drawn) for n in _LOADERS)
         if train is None:
             raise UserError(f"There is no train_dataloader{defined_at(type(source))}.")
         self.trainer.samples = len(train)
@@ -277,12 +278,14 @@ class _Brought:
         notes = [_DROPS] if self.trainer.drops and not self.settings.get("drop_last") else ()
         return Splits(train=train, validation=validation, test=test, notes=tuple(notes))
 
-    def _opened(self, source: Any, base: type, stage: str) -> Any:
+    def _opened(self, source: Any, base: type, stage: str, drawn: dict[str, Any]) -> Any:
         """Return the data of a stage, or, of several validation loaders, that of each by name."""
         if isinstance(source, Mapping):
             loader = source.get(stage)
         elif _has_own(source, base, _LOADERS[stage]):
-            source.setup("test" if stage == "test" else "fit")
+            if stage != "validation":  # a setup that splits at random does it once, and alike
+                set_rng_state(drawn)  # for the test; prepare_data may have drawn on one rank
+                source.setup("test" if stage == "test" else "fit")
             loader = getattr(source, _LOADERS[stage])()
         else:
             return None
