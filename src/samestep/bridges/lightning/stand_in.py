@@ -51,8 +51,9 @@ class StandIn:
         self.state = SimpleNamespace(fn="fit", status="running")
         vars(self).update(_DECIDED)
         self.samples, self.drops = 0, False
-        self.of: Callable[[], Any]
-        """Returns the module."""
+        self.of: Callable[[], Any] = lambda: None
+        """Returns the module that was called last, if it is still there; `built` the first."""
+        self.built = self.of
         self.steps_by(SGD([torch.zeros(1)]), {})  # where nothing is trained: steps may log a rate
 
     def train_as(self, settings: Settings) -> None:
@@ -99,7 +100,7 @@ class StandIn:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a loader's worker gets: all but the module."""
-        return {name: value for name, value in vars(self).items() if name != "of"}
+        return {name: value for name, value in vars(self).items() if name not in ("of", "built")}
 
     def __deepcopy__(self, _memo: Any) -> "StandIn":
         return self
