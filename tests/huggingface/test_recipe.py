@@ -203,9 +203,8 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     script = written(tmp_path, (OURS, SCRIPT), imports)
     Path(script).rename(tmp_path / "parts.py")  # what it needs is in a module beside it
     Path(script).write_text(f"from parts import *  # a recipe by others\n{SCRIPT}")
-    assert "brought.py:6: what follows" in train_here(
-        script, *how, "--run-dir", str(tmp_path / "run")
-    )
+    printed = train_here(script, *how, "--run-dir", str(tmp_path / "run"))
+    assert "brought.py:6: what follows" in printed
     mine, theirs = (last_state(tmp_path / name)["model"] for name in ("run", "recipe"))
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
     place = ("--run-dir", str(tmp_path / "told"))

@@ -10,16 +10,16 @@ import samestep
 from tests.command_line import run, train_here
 
 pl = pytest.importorskip("lightning.pytorch")
+DummyLogger = pl.loggers.logger.DummyLogger
 # The trainings are made once, for all tests of this file.
 pytestmark = pytest.mark.xdist_group("lightning as brought")
 
 MODULE = """
-import torch, lightning as L
+import torch, lightning as L, samestep.lightning
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
-import samestep.lightning
 NORM, VAL = False, "val_out"
 class Own(DataLoader): __iter__ = None
 class Rows(TensorDataset):
@@ -30,10 +30,8 @@ class Data(L.LightningDataModule):
         assert vars(self).setdefault(stage, 1) == 1; vars(self)[stage] += 1  # once
         x = torch.randn(123, 6, generator=torch.Generator().manual_seed(3))
         self.data = TensorDataset(x, (x.sum(1) > 0).float())
-        # As LightningDataModule.from_datasets sets it.
-        self.test_dataloader = lambda: [DataLoader(self.data, batch_size=8)]
-    def train_dataloader(self):
-        return DataLoader(Subset(self.data, range(122, -1, -1)), batch_size=8)
+        self.test_dataloader = lambda: [DataLoader(self.data, 8)]  # as of from_datasets
+    def train_dataloader(self): return DataLoader(Subset(self.data, range(122, -1, -1)), batch_size=8)
     def val_dataloader(self): return DataLoader(self.data, batch_size=8)
 class Odd:
     def set_epoch(self, epoch): self.epoch = epoch
@@ -97,8 +95,7 @@ def written(tmp_path, *changes):
 
 
 def evaluated(folder, split):
-    records = [one for one in samestep.read_records(folder) if one["event"] == "evaluation"]
-    return [one for one in records if one["split"] == split][-1]
+    return [one for one in samestep.read_records(folder) if one.get("split") == split][-1]
 
 
 def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp_path):
@@ -121,11 +118,10 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp
     train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
     theirs = runpy.run_path(file)
     parts = dict.fromkeys(("enable_checkpointing", "enable_progress_bar"), False)
-    parts["logger"] = pl.loggers.logger.DummyLogger()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with warnings.catch_warnings(action="ignore"):  # on workers, and on srun
-        trainer = pl.Trainer(max_epochs=3, accelerator="cpu", **parts)
+        trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=DummyLogger(), **parts)
         trainer.fit(theirs["net"], theirs["Data"]())
     torch.set_num_threads(threads)
     mine, net = samestep.load(tmp_path / "run", checkpoint="last"), theirs["net"]
@@ -174,9 +170,8 @@ def test_an_evaluation_by_training_step_leaves_buffers_as_they_are():
     net = torch.nn.BatchNorm1d(2).eval()
     type(net).training_step = lambda own: own.running_mean.add_(1).sum()
     evaluated = Evaluated()
-    put_back = evaluated.buffers(net)
     assert called(net, "training_step", None, evaluated=evaluated)[0]["loss"] == 2
-    assert evaluated.buffers(net) is put_back  # copied once in an evaluation
+    assert evaluated.buffers(net) is evaluated.buffers(net)  # copied once in an evaluation
     assert not net.running_mean.any()
 
 
@@ -188,7 +183,7 @@ FREEZES = "self.net[3].requires_grad_(self.current_epoch < 1)"
 NO_END = ("def on_validation_epoch_end", "def not_a_hook")
 LATE = [("self.loss, self", "self.late = MeanMetric(); self.loss, self")]
 LATE += [('self.log("val_top', 'self.late(1.0); self.log("val_top')]
-LOADER = "DataLoader(self.data)"
+TWO = ("return DataLoader(self.data, batch_size=8)", "return 2 * [DataLoader(self.data)]")
 IN_EVAL = "self.still.train(self.current_epoch != 1)"
 
 
@@ -203,10 +198,7 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([("def on_train_epoch_start", "def on_validation_start")], "on_validation_start"),
         (LATE, "updates late"),
         ([('"val_step", 2.0)', '"val_step", 2.0); self.kept = [2.0]')], "changes the model's kept"),
-        (
-            [("return DataLoader(self.data, batch_size=8)", f"return 2 * [{LOADER}]")],
-            "validation loaders",
-        ),
+        ([TWO], "validation loaders"),
         ([("self.net[1].bias.sum() +", "self.accuracy.compute() +")], "has no samples there"),
         ([("return {", "return None and {")], "returned no loss"),
         ([("(self.trainer.esti", "(self.trainer.fit_loop.esti")], "asks its Trainer for 'fit"),
