@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
-NORM, VAL = False, "val_out"
+NORM, VAL, TOP, BACK = False, "val_out", "val_top", range(122, -1, -1)
 class Own(DataLoader): __iter__ = None
 class Rows(TensorDataset):
     def __getitem__(self, k): return [t[k] if k < 123 else exit(9) for t in self.tensors]
@@ -31,7 +31,7 @@ class Data(L.LightningDataModule):
         x = torch.randn(123, 6, generator=torch.Generator().manual_seed(3))
         self.data = TensorDataset(x, (x.sum(1) > 0).float())
         self.test_dataloader = lambda: [DataLoader(self.data, 8)]  # as of from_datasets
-    def train_dataloader(self): return DataLoader(Subset(self.data, range(122, -1, -1)), batch_size=8)
+    def train_dataloader(self): return DataLoader(Subset(self.data, BACK), batch_size=8)
     def val_dataloader(self): return DataLoader(self.data, batch_size=8)
 class Odd:
     def set_epoch(self, epoch): self.epoch = epoch
@@ -59,8 +59,8 @@ class Net(L.LightningModule):
     def forward(self, x): return self.net(self.still(x)).squeeze(1)
     def on_train_epoch_start(self): self.factor = 1 + 0.1 * self.current_epoch
     def on_train_epoch_end(self):
-        self.net[1].bias.requires_grad_(self.current_epoch > 0)
-        self.log("bias", self.net[1].bias.sum() + self.trainer.callback_metrics[VAL])
+        self.net[1].bias.requires_grad_(self.current_epoch > 0); m = self.trainer.callback_metrics
+        self.log("bias", self.net[1].bias.sum() + m[VAL] + 0 * m[TOP])
     def training_step(self, batch, batch_idx):
         loss = self.loss(self(batch[0]), batch[1])
         self.log("rate", self.optimizers().param_groups[0]["lr"], reduce_fx="max")
@@ -100,7 +100,7 @@ def evaluated(folder, split):
 
 def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp_path):
     """With a schedule, hooks, a norm, a sampler of its own, and two validation loaders."""
-    sampler = ("Subset(self.data, range(122, -1, -1)), batch_size=8", "self.data, 8, sampler=Odd()")
+    sampler = ("Subset(self.data, BACK), batch_size=8", "self.data, 8, sampler=Odd()")
     drawn = (', order="sequential"', "")
     endless = ("= TensorDataset(", "= Rows(")  # one that is read whole never ends
     several = (
@@ -113,7 +113,7 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(tmp
     )
     by_name = 'f"val_{dataloader_idx}_out", out.mean() * (1 + dataloader_idx)'
     weighed = ('"val_out": out.mean()})', f"}}); self.log({by_name}, add_dataloader_idx=False)")
-    named = ('False, "val_out"', 'True, "val_1_out"')
+    named = ('False, "val_out", "val_top"', 'True, "val_1_out", "val_1_out"')
     file = written(tmp_path, sampler, drawn, endless, several, asked, weighed, named, NO_END)
     train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
     theirs = runpy.run_path(file)

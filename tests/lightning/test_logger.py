@@ -60,7 +60,7 @@ def make_module():
 
 
 def fit(folder, trackers, environment, more=None, epochs=2, end_s=PATIENCE_S, faults=()):
-    """Fit and test on this rank, as under torchrun; `logged` is what loggers got: (step, metrics)."""
+    """Fit and test on this rank, as by torchrun; `logged` is what loggers got: (step, metrics)."""
     import logging
     import warnings
 

@@ -50,14 +50,8 @@ from samestep.bridges.lightning.logged import (
     noted,
     plain_name,
 )
-from samestep.bridges.lightning.module_hooks import (
-    REMEDIES,
-    call,
-    in_first_modes,
-    in_kept_modes,
-    keep_modes,
-)
-from samestep.bridges.lightning.stand_in import AFTER_STEP, BEFORE_STEP, NEWEST, StandIn
+from samestep.bridges.lightning.module_hooks import call, in_first_modes, in_kept_modes, keep_modes
+from samestep.bridges.lightning.stand_in import AFTER_STEP, BEFORE_STEP, NEWEST, REMEDIES, StandIn
 from samestep.bridges.lightning.whole import AT_END, WholeMetrics, keeping_nothing, take_states
 from samestep.core.data.recipe_data import Unpacked, as_pytorch, reads_each_once
 from samestep.core.data.samplers import SamplerOrder
@@ -368,7 +362,7 @@ class _Brought:
             self._note_names({plain_name(n, nth): n for n in logged}, nth, f"{name}{place}")
         own, loss = values.pop("loss", None), outputs.get("loss")  # the record has it as the loss
         own = cast("Any", own).compute() if isinstance(own, nn.Module) else own
-        metrics = take_states(module, values)
+        metrics = *take_states(module, values), trainer.testing
         seen.values = {n: v for n, v in values.items() if n not in metrics[0]}
         seen.batches += 1
         if loss is None and own is None:
@@ -401,7 +395,8 @@ class _Brought:
 
     def ended(self, module: Any, end: Any) -> dict[str, Any]:
         """Call `on_train_epoch_end`; return what it logs."""
-        own = {self.names.get(n, n): torch.tensor(v) for n, v in end.metrics.items()}
+        names = self.names | self.trainer.ended
+        own = {names.get(n, n): torch.tensor(v) for n, v in end.metrics.items()}
         self.trainer.callback_metrics = own
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "The ``compute`` method of metric")  # of nothing

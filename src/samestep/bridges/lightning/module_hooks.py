@@ -10,17 +10,6 @@ from typing import Any
 from samestep.base.errors import UserError, blame, defined_at, listed
 from samestep.core.learner.after_epoch import keeps_trained
 
-REMEDIES = {
-    "configure_callbacks": "--patience stops early, --keep-top-k keeps the best checkpoints.",
-    "configure_gradient_clipping": "--clip-norm clips.",
-    "optimizer_zero_grad": "Leave it out: gradients are None before each step.",
-    "lr_scheduler_step": "Leave it out: a scheduler steps after each epoch, or by “interval”.",
-    "on_load_checkpoint": "Keep it in a buffer, or by get_extra_state.",
-    "transfer_batch_to_device": "Leave it out: all tensors of a batch are moved.",
-    "state_dict": "Leave it out: a run keeps its place in the data.",
-    "optimizer_step": "Warm up by a scheduler in configure_optimizers, with interval “step”.",
-}
-"""What to do about hooks that are not called."""
 _FIRST, _KEPT = "_samestep_first_in_eval", "_samestep_in_eval"
 
 

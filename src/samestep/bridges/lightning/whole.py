@@ -69,23 +69,22 @@ class WholeMetrics(ComputedOnce):
 
     gives_loss = True
 
-    def take(self, outputs: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-        """Return what `take_states` has of a batch; where only a loss is tried, nothing."""
-        taken: tuple[dict[str, str], dict[str, Any]] = outputs.get("metrics", ({}, {}))
-        return taken
+    def take(self, outputs: dict[str, Any]) -> Any:
+        """Return what `take_states` has of a batch, and whether it is of a test."""
+        return outputs.get("metrics", ({}, {}, False))  # none where only a loss is tried
 
     def compute(self) -> dict[str, Any]:
         """Return what the metrics are over all samples, by logged name, and what the hook logs."""
         module = self.by.of() or self.by.built()
         names, states = dict[str, str](), defaultdict[str, list[Any]](list)
-        for of_batch, its in self.seen:
+        for of_batch, its, _ in self.seen:
             names |= of_batch
             for place, state in its.items():
                 states[place].append(state)
         for place, of_batches in states.items():
             put_into(module.get_submodule(place), of_batches)
         values = {name: module.get_submodule(place).compute() for name, place in names.items()}
-        hook = getattr(module, AT_END[self.by.testing])
+        hook = getattr(module, AT_END[any(tests for *_, tests in self.seen)])
         _, logged = noted(hook)
         counts = {n: getattr(m, "_update_count", 0) for n, m in module.named_modules()}
         for metric in metrics_of(module):
@@ -96,4 +95,5 @@ class WholeMetrics(ComputedOnce):
                 "last from one evaluation to the next; no checkpoint holds it.",
                 remedy="Leave it out: records have each evaluation, and --monitor keeps the best.",
             )
+        self.by.ended |= {plain_name(name): name for name in logged}
         return values | {plain_name(name): value for name, value in logged.items()}
