@@ -170,7 +170,7 @@ def test_an_evaluation_by_training_step_leaves_buffers_as_they_are():
     net = torch.nn.BatchNorm1d(2).eval()
     type(net).training_step = lambda own: own.running_mean.add_(1).sum()
     evaluated = Evaluated()
-    assert called(net, "training_step", None, evaluated=evaluated)[0]["loss"] == 2
+    assert called(net, "training_step", None, seen=evaluated)[0]["loss"] == 2
     assert evaluated.buffers(net) is evaluated.buffers(net)  # copied once in an evaluation
     assert not net.running_mean.any()
 

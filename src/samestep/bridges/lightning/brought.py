@@ -356,7 +356,7 @@ class _Brought:
         place, numbers = defined_at(getattr(type(module), name)), (seen.batches, nth or 0)
         checked = keeping_nothing(module, nth, f"{name}{place}") if ends else nullcontext()
         with checked if seen.batches == 0 else nullcontext():
-            outputs, logged = called(module, name, value, *numbers, kept=True, evaluated=seen)
+            outputs, logged = called(module, name, value, *numbers, kept=True, seen=seen)
         values = {plain_name(n, nth): v for n, v in logged.items()}
         if trainer.validating:
             self._note_names({plain_name(n, nth): n for n in logged}, nth, f"{name}{place}")
@@ -366,7 +366,7 @@ class _Brought:
         seen.values = {n: v for n, v in values.items() if n not in metrics[0]}
         seen.batches += 1
         if loss is None and own is None:
-            outputs, _ = called(module, "training_step", value, *numbers, evaluated=seen)
+            outputs, _ = called(module, "training_step", value, *numbers, seen=seen)
             own = outputs["loss"]
         return {"loss": torch.as_tensor(own if loss is None else loss), "metrics": metrics}
 

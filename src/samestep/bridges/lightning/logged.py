@@ -40,20 +40,12 @@ class Evaluated:
 
 
 def called(
-    module: Any,
-    name: str,
-    batch: Any,
-    *numbers: int,
-    kept: bool = False,
-    evaluated: Evaluated | None = None,
+    module: Any, name: str, batch: Any, *numbers: int, kept: bool = False, seen: Any = None
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Call a step; return what it returns by name, and what it logs, if that is kept.
-
-    A training step that is `evaluated` leaves buffers as they were.
-    """
+    """Call a step; return what it returns by name, and what it logs, if that is kept."""
     function = getattr(module, name)
     given = (batch, *numbers)[: _num_taken(module.__class__, name)]
-    put_back = evaluated and name == "training_step" and evaluated.buffers(module)
+    put_back = seen and name == "training_step" and seen.buffers(module)  # in an evaluation
     returned, logged = noted(function, *given, kept=kept)
     if put_back:
         put_back()
