@@ -190,6 +190,7 @@ SCRIPT = """if __name__ == "__main__":
     args.seed = int([*sys.argv, 42][1])
     trainer = Trainer(model, args, **given)
     trainer.train(resume_from_checkpoint=None)
+    trainer.save_model()
 """
 
 
@@ -202,7 +203,8 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     script = written(tmp_path, (OURS, SCRIPT), imports)
     Path(script).rename(tmp_path / "parts.py")  # what it needs is in a module beside it
     Path(script).write_text(f"from parts import *  # a recipe by others\n{SCRIPT}")
-    train_here(script, *how, "--run-dir", str(tmp_path / "run"))
+    printed = train_here(script, *how, "--run-dir", str(tmp_path / "run"))
+    assert "brought.py:6: what follows" in printed
     mine, theirs = (last_state(tmp_path / name)["model"] for name in ("run", "recipe"))
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
     place = ("--run-dir", str(tmp_path / "told"))
@@ -212,7 +214,7 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     assert "given 7 and now 8" in refused("train", script, *place, "--resume", "--", "8")
     for call, says in {
         "train(resume_from_checkpoint=True)": "--resume",
-        "train": "calling",
+        "train": "-- --do_train",
         "train(exit(2))": "no arguments",
     }.items():
         changed = SCRIPT.replace("train(resume_from_checkpoint=None)", call)

@@ -10,28 +10,29 @@ import samestep
 from tests.command_line import run, train_here
 
 pl = pytest.importorskip("lightning.pytorch")
+DummyLogger = pl.loggers.logger.DummyLogger
 # The trainings are made once, for all tests of this file.
 pytestmark = pytest.mark.xdist_group("lightning as brought")
 
 MODULE = """
-import torch, lightning as L
+import torch, lightning as L, samestep.lightning
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
-import samestep.lightning
-NORM, VAL = False, "val_out"
+NORM, VAL, TOP, BACK = False, "val_out", "val_top", range(122, -1, -1)
 class Own(DataLoader): __iter__ = None
 class Rows(TensorDataset):
     def __getitem__(self, k): return [t[k] if k < 123 else exit(9) for t in self.tensors]
 class Data(L.LightningDataModule):
+    def prepare_data(self): torch.rand(1)  # on one rank of a node
     def setup(self, stage):
+        assert vars(self).setdefault(stage, 1) == 1; vars(self)[stage] += 1  # once
         x = torch.randn(123, 6, generator=torch.Generator().manual_seed(3))
         self.data = TensorDataset(x, (x.sum(1) > 0).float())
-    def train_dataloader(self):
-        return DataLoader(Subset(self.data, range(122, -1, -1)), batch_size=8)
+        self.test_dataloader = lambda: [DataLoader(self.data, 8)]  # as of from_datasets
+    def train_dataloader(self): return DataLoader(Subset(self.data, BACK), batch_size=8)
     def val_dataloader(self): return DataLoader(self.data, batch_size=8)
-    def test_dataloader(self): return [DataLoader(self.data, batch_size=8)]
 class Odd:
     def set_epoch(self, epoch): self.epoch = epoch
     def __len__(self): return 101
@@ -52,14 +53,14 @@ class Net(L.LightningModule):
         self.ema += 0.1 * self.trainer.is_last_batch
     def on_train_start(self):
         self.logger.log_hyperparams(self.hparams); self.net[3].weight.data.mul_(0.5)
-    def on_validation_epoch_end(self): pass
+    def on_validation_epoch_end(self): self.log("val_top", self.auroc.compute())
     def on_before_batch_transfer(self, batch, _):
         return batch[0] + 0.1 * self.trainer.validating, batch[1]
     def forward(self, x): return self.net(self.net(self.still(x)) + x).squeeze(1)
     def on_train_epoch_start(self): self.factor = 1 + 0.1 * self.current_epoch
     def on_train_epoch_end(self):
-        self.net[1].bias.requires_grad_(self.current_epoch > 0)
-        self.log("bias", self.net[1].bias.sum() + self.trainer.callback_metrics[VAL])
+        self.net[1].bias.requires_grad_(self.current_epoch > 0); m = self.trainer.callback_metrics
+        self.log("bias", self.net[1].bias.sum() + m[VAL] + 0 * m[TOP])
     def training_step(self, batch, batch_idx):
         loss = self.loss(self(batch[0]), batch[1])
         self.log("rate", self.optimizers().param_groups[0]["lr"], reduce_fx="max")
@@ -69,7 +70,7 @@ class Net(L.LightningModule):
         x, y = batch; out = self(x) + 0 * self.optimizers().param_groups[0]["lr"]
         self.mean.update(self.loss(out, y).detach(), weight=len(y)); self.log("val_loss", self.mean)
         self.log("val_step", 2.0)
-        self.accuracy(out, y)
+        self.accuracy(out, y); self.auroc.update(out, y); self.log("val/auroc", self.auroc)
         self.log_dict({"val/accuracy": self.accuracy, "val_out": out.mean()})
     def test_step(self, *given): self.log("test_out", self(given[0][0]).mean())
     def configure_optimizers(self):
@@ -94,8 +95,7 @@ def written(tmp_path, *changes):
 
 
 def evaluated(folder, split):
-    records = [one for one in samestep.read_records(folder) if one["event"] == "evaluation"]
-    return [one for one in records if one["split"] == split][-1]
+    return [one for one in samestep.read_records(folder) if one.get("split") == split][-1]
 
 
 @pytest.mark.parametrize(("precision", "theirs"), [("fp32", "32-true"), ("bf16", "bf16-mixed")])
@@ -103,7 +103,7 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(
     tmp_path, precision, theirs
 ):
     """With a schedule, hooks, a norm, a sampler of its own, and two validation loaders."""
-    sampler = ("Subset(self.data, range(122, -1, -1)), batch_size=8", "self.data, 8, sampler=Odd()")
+    sampler = ("Subset(self.data, BACK), batch_size=8", "self.data, 8, sampler=Odd()")
     drawn = (', order="sequential"', "")
     endless = ("= TensorDataset(", "= Rows(")  # one that is read whole never ends
     several = (
@@ -116,16 +116,16 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(
     )
     by_name = 'f"val_{dataloader_idx}_out", out.mean() * (1 + dataloader_idx)'
     weighed = ('"val_out": out.mean()})', f"}}); self.log({by_name}, add_dataloader_idx=False)")
-    named = ('False, "val_out"', 'True, "val_1_out"')
-    file = written(tmp_path, sampler, drawn, endless, several, asked, weighed, named)
+    named = ('False, "val_out", "val_top"', 'True, "val_1_out", "val_1_out"')
+    file = written(tmp_path, sampler, drawn, endless, several, asked, weighed, named, NO_END)
     train_here(file, *ALONE, "--precision", precision, "--run-dir", str(tmp_path / "run"))
     parts = dict.fromkeys(("enable_checkpointing", "enable_progress_bar"), False)
-    parts["logger"], parts["precision"] = pl.loggers.logger.DummyLogger(), theirs
+    parts["precision"] = theirs
     theirs = runpy.run_path(file)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with warnings.catch_warnings(action="ignore"):  # on workers, and on srun
-        trainer = pl.Trainer(max_epochs=3, accelerator="cpu", **parts)
+        trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=DummyLogger(), **parts)
         trainer.fit(theirs["net"], theirs["Data"]())
     torch.set_num_threads(threads)
     mine, net = samestep.load(tmp_path / "run", checkpoint="last"), theirs["net"]
@@ -133,6 +133,8 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(
     torch.testing.assert_close({**mine.state_dict()}, {**net.state_dict()}, rtol=0, atol=0)
     validation = evaluated(tmp_path / "run", "validation")
     assert validation["val_step"] == 2
+    auroc = trainer.callback_metrics["val/auroc/dataloader_idx_0"].item()
+    assert validation["dataloader_idx_0/auroc"] == pytest.approx(auroc, rel=1e-6)
     own = {"loss": "val_loss", "accuracy": "val/accuracy"}
     for name in ("loss", "accuracy", "out"):
         of = f"{own[name]}/dataloader_idx_%d" if name in own else "val_%d_out"
@@ -150,7 +152,8 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(
 def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, strategy):
     hooks = "on_before_zero_grad", "on_before_optimizer_step", "on_train_batch_end"
     left_out = [(f"def {hook}", f"def _{hook}") for hook in hooks if strategy == "fsdp"]
-    changes = ("int(self.trainer.estimated_stepping_batches)", "48"), *left_out
+    drawn = (", generator=torch.Generator().manual_seed(3)", "")  # alike on all ranks
+    changes = drawn, ("int(self.trainer.estimated_stepping_batches)", "48"), *left_out
     file = written(tmp_path, *changes)
     fp64 = ("--precision", "fp64", "--device", "cpu")
     one, three = (str(tmp_path / name) for name in ("one", "three"))
@@ -161,15 +164,19 @@ def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, str
     for split in ("validation", "test"):
         own, other = (evaluated(folder, split) for folder in (one, three))
         assert own["out"] == pytest.approx(other["out"], rel=1e-9)
-        assert own.get("accuracy") == other.get("accuracy")
+        for name in {"accuracy", "auroc", "top"} & own.keys():
+            assert own[name] == pytest.approx(other[name], abs=1e-12)
+        assert own.get("top") == own.get("auroc")
 
 
 def test_an_evaluation_by_training_step_leaves_buffers_as_they_are():
-    from samestep.bridges.lightning.logged import called
+    from samestep.bridges.lightning.logged import Evaluated, called
 
     net = torch.nn.BatchNorm1d(2).eval()
     type(net).training_step = lambda own: own.running_mean.add_(1).sum()
-    assert called(net, "training_step", None)[0]["loss"] == 2
+    evaluated = Evaluated()
+    assert called(net, "training_step", None, seen=evaluated)[0]["loss"] == 2
+    assert evaluated.buffers(net) is evaluated.buffers(net)  # copied once in an evaluation
     assert not net.running_mean.any()
 
 
@@ -178,7 +185,10 @@ LISTED = '[optimizer], [{"scheduler": scheduler, "interval": "step"}]'
 BY_DICT = '[optimizer], {"scheduler": scheduler,'
 TOP = 'dict(optimizer=optimizer, lr_scheduler=scheduler, monitor="val_acc")'
 FREEZES = "self.net[3].requires_grad_(self.current_epoch < 1)"
-VALUE = 'self.log("val_auroc", self.auroc(out, y))'
+NO_END = ("def on_validation_epoch_end", "def not_a_hook")
+LATE = [("self.loss, self", "self.late = MeanMetric(); self.loss, self")]
+LATE += [('self.log("val_top', 'self.late(1.0); self.log("val_top')]
+TWO = ("return DataLoader(self.data, batch_size=8)", "return 2 * [DataLoader(self.data)]")
 IN_EVAL = "self.still.train(self.current_epoch != 1)"
 
 
@@ -190,8 +200,10 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([("epochs=3", 'epochs=3, strategy="fsdp"')], "parts of the weights"),
         ([("self.save_hyperparameters()", "self.automatic_optimization = False")], "open_run"),
         ([("return [optimizer], ", "return [optimizer, optimizer], ")], "returns several"),
-        ([("def on_train_epoch_start", "def on_validation_epoch_end")], "on_validation_epoch_end"),
-        ([("y)\n        self.log_dict(", f"y); {VALUE}\n        self.log_dict(")], "is not a mean"),
+        ([("def on_train_epoch_start", "def on_validation_start")], "on_validation_start"),
+        (LATE, "updates late"),
+        ([('"val_step", 2.0)', '"val_step", 2.0); self.kept = [2.0]')], "changes the model's kept"),
+        ([TWO], "validation loaders"),
         ([("self.net[1].bias.sum() +", "self.accuracy.compute() +")], "has no samples there"),
         ([("return {", "return None and {")], "returned no loss"),
         ([("(self.trainer.esti", "(self.trainer.fit_loop.esti")], "asks its Trainer for 'fit"),

@@ -101,8 +101,7 @@ ALONE = {
 
 
 def as_target(target: str | Path, folder: Path) -> str:
-    is_text = isinstance(target, str) and "\n" in target
-    return str(tiny.write_recipe(folder, target) if is_text else target)
+    return str(tiny.write_recipe(folder, target) if "\n" in str(target) else target)
 
 
 @pytest.fixture(scope="module")

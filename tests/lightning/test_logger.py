@@ -6,8 +6,8 @@ import re
 import signal
 import sys
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,11 +41,11 @@ def make_module():
             self.log("a:b*", index if index % 2 else math.nan, rank_zero_only=True)
             return loss if index != self.hparams.odd else self.no_such_thing
 
-        def validation_step(self, batch, index):
-            self.log("val_loss", self.line(batch).square().mean(), sync_dist=True)
+        def validation_step(self, batch, index, name="val_loss"):
+            self.log(name, self.line(batch).square().mean(), sync_dist=True)
 
         def test_step(self, batch, index):
-            self.log("test_loss", self.line(batch).square().mean(), sync_dist=True)
+            self.validation_step(batch, index, "test_loss")
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
@@ -59,16 +59,8 @@ def make_module():
     return Module
 
 
-@dataclass
-class Fitted:
-    logged: list  # what the Trainer gave to loggers: (step, metrics)
-    imported: list
-    weights: list
-    directory: str
-
-
 def fit(folder, trackers, environment, more=None, epochs=2, end_s=PATIENCE_S, faults=()):
-    """Fit and test in a Trainer on this rank, as under torchrun."""
+    """Fit and test on this rank, as by torchrun; `logged` is what loggers got: (step, metrics)."""
     import logging
     import warnings
 
@@ -101,12 +93,10 @@ def fit(folder, trackers, environment, more=None, epochs=2, end_s=PATIENCE_S, fa
     class Kept(Logger):
         name = version = "kept"
         rows: list = []  # noqa: RUF012
+        log_hyperparams = lambda *_: None  # noqa: E731
 
         def log_metrics(self, metrics, step=None):
             self.rows.append((step, dict(metrics)))
-
-        def log_hyperparams(self, *_):
-            pass
 
     patient = {"timeout_s": 600.0} | (more or {})
     logger = samestep.TrackerLogger(trackers, save_dir="runs", name="mine", **patient)
@@ -120,12 +110,10 @@ def fit(folder, trackers, environment, more=None, epochs=2, end_s=PATIENCE_S, fa
     finally:
         logger.close()
     clients = ("comet_ml", "mlflow", "wandb", "tensorboard", "own_tracker")
-    return Fitted(
-        Kept.rows,
-        [name for name in clients if name in sys.modules],
-        [p.tolist() for p in module.parameters()],
-        logger.log_dir,
-    )
+    imported = [name for name in clients if name in sys.modules]
+    weights = [p.tolist() for p in module.parameters()]
+    done = {"imported": imported, "weights": weights, "directory": logger.log_dir}
+    return SimpleNamespace(logged=Kept.rows, **done)
 
 
 def fits(folder, *args, world_size=1, **kwargs):

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers import EvalPrediction, Seq2SeqTrainer
 from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
 
 from samestep.base.errors import UserError
+from samestep.core.learner.gathered import ComputedOnce
 
 _IGNORED = -100  # pads predictions of other lengths
 
@@ -64,49 +64,18 @@ def generated(
     return {"loss": loss, "predictions": tokens, "labels": labels}
 
 
-@dataclass
-class _Seen:
-    """Predictions of a batch; it travels as a tensor does."""
-
-    predictions: Any
-    labels: Any
-
-    def to(self, *_: Any) -> "_Seen":
-        return self
-
-    detach = to
-
-
-class Predictions:
+class Predictions(ComputedOnce):
     """A metric object: gathers all predictions and labels, and calls `compute_metrics` once."""
 
-    evaluated_alone = True
-    _reductions = {"seen": None}  # noqa: RUF012 - as of a metric of torchmetrics
-
-    def __init__(self, function: Any) -> None:
-        self.function, self.device = function, "cpu"
-        self.reset()
-
-    def to(self, _device: Any) -> None:
-        """Stay on the CPU."""
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self.seen: list[_Seen] = []
-        self._update_count = 0
-
-    def update(self, outputs: dict[str, Any], _batch: Any) -> None:
-        """Take in a batch."""
-        arrays = (nested_numpify(outputs[name]) for name in ("predictions", "labels"))
-        self.seen.append(_Seen(*arrays))
-        self._update_count += 1
+    def take(self, outputs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the predictions and labels of a batch."""
+        return tuple(nested_numpify(outputs[name]) for name in ("predictions", "labels"))
 
     def compute(self) -> dict[str, float]:
         """Return the values of `compute_metrics` for all predictions, padded by -100."""
         join = functools.partial(nested_concat, padding_index=_IGNORED)
-        predictions = functools.reduce(join, [batch.predictions for batch in self.seen])
-        labels = functools.reduce(join, [batch.labels for batch in self.seen])
-        values = self.function(EvalPrediction(predictions=predictions, label_ids=labels))
+        predictions, labels = (functools.reduce(join, s) for s in zip(*self.seen, strict=True))
+        values = self.by(EvalPrediction(predictions=predictions, label_ids=labels))
         return {
             n.removeprefix("eval_"): getattr(v, "item", lambda v=v: v)() for n, v in values.items()
         }

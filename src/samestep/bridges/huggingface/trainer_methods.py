@@ -54,12 +54,13 @@ def check_methods(kind: type) -> None:
         )
 
 
-def noting_uncalled(kind: type, data: Callable[[], Splits]) -> Splits:
-    """Return the data, and a note of a Trainer's own methods that are not called."""
+def noting_uncalled(trainer: Trainer, data: Callable[[], Splits]) -> Splits:
+    """Return the data, and notes of a Trainer's own methods and script that are not called."""
     splits, shown = data(), ("log", "save_model", "_save", "_save_checkpoint", "_load_best_model")
-    own = [name for name in shown if has_own(kind, name)]
+    own, kind = [name for name in shown if has_own(type(trainer), name)], type(trainer)
     note = f"{kind.__name__}{defined_at(kind)} has its own {listed(own)}: not called here."
-    return replace(splits, notes=(*splits.notes, note)) if own else splits
+    notes = *([note] if own else []), *vars(trainer).get("_not_run", ())
+    return replace(splits, notes=(*splits.notes, *notes))
 
 
 def ordered_by(trainer: Trainer, data: Callable[[], Splits]) -> Splits:

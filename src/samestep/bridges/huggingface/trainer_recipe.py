@@ -200,7 +200,7 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
         **settings,
     )
     given: _ForTrainer = cast("Any", base.model).__self__
-    parts: dict[str, Any] = {"data": functools.partial(noting_uncalled, kind, base.data)}
+    parts: dict[str, Any] = {"data": functools.partial(noting_uncalled, trainer, base.data)}
     if has_own(kind, "compute_loss"):
         parts["forward"] = given.computed_by(trainer)
     if has_own(kind, "_get_train_sampler"):

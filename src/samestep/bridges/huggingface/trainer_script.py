@@ -1,5 +1,7 @@
 """A training script that builds a Trainer and calls its `train()`: the Trainer, as a recipe."""
 
+import linecache
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,8 @@ from samestep.base.errors import UserError
 from samestep.base.patches import patched
 from samestep.bridges.huggingface.trainer_recipe import from_trainer
 from samestep.core.recipe_checks import take_script_words
+
+_MORE = re.compile(r"\.(train|evaluate|predict|save_model|save_pretrained)\(")
 
 
 class _FoundTrainer(BaseException):
@@ -38,6 +42,12 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
                 remedy="Leave it out, and continue a run with: samestep train RUN --resume",
             )
         trainers.append(trainer)
+        called = sys._getframe(2)  # noqa: SLF001 - by what called it
+        file, line = called.f_code.co_filename, called.f_lineno
+        if _MORE.search("".join(linecache.getlines(file)[line:])):
+            note = f"The script ends at its train(), {Path(file).name}:{line}: what follows it is "
+            note += "not run. samestep evaluate, predict and export use the weights of the run."
+            vars(trainer)["_not_run"] = [note]
         raise _FoundTrainer
 
     name, arguments, module.__name__ = module.__name__, sys.argv, "__main__"
@@ -63,7 +73,8 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
     if not trainers:
         raise UserError(
             f"{path} names a Trainer, and has ended without calling its train().",
-            remedy="Call it where the file is run as the main program, without arguments, or end "
-            "the file with: recipe = samestep.huggingface.from_trainer(trainer)",
+            remedy=f"It is run with {' '.join(words) or 'no arguments'}: name those that it needs "
+            f"to train, as in samestep train {path} -- --do_train; or end the file with: recipe = "
+            "samestep.huggingface.from_trainer(trainer)",
         )
     vars(module)["recipe"] = from_trainer(trainers[0])

@@ -11,9 +11,10 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from functools import cache, partial
+from typing import Any, NamedTuple, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -50,29 +51,24 @@ from samestep.bridges.lightning.logged import (
     plain_name,
 )
 from samestep.bridges.lightning.module_hooks import call, in_first_modes, in_kept_modes, keep_modes
-from samestep.bridges.lightning.stand_in import AFTER_STEP, BEFORE_STEP, NEWEST, StandIn
+from samestep.bridges.lightning.stand_in import AFTER_STEP, BEFORE_STEP, NEWEST, REMEDIES, StandIn
+from samestep.bridges.lightning.whole import AT_END, WholeMetrics, keeping_nothing, take_states
 from samestep.core.data.recipe_data import Unpacked, as_pytorch, reads_each_once
 from samestep.core.data.samplers import SamplerOrder
 from samestep.core.learner.after_epoch import keeps_trained
+from samestep.core.learner.agreement import rng_state, set_rng_state
 from samestep.core.recipe import Recipe, Splits
 
 _LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 _OF_BATCHES = {"on_before_batch_transfer", "on_after_batch_transfer"}
 _OF_DATA = {"setup", "prepare_data", *_OF_BATCHES, *_LOADERS.values()}
 _OF_STEPS = {"training_step", "validation_step", "test_step", "configure_optimizers", "forward"}
-_OF_EPOCHS = {"on_train_epoch_start", "on_train_epoch_end"}
+_OF_EPOCHS = {"on_train_epoch_start", "on_train_epoch_end", *AT_END}
 _AT_START = ("on_fit_start", "on_train_start")
 _AROUND_STEP = {*BEFORE_STEP, AFTER_STEP}
 _CALLED = _OF_DATA | _OF_STEPS | _OF_EPOCHS | _AROUND_STEP | {"configure_model", *_AT_START}
 _LEFT_ALONE = {"teardown", "predict_dataloader", "predict_step"}
 """Hooks that change no training."""
-_REMEDIES = {
-    "on_validation_epoch_end": "Log in validation_step: the mean over all samples is made here.",
-    "on_test_epoch_end": "Log in test_step: the mean over all samples is made here.",
-    "configure_callbacks": "--patience stops early, --keep-top-k keeps the best checkpoints.",
-    "configure_gradient_clipping": "--clip-norm clips.",
-    "optimizer_step": "Warm up by a scheduler in configure_optimizers, with interval “step”.",
-}
 _DROPS = (
     "The training loader's drop_last=True is not used: --drop-last leaves out an incomplete step."
 )
@@ -129,7 +125,7 @@ def recipe(module: Any, datamodule: Any = None, **settings: Any) -> Recipe:
         evaluate_batch=brought.measured,
         optimizer=brought.optimizer,
         schedule=brought.schedule,
-        metrics={},
+        metrics={"torchmetrics": WholeMetrics(brought.trainer)},
         options=_Options,
         settings=settings,
     )
@@ -253,13 +249,14 @@ class _Brought:
         for hook in _AT_START if self.trainer.samples else ():  # before a training, not to load one
             getattr(module, hook)()
         keep_modes(module)
+        self.trainer.built = weakref.ref(module)
         return module  # type: ignore[no-any-return]
 
     def data(self, options: _Options) -> Splits:
         """Prepare the data and open its loaders."""
         source: Any = {"train": one} if isinstance(one := self.datamodule, DataLoader) else one
         base: type = object
-        own = source is None
+        own, drawn = source is None, rng_state()
         if not isinstance(source, Mapping):
             source = _made(self.module if own else source)
             base = _base(source, "LightningModule" if own else "LightningDataModule")
@@ -268,7 +265,7 @@ class _Brought:
             if options.download and self.trainer.local_rank == 0:  # first on each node
                 source.prepare_data()
             self.trainer.datamodule = None if own else source
-        train, validation, test = (self._opened(source, base, stage) for stage in _LOADERS)
+        train, validation, test = (self._opened(source, base, n, drawn) for n in _LOADERS)
         if train is None:
             raise UserError(f"There is no train_dataloader{defined_at(type(source))}.")
         self.trainer.samples = len(train)
@@ -277,12 +274,14 @@ class _Brought:
         notes = [_DROPS] if self.trainer.drops and not self.settings.get("drop_last") else ()
         return Splits(train=train, validation=validation, test=test, notes=tuple(notes))
 
-    def _opened(self, source: Any, base: type, stage: str) -> Any:
+    def _opened(self, source: Any, base: type, stage: str, drawn: dict[str, Any]) -> Any:
         """Return the data of a stage, or, of several validation loaders, that of each by name."""
         if isinstance(source, Mapping):
             loader = source.get(stage)
         elif _has_own(source, base, _LOADERS[stage]):
-            source.setup("test" if stage == "test" else "fit")
+            if stage != "validation":  # a setup that splits at random does it once, and alike
+                set_rng_state(drawn)  # for the test; prepare_data may have drawn on one rank
+                source.setup("test" if stage == "test" else "fit")
             loader = getattr(source, _LOADERS[stage])()
         else:
             return None
@@ -352,20 +351,24 @@ class _Brought:
         wanted = ("test_step",) * trainer.testing + ("validation_step", "training_step")
         name = next(n for n in wanted if _has_own(module, base, n))
         nth = int(batch.stage.removeprefix(NTH)) if batch.stage.startswith(NTH) else None
-        outputs, logged = called(module, name, value, seen.batches, nth or 0, kept=True)
-        place = defined_at(getattr(type(module), name))
+        own_hooks = (hook for hook in AT_END if _has_own(module, base, hook))
+        ends = any(not _is_empty(getattr(type(module), hook)) for hook in own_hooks)
+        place, numbers = defined_at(getattr(type(module), name)), (seen.batches, nth or 0)
+        checked = keeping_nothing(module, nth, f"{name}{place}") if ends else nullcontext()
+        with checked if seen.batches == 0 else nullcontext():
+            outputs, logged = called(module, name, value, *numbers, kept=True, seen=seen)
         values = {plain_name(n, nth): v for n, v in logged.items()}
         if trainer.validating:
             self._note_names({plain_name(n, nth): n for n in logged}, nth, f"{name}{place}")
-        metrics = metrics_of(module)
-        values = seen.add(batch.samples, values, metrics, place)
-        for metric in metrics:
-            metric.reset()
         own, loss = values.pop("loss", None), outputs.get("loss")  # the record has it as the loss
+        own = cast("Any", own).compute() if isinstance(own, nn.Module) else own
+        metrics = *take_states(module, values), trainer.testing
+        seen.values = {n: v for n, v in values.items() if n not in metrics[0]}
+        seen.batches += 1
         if loss is None and own is None:
-            outputs, _ = called(module, "training_step", value, seen.batches, nth or 0)
+            outputs, _ = called(module, "training_step", value, *numbers, seen=seen)
             own = outputs["loss"]
-        return {"loss": torch.as_tensor(own if loss is None else loss)}
+        return {"loss": torch.as_tensor(own if loss is None else loss), "metrics": metrics}
 
     def _note_names(self, logged: dict[str, str], nth: int | None, step: str) -> None:
         """Note what a batch logs, plain name → as logged; each batch must log the same."""
@@ -392,7 +395,8 @@ class _Brought:
 
     def ended(self, module: Any, end: Any) -> dict[str, Any]:
         """Call `on_train_epoch_end`; return what it logs."""
-        own = {self.names.get(n, n): torch.tensor(v) for n, v in end.metrics.items()}
+        names = self.names | self.trainer.ended
+        own = {names.get(n, n): torch.tensor(v) for n, v in end.metrics.items()}
         self.trainer.callback_metrics = own
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "The ``compute`` method of metric")  # of nothing
@@ -453,7 +457,8 @@ def _base(module: Any, name: str) -> type:
 
 
 def _has_own(module: Any, base: type, name: str) -> bool:
-    return getattr(type(module), name, None) is not getattr(base, name, None)
+    own = vars(module).get(name, getattr(type(module), name, None))  # as from_datasets sets it
+    return own is not getattr(base, name, None)
 
 
 def _all_gather(*_: Any, **__: Any) -> NoReturn:
@@ -474,13 +479,14 @@ def _check_hooks(module: Any, base: type) -> None:
     own = [n for n in hooks if n not in _CALLED | _LEFT_ALONE and _has_own(module, base, n)]
     own = [n for n in own if not _is_empty(getattr(type(module), n))]
     if own:
-        remedy = _REMEDIES.get(own[0], "Where the training needs it: samestep.open_run.")
+        remedy = REMEDIES.get(own[0], "Where the training needs it: samestep.open_run.")
         raise UserError(
             f"{type(module).__name__}{defined_at(type(module))} has {listed(own)}, which samestep "
             f"does not call. {remedy}"
         )
 
 
+@cache
 def _is_empty(function: Any) -> bool:
     """Whether a hook does nothing, as those of templates."""
     code = getattr(function, "__code__", None)

@@ -1,6 +1,5 @@
 """What a LightningModule's step returns and logs: a loss, and means over samples."""
 
-import copy
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -21,7 +20,6 @@ from samestep.core.learner.side_effects import keep_buffers
 _STAGES = ("train_", "training_", "val_", "valid_", "validation_", "test_")
 NTH = "dataloader_idx_"
 """As Lightning calls what several validation loaders measure."""
-_APART = 1e-4  # relative: rounding in float32 is less
 
 _logged: ContextVar[dict[str, Any] | None] = ContextVar("logged", default=None)
 _OF_MEANS = ("mean", "avg", torch.mean)
@@ -29,51 +27,26 @@ _OF_MEANS = ("mean", "avg", torch.mean)
 
 @dataclass
 class Evaluated:
-    """An evaluation: what its newest batch has logged."""
+    """An evaluation: what its newest batch has logged, but for metrics of torchmetrics."""
 
     stage: str = ""
     batches: int = 0
     values: dict[str, Any] = field(default_factory=dict)
-    _first: dict[str, tuple[Any, float, int]] = field(default_factory=dict)
-    """Of the first batch, metrics of torchmetrics by name, their values, and the samples."""
+    _put_back: Callable[[], None] | None = None
 
-    def add(self, samples: int, values: dict[str, Any], objects: Any, where: str) -> dict[str, Any]:
-        """Take what a batch has logged; return it as numbers.
-
-        Metrics other than means over samples, and their values, are refused by the second batch.
-        """
-        returned = [(v, m) for m in objects for v in (m._forward_cache, m._computed)]  # noqa: SLF001
-        of = {value.data_ptr(): m for value, m in returned if isinstance(value, Tensor)}
-        values = {
-            n: of.get(v.data_ptr(), v) if isinstance(v, Tensor) else v for n, v in values.items()
-        }
-        metrics: dict[str, Any] = {n: v for n, v in values.items() if isinstance(v, nn.Module)}
-        means = {n: mean_of(m.compute(), samples) for n, m in metrics.items()}
-        for name, metric in metrics.items():
-            if self.batches == 0:
-                self._first[name] = copy.deepcopy(metric), means[name], samples
-            elif self.batches == 1 and name in self._first:
-                both, first, rows = self._first[name]
-                both.merge_state(metric)
-                both._computed = None  # noqa: SLF001 - it would return what it computed before
-                mean = (first * rows + means[name] * samples) / (rows + samples)
-                if abs(float(both.compute()) - mean) > _APART * max(1.0, abs(mean)):
-                    raise UserError(
-                        f"{type(metric).__name__}, logged as {name!r}{where}, is not a mean over "
-                        "samples, which is what is made here of a logged value. Leave it out."
-                    )
-        self.values, self.batches = values | means, self.batches + 1
-        return self.values
+    def buffers(self, module: nn.Module) -> Callable[[], None]:
+        """Return what puts back a module's buffers, such as a queue that training_step fills."""
+        self._put_back = self._put_back or keep_buffers(module)
+        return self._put_back
 
 
 def called(
-    module: Any, name: str, batch: Any, *numbers: int, kept: bool = False
+    module: Any, name: str, batch: Any, *numbers: int, kept: bool = False, seen: Any = None
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """Call a step; return what it returns by name, and what it logs, if that is kept."""
     function = getattr(module, name)
     given = (batch, *numbers)[: _num_taken(module.__class__, name)]
-    measures = name == "training_step" and not module.training
-    put_back = keep_buffers(module) if measures else None  # as a queue that training fills
+    put_back = seen and name == "training_step" and seen.buffers(module)  # in an evaluation
     with casting_anew():
         returned, logged = noted(function, *given, kept=kept)
     if put_back:

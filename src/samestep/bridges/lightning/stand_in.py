@@ -24,6 +24,17 @@ NEWEST: ContextVar[tuple[Any, Any, int]] = ContextVar("newest", default=({}, Non
 
 It is in no attribute: those are compared between two steps, for what a module counts.
 """
+REMEDIES = {
+    "configure_callbacks": "--patience stops early, --keep-top-k keeps the best checkpoints.",
+    "configure_gradient_clipping": "--clip-norm clips.",
+    "optimizer_zero_grad": "Leave it out: gradients are None before each step.",
+    "lr_scheduler_step": "Leave it out: a scheduler steps after each epoch, or by “interval”.",
+    "on_load_checkpoint": "Keep it in a buffer, or by get_extra_state.",
+    "transfer_batch_to_device": "Leave it out: all tensors of a batch are moved.",
+    "state_dict": "Leave it out: a run keeps its place in the data.",
+    "optimizer_step": "Warm up by a scheduler in configure_optimizers, with interval “step”.",
+}
+"""What to do about hooks that are not called."""
 _OF_RANK = {"global_rank": "RANK", "local_rank": "LOCAL_RANK"}
 _DECIDED: dict[str, Any] = {"should_stop": False, "max_epochs": None, "max_steps": -1}
 _DECIDED |= {"gradient_clip_val": None, "accumulate_grad_batches": 1}
@@ -51,8 +62,10 @@ class StandIn:
         self.state = SimpleNamespace(fn="fit", status="running")
         vars(self).update(_DECIDED)
         self.samples, self.drops = 0, False
-        self.of: Callable[[], Any]
-        """Returns the module."""
+        self.of: Callable[[], Any] = lambda: None
+        """Returns the module that was called last, if it is still there; `built` the first."""
+        self.built, self.ended = self.of, dict[str, str]()
+        """Names of what the hook at the end of an evaluation logs: in records → as logged."""
         self.steps_by(SGD([torch.zeros(1)]), {})  # where nothing is trained: steps may log a rate
 
     def train_as(self, settings: Settings) -> None:
@@ -99,7 +112,7 @@ class StandIn:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a loader's worker gets: all but the module."""
-        return {name: value for name, value in vars(self).items() if name != "of"}
+        return {name: value for name, value in vars(self).items() if name not in ("of", "built")}
 
     def __deepcopy__(self, _memo: Any) -> "StandIn":
         return self

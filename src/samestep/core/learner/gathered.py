@@ -1,7 +1,7 @@
-"""Rows of all ranks, in the order of the ranks, on every rank; rows of several batches as one."""
+"""What all ranks have, on every rank: rows, in the order of the ranks; what a metric is made of."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -133,3 +133,28 @@ def rebuilt(tree: Any, tensors: Iterator[Tensor]) -> Any:
         return next(tensors) if leaf.dim() else next(tensors)[0]
 
     return map_leaves(of, tree)
+
+
+class ComputedOnce:
+    """A metric object that takes something of each batch, and computes once, from all ranks'."""
+
+    evaluated_alone, device = True, "cpu"
+    _reductions = {"seen": None}  # noqa: RUF012 - as of a metric of torchmetrics
+    take: Callable[[Any], Any]
+
+    def __init__(self, by: Any) -> None:
+        self.by = by
+        self.reset()
+
+    def to(self, _device: Any) -> None:
+        """Stay on the CPU."""
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.seen: list[Any] = []
+        self._update_count = 0
+
+    def update(self, outputs: Any, _batch: Any) -> None:
+        """Take in a batch."""
+        self.seen.append(self.take(outputs))
+        self._update_count += 1

@@ -328,6 +328,8 @@ def _names_of_losses(
 def _check_names(recipe: Recipe, tried: Tried) -> None:
     measured = tried.measured
     computed = {*tried.computed} - {*recipe.metrics}
+    if any(getattr(metric, "gives_loss", False) for metric in recipe.metrics.values()):
+        computed -= {"loss"}
     check_names("The recipe's metrics returned", computed, TAKEN_NAMES)
     parts = tuple(dict.fromkeys((*tried.parts, *tried.evaluation_parts)))
     taken = {*TAKEN_IN_STEPS, *recipe.metrics, *measured}

@@ -2,7 +2,7 @@
 
 A metric object is one of torchmetrics, or has the same methods: `update`, `compute`, `reset`, and a
 state that can be gathered from all ranks. One with `evaluated_alone` is not measured in training,
-and computes several values by name.
+and computes several values by name; with `gives_loss` one may be the loss of the evaluation.
 """
 
 import copy
@@ -162,9 +162,9 @@ class Objects:
 
     def states(self) -> list[States]:
         """Return the states of this rank's metrics that have samples, on the CPU."""
-        own = {n: _states(m) for n, m in self._metrics.items() if m._update_count}  # noqa: SLF001
+        own = {n: states_of(m) for n, m in self._metrics.items() if m._update_count}  # noqa: SLF001
         for name, (twin, outside) in self._twins.items():
-            own[name] |= {_AS_LOGITS: _states(twin), _OUTSIDE: outside.cpu()}
+            own[name] |= {_AS_LOGITS: states_of(twin), _OUTSIDE: outside.cpu()}
         return [*self._earlier, own] if own else self._earlier
 
     def load(self, states: Sequence[States]) -> None:
@@ -180,11 +180,11 @@ class Objects:
         self._clear()
         for name, metric in self._metrics.items():
             ranks = [states[name] for states in of_ranks if name in states]
-            _put_into(metric, ranks)
+            put_into(metric, ranks)
             if twins := [states[_AS_LOGITS] for states in ranks if _AS_LOGITS in states]:
                 outside = torch.stack([states[_OUTSIDE] for states in ranks if _OUTSIDE in states])
                 self._twins[name] = self._new_twin(metric), outside.any().to(metric.device)
-                _put_into(self._twins[name][0], twins)
+                put_into(self._twins[name][0], twins)
 
     def next_part(self) -> None:
         """Keep the state so far apart: another part of the data begins."""
@@ -217,11 +217,12 @@ class Objects:
         return [number for name, metric in decided for number in _numbers(name, metric, early=True)]
 
 
-def _states(metric: Any) -> dict[str, Any]:
+def states_of(metric: Any) -> dict[str, Any]:
+    """Return a metric's states by name, on the CPU."""
     return {name: _on(getattr(metric, name), "cpu") for name in metric._reductions}  # noqa: SLF001
 
 
-def _put_into(metric: Any, ranks: Sequence[dict[str, Any]]) -> None:
+def put_into(metric: Any, ranks: Sequence[dict[str, Any]]) -> None:
     """Combine states as torchmetrics does: stack or flatten, then reduce."""
     for name, reduction in metric._reductions.items() if ranks else ():  # noqa: SLF001
         values = [states[name] for states in ranks]
@@ -246,7 +247,7 @@ def _numbers(name: str, metric: Any, *, early: bool = False) -> dict[str, float]
             warnings.simplefilter("ignore")  # of metrics that no sample of a small set reaches
             value = metric.compute()
     except Exception as error:
-        if early:
+        if early and not isinstance(error, UserError):
             return {}
         blame(f"The recipe's metric {name!r} failed to compute", error)
     several = getattr(metric, "evaluated_alone", False)
@@ -264,8 +265,8 @@ def _number(name: str, value: Any) -> float:
 
 def _on(value: Any, device: Any) -> Any:
     if isinstance(value, list):
-        return [tensor.detach().to(device) for tensor in value]
-    return value.detach().to(device)
+        return [_on(one, device) for one in value]
+    return value.detach().to(device) if isinstance(value, Tensor) else value
 
 
 _MOST_STEPS, _MOST_BYTES = 64, 16 << 20
