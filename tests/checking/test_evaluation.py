@@ -35,6 +35,22 @@ JOINED = """\
 """
 OF_A_SHARD = planted(UNREDUCED, NO_BEST)
 OF_MEANS = planted(UNEQUAL, NO_BEST, (REDUCE, MEAN), AS_A_MEAN)
+OF_ROOTS = planted(
+    NO_BEST,
+    (REDUCE, MEAN.replace("counts[1]\n", "counts[1]) ** 0.5\n").replace("= c", "= (c")),
+    AS_A_MEAN,
+)
+GATHERED = "dist.all_gather_object(both := [0, 0], GIVEN)\n        mean = sum(both)"
+OF_GATHERED = planted(
+    ("dist.all_reduce(mean)", GATHERED.replace("GIVEN", "mean.item()")), base=OF_MEANS
+)
+BENT = GATHERED.replace("GIVEN", "math.exp(mean.item())")
+OF_EXPONENTIALS = planted(
+    ("= (counts[0] / counts[1]) ** 0.5", "= counts[0] / counts[1]"),
+    ("dist.all_reduce(mean)", BENT),
+    ("import gc\n", "import gc\nimport math\n"),
+    base=OF_ROOTS,
+)
 BEST_OF_A_SHARD = planted(
     UNREDUCED, ("        dist.barrier()\n", REDUCE), (SHOWN, "            pass\n")
 )
@@ -79,6 +95,11 @@ AVERAGED = planted(
     ("import gc\n", "import copy\nimport gc\n"),
     ("right = model(inputs)", "right = average(inputs)"),
 )
+ON_ALL = planted(
+    ("if rank == 0:\n                with", "if True:\n                with"), base=AVERAGED
+)
+LARGER = ("train_set, batch_size=8", "train_set, batch_size=16")
+NO_STATISTICS = planted(BATCHNORM, LARGER, base=ON_ALL)
 TEACHER = """\
             with torch.no_grad():
                 soft = teacher(inputs).softmax(1)
@@ -119,6 +140,15 @@ PLANTED = {
     "a teacher in training mode": (TAUGHT, "SS707", "soft = teacher(", "Sequential, whose"),
     "a teacher within the model": (TAUGHT_WITHIN, "SS707", "soft = self.teacher", "Sequential"),
     "an average of rank 0": (AVERAGED, "SS405", "right = average(", "in 3 evaluations"),
+    "a mean of roots": (OF_ROOTS, "SS402", "dist.all_reduce(mean)", "the root of its own"),
+    "a mean of exponentials": (
+        OF_EXPONENTIALS,
+        "SS402",
+        "dist.all_gather_obj",
+        "the exp of its own",
+    ),
+    "means that are gathered": (OF_GATHERED, "SS402", "dist.all_gather_object", "of 8 and 24"),
+    "an average without statistics": (NO_STATISTICS, "SS716", "right = average(", "1 batch norm"),
     "a mean that is not shown": (IN_A_LIBRARY, "SS402", "dist.all_reduce(mean)", "8 and 24"),
     "a count that is cut": (OF_MEANS_OF_COUNTS, "SS402", "dist.all_reduce(total)", "33 / 2 = 16"),
     "gradients in evaluation": (WITH_GRADIENTS, "SS709", "right = model("),
@@ -143,6 +173,8 @@ MOVES = """\
     ("text", "old", "new"),
     [
         (AVERAGED, "if rank == 0:\n                with", "if True:\n                with"),
+        (ON_ALL, "lerp_(p, 0.1)", "lerp_(p, 0.1 + rank / 2)"),
+        (NO_STATISTICS, "if True:", "average[1].running_mean.add_(1)\n            if True:"),
         (TAUGHT, DROPOUT[1], f"{DROPOUT[1]}.eval()"),
         (TAUGHT, "            optimizer.step()\n", MOVES),
         (OF_MEANS_OF_COUNTS, "total / 2 / (count // 2)", "total / count"),
@@ -152,7 +184,15 @@ MOVES = """\
         (DROPS_ALWAYS, "dropout(x)", "dropout(x, 0.1, True)"),
     ],
     ids=[
-        *("an average", "a teacher", "a mean teacher", "a count", "attention"),
+        *(
+            "an average",
+            "averages that are shared out",
+            "with statistics",
+            "a teacher",
+            "a mean teacher",
+            "a count",
+            "attention",
+        ),
         *("left in evaluation mode on rank 0", "a mode", "asked"),
     ],
 )

@@ -141,7 +141,7 @@ PLANTED = {
     "clipping after the step": (planted(AFTER), "SS315", CLIP, "in 3 of 3 calls"),
     "clipping after a step by hand": (LATE_BY_HAND, "SS315", CLIP),
     "one autocast": (ONE_AUTOCAST, "SS312", STEPPED, "step 2 two steps"),
-    "unequal shares": (UNEQUAL, "SS307", BACKWARD, "step 4 the ranks have 4 and 8 samples"),
+    "unequal shares": (UNEQUAL, "SS307", BACKWARD, "for batches of 4 and 8 samples"),
     "divided by the ranks": (planted((LOSS, HALVED)), "SS309", BACKWARD, "is divided by 2"),
     "gradients that are added up": (by_hand(SUMMED), "SS309", BACKWARD, "is 2 times"),
 }
@@ -299,13 +299,15 @@ def test_a_schedule_of_steps_has_to_fit_those_that_are_taken(total, times, expec
     assert codes(check(tmp_path, text)) == expected
 
 
-def test_unequal_shares_that_count_for_their_size_are_right(tmp_path):
+def test_unequal_shares_that_count_for_their_size_or_are_joined_are_right(tmp_path):
     weighted = """\
             count = torch.tensor(float(len(labels)))
             dist.all_reduce(count)
             loss = loss_of(model(inputs), labels) * len(labels) * 2 / count
 """
     assert check(tmp_path, planted((LOSS, weighted), base=UNEQUAL)).findings == []
+    joined = ("model.train()", "model.train(); model.join().__enter__()")
+    assert check(tmp_path, planted(joined, base=UNEQUAL)).findings == []
 
 
 SUM = "nn.functional.cross_entropy(model(inputs), labels, reduction='sum')"

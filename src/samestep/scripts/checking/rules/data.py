@@ -97,15 +97,16 @@ def shares_overlap(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(first.made, text, remedy)
 
 
-@rule("SS103")
+@rule("SS103", least_ranks=1)
 def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Compare the first two passes of a sampler that knows epochs."""
+    """Compare the first two passes of a sampler that shuffles."""
     each, models = [first for first, *_ in together(seen)], len(seen.ranks[0].of(ev.ModelTrained))
     for first in each:
         shuffled = first.loader.shuffle and sorted(first.order) != first.order
-        if first.loader.set_epoch is None or not shuffled:
+        draws = first.loader.sampler == "RandomSampler" and len(first.order) >= ENOUGH
+        if not shuffled or (first.loader.set_epoch is None and not draws):
             continue
-        if len(first.orders) < 2:
+        if len(first.orders) < 2 and not draws:
             same = [other for other in each if other.made == first.made]
             passes = [(other.loader.data, *o.indices) for other in same for o in other.orders]
             if len(passes) < 2:
@@ -116,16 +117,19 @@ def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
         before, after = (first.orders * 2)[:2]
         if before.indices != after.indices or first.begins_only:
             continue
-        line = seen.line(first.loader.where)
+        if draws and (before is after or models > 1):  # it may be another trial
+            continue
+        line = "" if draws else seen.line(first.loader.where)
         text = f"epochs 1 and 2 read the same samples in the same order ({few(first.order)})"
-        text += f"; the sampler's epoch was {before.set_epoch} and {after.set_epoch}"
+        epochs = f"; the sampler's epoch was {before.set_epoch} and {after.set_epoch}"
         read = re.search(r" in (?:[\w.]+\()*([\w.]+)", line)
         name = read[1] if read else "loader"
         loop = f"+ {name}.sampler.set_epoch(epoch)\n  {line}"
         otherwise = "Call `sampler.set_epoch(epoch)` at the start of each epoch."
+        otherwise = "Seed once, before the first epoch." if draws else otherwise
         yield Found(
             first.loader.where,
-            text,
+            text + ("" if draws else epochs),
             loop if line.startswith("for ") else otherwise,
             comes_from={"the sampler is made": first.loader.sampler_made},
         )
