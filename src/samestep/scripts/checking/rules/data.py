@@ -115,9 +115,8 @@ def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
             if len(same) < 3 or len({*passes}) > 1 or models > 1 or first.loader.data is None:
                 continue
         before, after = (first.orders * 2)[:2]
-        if before.indices != after.indices or first.begins_only:
-            continue
-        if draws and (before is after or models > 1):  # it may be another trial
+        other = draws and (before is after or models > 1)  # it may be another trial
+        if before.indices != after.indices or first.begins_only or other:
             continue
         line = "" if draws else seen.line(first.loader.where)
         text = f"epochs 1 and 2 read the same samples in the same order ({few(first.order)})"

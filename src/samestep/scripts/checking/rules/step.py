@@ -138,7 +138,7 @@ def sums_weights(seen: Seen) -> Iterator[Found | NotSeen]:
 def averages_unequal_shares(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the weight of a sample on each rank in steps whose batches differ in size."""
     uneven = any(isinstance(result, Found) for result in uneven_batches(seen))
-    if uneven or seen.any(ev.JoinEntered):
+    if uneven or seen.stall is not None or seen.any(ev.JoinEntered):
         return  # the ranks do not even take the same steps
     yield from _unlike_weights(seen, shares=True)
 

@@ -44,8 +44,10 @@ def watching(recorder: Recorder) -> Iterator[None]:
         (_REDUCE, numbers.on_reduce),
         (_DIVIDE, numbers.on_divide),
     ):
-        for place, name in _BENT[2:]:  # a scripted function looks them up by what they are
-            torch.jit._builtins._register_builtin(getattr(place, name), f"aten::{name}")  # noqa: SLF001
+        for place, name in _BENT[2:]:  # torch.jit finds them by what they are, pickle by their name
+            function = getattr(place, name)
+            function.__qualname__ = name
+            torch.jit._builtins._register_builtin(function, f"aten::{name}")  # noqa: SLF001
         yield
 
 
