@@ -160,6 +160,11 @@ RIGHT = {
         ("        scheduler.step()\n", f"        scheduler.step()\n{AVERAGED}"),
     ),
     "experts clipped by one norm": CLIPPED_ALIKE,
+    "experts that rows are sent to": planted(
+        ("nn.Linear(8, 2), nn.Linear(8, 2)", "nn.Linear(8, 2), nn.Linear(8, 40)"),
+        ("expert(inputs)", "expert(dist.all_to_all_single(r := inputs + 0, inputs) or r)[:, :2]"),
+        base=CLIPPED_ALIKE,
+    ),
     "experts inside of the model": EXPERTS_INSIDE,
     "master weights": unwrapped(
         ("\n\ndef main():\n", MASTERS),

@@ -108,7 +108,8 @@ def _differing(sums: Sequence[ev.Checksums]) -> list[str]:
 @rule("SS201")
 def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
     """Nothing wraps the model, and no tensor as large as a weight goes from rank to rank."""
-    if why_apart(seen) or _clipped_apart(seen) is not None:
+    sends_rows = any(e.name.startswith("all_to_all") for e in seen.any(ev.CollectiveCalled))
+    if sends_rows or why_apart(seen) or _clipped_apart(seen) is not None:
         return  # or what they share is exchanged: its gradients were equal on all ranks
     for trained in _trained(seen):
         if (
