@@ -327,9 +327,7 @@ def _seed_by_rank(name: str, in_worker: bool) -> str:
     if name.startswith("self."):
         return f"`{name}`, where the data set makes it"
     if in_worker:  # PyTorch seeds all of them there
-        return (
-            "`torch.manual_seed(seed + rank)`, unless a worker_init_fn or a generator seeds alike"
-        )
+        return "`torch.manual_seed(seed + rank)`, unless a worker_init_fn or generator seeds alike"
     calls = {"random": "random.seed", "numpy": "np.random.seed", "torch": "torch.manual_seed"}
     return f"`{calls[name]}(seed + rank)`"
 

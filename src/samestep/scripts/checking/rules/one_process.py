@@ -434,11 +434,9 @@ def _teachers(rank: RankSeen) -> Iterator[Found]:
 def _inferred_only(rank: RankSeen) -> list[list[ev.InferencePass]]:
     """Return the passes of each model that is never called with gradients."""
     trained = {event.model_id for event in rank.of(ev.ModelTrained)}
-    by_model: dict[int, list[ev.InferencePass]] = {}
-    for event in rank.of(ev.InferencePass):
-        if event.model_id not in trained:
-            by_model.setdefault(event.model_id, []).append(event)
-    return list(by_model.values())
+    passes = [event for event in rank.of(ev.InferencePass) if event.model_id not in trained]
+    numbers = dict.fromkeys(event.model_id for event in passes)
+    return [[event for event in passes if event.model_id == number] for number in numbers]
 
 
 @rule("SS709", least_ranks=1)

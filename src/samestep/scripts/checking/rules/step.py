@@ -421,10 +421,8 @@ def counts_in_another_unit(seen: Seen) -> Iterator[Found | NotSeen]:
         if len(first) < _FEW_STEPS:
             each = [n // rank.epochs for n in _lengths(rank) if n == period and seen.complete]
             if len(first) == 1 and rank.epochs > 1 and each:
-                text = (
-                    f"was made for {period} steps, {each[0]} in each of {rank.epochs} epochs, and "
-                )
-                text += f"is stepped once per epoch; its last learning rate is {rates[-1]:.3g}"
+                text = f"was made for {period} steps, {each[0]} in each of {rank.epochs} epochs, "
+                text += f"and is stepped once per epoch; its last learning rate is {rates[-1]:.3g}"
         elif name == "CosineAnnealingLR" and 0 < period < len(first) - 1:
             text = f"was made for {period} steps, and is stepped {len(first)} times in the first "
             text += "epoch; its learning rates: "
