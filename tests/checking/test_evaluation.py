@@ -40,14 +40,10 @@ OF_ROOTS = planted(
     (REDUCE, MEAN.replace("counts[1]\n", "counts[1]) ** 0.5\n").replace("= c", "= (c")),
     AS_A_MEAN,
 )
-GATHERED = "dist.all_gather_object(both := [0, 0], GIVEN)\n        mean = sum(both)"
-OF_GATHERED = planted(
-    ("dist.all_reduce(mean)", GATHERED.replace("GIVEN", "mean.item()")), base=OF_MEANS
-)
-BENT = GATHERED.replace("GIVEN", "math.exp(mean.item())")
+EXPONENTIALS = "dist.all_gather_object(both := [0, 0], math.exp(mean))\n        mean = sum(both)"
 OF_EXPONENTIALS = planted(
     ("= (counts[0] / counts[1]) ** 0.5", "= counts[0] / counts[1]"),
-    ("dist.all_reduce(mean)", BENT),
+    ("dist.all_reduce(mean)", EXPONENTIALS),
     ("import gc\n", "import gc\nimport math\n"),
     base=OF_ROOTS,
 )
@@ -141,13 +137,12 @@ PLANTED = {
     "a teacher within the model": (TAUGHT_WITHIN, "SS707", "soft = self.teacher", "Sequential"),
     "an average of rank 0": (AVERAGED, "SS405", "right = average(", "in 3 evaluations"),
     "a mean of roots": (OF_ROOTS, "SS402", "dist.all_reduce(mean)", "the root of its own"),
-    "a mean of exponentials": (
+    "gathered exponentials": (
         OF_EXPONENTIALS,
         "SS402",
         "dist.all_gather_obj",
         "the exp of its own",
     ),
-    "means that are gathered": (OF_GATHERED, "SS402", "dist.all_gather_object", "of 8 and 24"),
     "an average without statistics": (NO_STATISTICS, "SS716", "right = average(", "1 batch norm"),
     "a mean that is not shown": (IN_A_LIBRARY, "SS402", "dist.all_reduce(mean)", "8 and 24"),
     "a count that is cut": (OF_MEANS_OF_COUNTS, "SS402", "dist.all_reduce(total)", "33 / 2 = 16"),
