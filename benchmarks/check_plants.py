@@ -180,6 +180,69 @@ gradients are clipped on each rank before they are averaged
 +            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
              average_gradients(model)
 -            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+== clip_after_step MANUAL SS315
+gradients are clipped when the step is taken
+-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+             optimizer.step()
++            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+== sum_of_models MANUAL SS210
+the models of the ranks are added up instead of their gradients being averaged
+             loss.backward()
+-            average_gradients(model)
+             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+             optimizer.step()
++            with torch.no_grad():
++                for param in model.parameters():
++                    dist.all_reduce(param)
++                    param /= size
+==
+-                    param /= size
+== loaded_by_no_name VISION SS715
+weights are loaded by the names of a wrapper, with strict=False
+     model = DDP(build_model())
++    pretrained = build_model().state_dict()
++    model.module.load_state_dict(pretrained, strict=False)
+==
+-    pretrained = build_model().state_dict()
++    pretrained = DDP(build_model()).state_dict()
+== average_without_statistics VISION SS716
+the average of the weights is evaluated without the statistics of its batch norms
+     model = DDP(build_model())
++    average = copy.deepcopy(model.module).requires_grad_(False)
+@@
+-        accuracy = evaluate(model, val_loader)
++        for name, value in model.module.state_dict().items():
++            average.state_dict()[name].copy_(value)
++        accuracy = evaluate(average, val_loader)
+==
+-        for name, value in model.module.state_dict().items():
+-            average.state_dict()[name].copy_(value)
++        for mean, value in zip(average.parameters(), model.parameters(), strict=True):
++            mean.lerp_(value.detach(), 0.5)
+== mean_of_roots DISTILL SS402
+each rank takes the root of its own mean squared error, and these are averaged
+     was_training = model.training
+     model.eval()
+     right = torch.zeros(2)
+     for inputs, labels in loader:
+-        right += torch.tensor([(model(inputs).argmax(1) == labels).sum(), len(labels)])
++        errors = (model(inputs).softmax(1) - F.one_hot(labels, 6)).square()
++        right += torch.tensor([errors.sum(), errors.numel()])
+     model.train(was_training)
+     dist.all_reduce(right)
+-    return float(right[0] / right[1])
++    return float((right[0] / right[1]).sqrt())
+==
+-    dist.all_reduce(right)
+-    return float((right[0] / right[1]).sqrt())
++    error = (right[0] / right[1]).sqrt()
++    dist.all_reduce(error)
++    return float(error / dist.get_world_size())
+== seeded_in_each_epoch FINETUNE SS103
+every epoch begins with the same seed, and so with the same order
+     for epoch in range(num_epochs):
++        torch.manual_seed(0)
+         model.train()
 == summed_again TEXT SS313 SS309
 DDP's averaged gradients are summed over the ranks again
 -            nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -123,6 +123,10 @@ LOADER_LINE, STREAM_LINE = "train_loader = ", "def __iter__"
 # What is wrong → the script, its code, a part of the line to blame, and of the evidence.
 EACH = "DataLoader(train_set, batch_size=8, sampler=DistributedSampler(train_set)):"
 EACH_EPOCH = planted((SET_EPOCH, ""), ("in train_loader:", f"in {EACH}"))
+SEEDED_AGAIN = unsampled(
+    subset("range(rank, 64, 2)"),
+    ("        model.train()\n", "        model.train(); torch.manual_seed(0)\n"),
+)
 PLANTED = {
     "a last batch is dropped": (DROPS_LAST, "SS112", "val_loader =", "of 16 samples", "last 1"),
     "augmented in evaluation": (VALID_NOISY, "SS113", "val_loader =", "of the first 16", "torch"),
@@ -132,6 +136,7 @@ PLANTED = {
     "no loader and one seed": (ALIKE, "SS101", "loss = loss_of", "same 8 samples"),
     "shares by subset": (BY_SUBSET, "SS102", LOADER_LINE, "both read 32 of their 48"),
     "shares by slice": (BY_SLICE, "SS102", LOADER_LINE, "both read 32 of their 48"),
+    "a seed for each epoch": (SEEDED_AGAIN, "SS103", f"{LOOP}:", "in the same order"),
     "a loader for each epoch": (EACH_EPOCH, "SS103", EACH, "epochs 1 and 2", "was 0 and 0"),
     "no shuffling": (UNSHUFFLED, "SS104", "train_set, shuffle=False", "0, 2, 4, 6"),
     "a stream for all ranks": (ALL_RANKS, "SS105", STREAM_LINE, "of the first"),

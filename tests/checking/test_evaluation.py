@@ -35,6 +35,18 @@ JOINED = """\
 """
 OF_A_SHARD = planted(UNREDUCED, NO_BEST)
 OF_MEANS = planted(UNEQUAL, NO_BEST, (REDUCE, MEAN), AS_A_MEAN)
+OF_ROOTS = planted(
+    NO_BEST,
+    (REDUCE, MEAN.replace("counts[1]\n", "counts[1]) ** 0.5\n").replace("= c", "= (c")),
+    AS_A_MEAN,
+)
+EXPONENTIALS = "dist.all_gather_object(both := [0, 0], math.exp(mean))\n        mean = sum(both)"
+OF_EXPONENTIALS = planted(
+    ("= (counts[0] / counts[1]) ** 0.5", "= counts[0] / counts[1]"),
+    ("dist.all_reduce(mean)", EXPONENTIALS),
+    ("import gc\n", "import gc\nimport math\n"),
+    base=OF_ROOTS,
+)
 BEST_OF_A_SHARD = planted(
     UNREDUCED, ("        dist.barrier()\n", REDUCE), (SHOWN, "            pass\n")
 )
@@ -79,6 +91,11 @@ AVERAGED = planted(
     ("import gc\n", "import copy\nimport gc\n"),
     ("right = model(inputs)", "right = average(inputs)"),
 )
+ON_ALL = planted(
+    ("if rank == 0:\n                with", "if True:\n                with"), base=AVERAGED
+)
+LARGER = ("train_set, batch_size=8", "train_set, batch_size=16")
+NO_STATISTICS = planted(BATCHNORM, LARGER, base=ON_ALL)
 TEACHER = """\
             with torch.no_grad():
                 soft = teacher(inputs).softmax(1)
@@ -119,6 +136,14 @@ PLANTED = {
     "a teacher in training mode": (TAUGHT, "SS707", "soft = teacher(", "Sequential, whose"),
     "a teacher within the model": (TAUGHT_WITHIN, "SS707", "soft = self.teacher", "Sequential"),
     "an average of rank 0": (AVERAGED, "SS405", "right = average(", "in 3 evaluations"),
+    "a mean of roots": (OF_ROOTS, "SS402", "dist.all_reduce(mean)", "the root of its own"),
+    "gathered exponentials": (
+        OF_EXPONENTIALS,
+        "SS402",
+        "dist.all_gather_obj",
+        "the exp of its own",
+    ),
+    "an average without statistics": (NO_STATISTICS, "SS716", "right = average(", "1 batch norm"),
     "a mean that is not shown": (IN_A_LIBRARY, "SS402", "dist.all_reduce(mean)", "8 and 24"),
     "a count that is cut": (OF_MEANS_OF_COUNTS, "SS402", "dist.all_reduce(total)", "33 / 2 = 16"),
     "gradients in evaluation": (WITH_GRADIENTS, "SS709", "right = model("),
@@ -137,46 +162,47 @@ MOVES = """\
                 for mean, p in zip(teacher.parameters(), model.parameters(), strict=True):
                     mean.lerp_(p, 0.1)
 """
+FOLLOWS = "average[1].running_mean.add_(1)\n            if True:"
+NO_TRAIN = planted(("model.train()", "pass"))
 
 
-@pytest.mark.parametrize(
-    ("text", "old", "new"),
-    [
-        (AVERAGED, "if rank == 0:\n                with", "if True:\n                with"),
-        (TAUGHT, DROPOUT[1], f"{DROPOUT[1]}.eval()"),
-        (TAUGHT, "            optimizer.step()\n", MOVES),
-        (OF_MEANS_OF_COUNTS, "total / 2 / (count // 2)", "total / count"),
-        (ATTENDS, "p=0.5", "p=0.5 if self.training else 0.0"),
-        (planted(("model.train()", "pass")), "model.eval()", "rank or nn.Identity().eval()"),
-        (DROPS_ALWAYS, "dropout(x)", "dropout(x, training=self.training)"),
-        (DROPS_ALWAYS, "dropout(x)", "dropout(x, 0.1, True)"),
-    ],
-    ids=[
-        *("an average", "a teacher", "a mean teacher", "a count", "attention"),
-        *("left in evaluation mode on rank 0", "a mode", "asked"),
-    ],
-)
-def test_what_evaluates_in_the_same_way_on_all_ranks_is_right(text, old, new, tmp_path):
-    assert check(tmp_path, planted((old, new), base=text)).findings == []
+RIGHT = {
+    "an average": (
+        AVERAGED,
+        "if rank == 0:\n                with",
+        "if True:\n                with",
+    ),
+    "averages that are shared out": (ON_ALL, "lerp_(p, 0.1)", "lerp_(p, 0.1 + rank / 2)"),
+    "with statistics": (NO_STATISTICS, "if True:", FOLLOWS),
+    "a teacher": (TAUGHT, DROPOUT[1], f"{DROPOUT[1]}.eval()"),
+    "a mean teacher": (TAUGHT, "            optimizer.step()\n", MOVES),
+    "a count": (OF_MEANS_OF_COUNTS, "total / 2 / (count // 2)", "total / count"),
+    "attention": (ATTENDS, "p=0.5", "p=0.5 if self.training else 0.0"),
+    "left so on rank 0": (NO_TRAIN, "model.eval()", "rank or nn.Identity().eval()"),
+    "a mode": (DROPS_ALWAYS, "dropout(x)", "dropout(x, training=self.training)"),
+    "asked": (DROPS_ALWAYS, "dropout(x)", "dropout(x, 0.1, True)"),
+}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        (UNREDUCED, WHOLE),
-        (UNREDUCED, SHUFFLED),
-        (UNREDUCED, ('"best.pt"', '"last.pt"'), LABELLED),  # it is saved whatever the number
-        ((REDUCE, JOINED),),
-        (UNEQUAL, NO_BEST),
-        (NO_BEST, (REDUCE, f"{MEAN}{OTHER_SET}"), AS_A_MEAN),
-    ],
-    ids=[
-        *("all of it on each rank", "shuffled", "labelled", "gathered", "unequal, with counts"),
-        "a mean over equal shares, next to another set",
-    ],
-)
-def test_a_number_of_the_whole_or_of_a_named_rank_is_right(changes, tmp_path):
-    assert codes(check(tmp_path, planted(*changes))) <= {"SS107", "SS104"}
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_evaluates_in_the_same_way_on_all_ranks_is_right(name, tmp_path):
+    text, *change = RIGHT[name]
+    assert check(tmp_path, planted(tuple(change), base=text)).findings == []
+
+
+OF_ALL = {
+    "all of it on each rank": (UNREDUCED, WHOLE),
+    "shuffled": (UNREDUCED, SHUFFLED),
+    "saved whatever the number": (UNREDUCED, ('"best.pt"', '"last.pt"'), LABELLED),
+    "gathered": ((REDUCE, JOINED),),
+    "unequal, with counts": (UNEQUAL, NO_BEST),
+    "equal shares, next to another set": (NO_BEST, (REDUCE, f"{MEAN}{OTHER_SET}"), AS_A_MEAN),
+}
+
+
+@pytest.mark.parametrize("name", OF_ALL)
+def test_a_number_of_the_whole_or_of_a_named_rank_is_right(name, tmp_path):
+    assert codes(check(tmp_path, planted(*OF_ALL[name]))) <= {"SS107", "SS104"}
 
 
 def alone(model, *changes):
@@ -199,6 +225,15 @@ def test_evaluation_on_one_rank_is_wrong_inside_the_wrapper_and_right_beside_it(
 def test_a_shard_that_one_rank_evaluates_alone_is_found(tmp_path):
     text = alone("model.module")
     found_in(tmp_path, text, "SS401", "print(", "16 of 32 samples", beside=["SS205"])
+
+
+def test_functions_that_are_watched_can_be_scripted_and_pickled(tmp_path):
+    script = (
+        "\n\n@torch.jit.script\ndef grown(x: torch.Tensor):\n    return x.exp() / math.sqrt(2.0)\n"
+    )
+    main = "\n\ndef main():\n"
+    text = planted((main, f"{script}{main}    pickle.dumps(torch.exp)\n"))
+    assert check(tmp_path, f"import math\nimport pickle\n{text}").findings == []
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from samestep.base.errors import UserError
 from samestep.scripts.checking import ranks_of_script
 from samestep.scripts.checking.findings import RULES, Found, NotSeen
 from samestep.scripts.checking.seen import Stall
@@ -47,6 +48,12 @@ def test_a_rank_that_aborts_in_a_call_is_told_with_the_line_that_each_rank_waits
     assert found.code == "SS601"
     for call in ("dist.recv", "loss.backward()"):
         assert f"train.py:{line_of(text, call)}" in found.evidence
+
+
+def test_a_rank_that_a_signal_ends_fails_by_itself(tmp_path):
+    crash = f"{STEP}            if rank == 1 and epoch: os.kill(os.getpid(), 11)\n"
+    with pytest.raises(UserError, match="fails by itself: exit code -11 on rank 1 after 5 steps"):
+        check(tmp_path, planted((STEP, crash)))
 
 
 @pytest.mark.parametrize(("steps", "told"), [(0, NotSeen), (7, Found)])

@@ -61,6 +61,9 @@ LOADS_ITSELF = planted(
     ("best = accuracy", TAKEN),
     ("        dist.barrier()\n", "    model.module.load_state_dict(kept)\n    dist.barrier()\n"),
 )
+BY_NO_NAME = planted(
+    (MODEL, f"{MODEL}\n    model.module.load_state_dict(model.state_dict(), strict=False)")
+)
 HIDES = "model.module.register_forward_pre_hook(lambda _, given: hidden(*given))"
 HIDDEN = planted((MODEL, lines(MODEL, "hidden = nn.Linear(8, 8)", HIDES)))
 FROZEN = planted((STEP, f"            optimizer.param_groups[0]['lr'] = 0.0\n{STEP}"))
@@ -83,6 +86,7 @@ WRONG = {
     "norms learn": (LEARNS, "SS713", "loss = loss_of", "1 frozen"),
     "in vain": (IN_VAIN, "SS713", "loss = loss_of", "an attribute of 0 was set"),
     "not copied": (LOADS_ITSELF, "SS714", "load_state_dict(kept)", "its own tensors"),
+    "by no name": (BY_NO_NAME, "SS715", "load_state_dict(", "(module.0.weight, module.0.bias"),
     "untrained": (UNTRAINED, "SS712", "torch.save(", "after 8 steps"),
 }
 

@@ -199,6 +199,7 @@ class InferencePass(OfModel):  # a model's first call without gradients after a 
     training: bool
     dropped: bool
     learnt: bool  # whether it dropped values as in training, and learnt statistics of the batch
+    blank: int  # batch norms that evaluate with the mean of 0 that they are made with
 
 
 class DropoutCalled(Event):
@@ -234,6 +235,11 @@ class WeightsSaved(OfModel):
     live: bool  # whether they are a module's own
     fresh: bool
     stale: bool
+
+
+class NamesLoaded(Event):  # weights are loaded into a model
+    strangers: list[str]  # their names, if none is one of the model's own
+    own: list[str]
 
 
 class LoadedItself(Event):  # a model loads its own tensors of an earlier step
@@ -349,10 +355,11 @@ class NumbersShown(Event):  # numbers were printed or logged
     labelled: bool  # whether the text names this rank with its number
 
 
-class NumbersReduced(Event):  # a small tensor before its all-reduce
+class NumbersReduced(Event):  # a small tensor before its all-reduce, or before it is gathered
     op: str
     values: list[float]
     metric: bool  # whether it is more than what a library counts for itself
+    bent: list[str]  # "root" or "exp" for a value that is the root or exponential of another
 
 
 class NumberAveraged(Event):

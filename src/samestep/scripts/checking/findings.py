@@ -123,7 +123,7 @@ def apply_rules(seen: Seen) -> tuple[list[Mistake], list[str]]:
                 not_seen[f"{code} {kind.title}: {result.why}"] = None
                 continue
             file, line = _place(result.where)
-            origins = [(*_place(at), what) for what, at in result.comes_from.items() if at]
+            origins = [(_place(at), what) for what, at in result.comes_from.items() if at]
             finding = Mistake(
                 code=code,
                 severity=result.severity or kind.severity,
@@ -134,9 +134,9 @@ def apply_rules(seen: Seen) -> tuple[list[Mistake], list[str]]:
                 why=kind.why,
                 remedy=result.remedy,
                 related=tuple(
-                    Origin(file=other_file, line=other_line, what=what)
-                    for other_file, other_line, what in origins
-                    if (other_file, other_line) != (file, line)
+                    Origin(file=at[0], line=at[1], what=what)
+                    for at, what in origins
+                    if at != (file, line)
                 ),
             )
             # One line may do the same for several loaders, models or files: the first tells it.

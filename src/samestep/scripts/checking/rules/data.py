@@ -97,15 +97,16 @@ def shares_overlap(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(first.made, text, remedy)
 
 
-@rule("SS103")
+@rule("SS103", least_ranks=1)
 def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Compare the first two passes of a sampler that knows epochs."""
+    """Compare the first two passes of a sampler that shuffles."""
     each, models = [first for first, *_ in together(seen)], len(seen.ranks[0].of(ev.ModelTrained))
     for first in each:
         shuffled = first.loader.shuffle and sorted(first.order) != first.order
-        if first.loader.set_epoch is None or not shuffled:
+        draws = first.loader.sampler == "RandomSampler" and len(first.order) >= ENOUGH
+        if not shuffled or (first.loader.set_epoch is None and not draws):
             continue
-        if len(first.orders) < 2:
+        if len(first.orders) < 2 and not draws:
             same = [other for other in each if other.made == first.made]
             passes = [(other.loader.data, *o.indices) for other in same for o in other.orders]
             if len(passes) < 2:
@@ -114,18 +115,20 @@ def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
             if len(same) < 3 or len({*passes}) > 1 or models > 1 or first.loader.data is None:
                 continue
         before, after = (first.orders * 2)[:2]
-        if before.indices != after.indices or first.begins_only:
+        other = draws and (before is after or models > 1)  # it may be another trial
+        if before.indices != after.indices or first.begins_only or other:
             continue
-        line = seen.line(first.loader.where)
+        line = "" if draws else seen.line(first.loader.where)
         text = f"epochs 1 and 2 read the same samples in the same order ({few(first.order)})"
-        text += f"; the sampler's epoch was {before.set_epoch} and {after.set_epoch}"
+        epochs = f"; the sampler's epoch was {before.set_epoch} and {after.set_epoch}"
         read = re.search(r" in (?:[\w.]+\()*([\w.]+)", line)
         name = read[1] if read else "loader"
         loop = f"+ {name}.sampler.set_epoch(epoch)\n  {line}"
         otherwise = "Call `sampler.set_epoch(epoch)` at the start of each epoch."
+        otherwise = "Seed once, before the first epoch." if draws else otherwise
         yield Found(
             first.loader.where,
-            text,
+            text + ("" if draws else epochs),
             loop if line.startswith("for ") else otherwise,
             comes_from={"the sampler is made": first.loader.sampler_made},
         )
@@ -324,9 +327,7 @@ def _seed_by_rank(name: str, in_worker: bool) -> str:
     if name.startswith("self."):
         return f"`{name}`, where the data set makes it"
     if in_worker:  # PyTorch seeds all of them there
-        return (
-            "`torch.manual_seed(seed + rank)`, unless a worker_init_fn or a generator seeds alike"
-        )
+        return "`torch.manual_seed(seed + rank)`, unless a worker_init_fn or generator seeds alike"
     calls = {"random": "random.seed", "numpy": "np.random.seed", "torch": "torch.manual_seed"}
     return f"`{calls[name]}(seed + rank)`"
 

@@ -70,31 +70,31 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
         known = {float(count) for events in reduced for _, count in events}
         if any(v in known for events in reduced for e, _ in events for v in e.values):
             continue
-        columns = (
-            ([event for event, _ in events], [count for _, count in events], column)
-            for events in zip(*reduced, strict=False)
-            for column in zip(*(event.values for event, _ in events), strict=False)
-        )
-        for events, counts, values in columns:
-            mean = sum(values) / len(values)
-            plain = all(value.is_integer() for value in values)  # counts of right answers
-            if plain or len(set(values)) == 1 or len(set(counts)) == 1:
-                continue
-            if events[0].op == "AVG" or _is_shown(mean, parts):
+        for events in zip(*reduced, strict=False):
+            first, counts = events[0][0], [count for _, count in events]
+            for bent, *values in zip(first.bent, *(e.values for e, _ in events), strict=False):
+                plain = all(value.is_integer() for value in values)  # counts of right answers
+                mean = sum(values) / len(values)
+                same = len(set(values)) == 1 or (len(set(counts)) == 1 and not bent)
+                shown = first.op == "AVG" or _is_shown(mean, parts)
+                if plain or same or not shown:
+                    continue
                 numbers = " and ".join(f"{value:.4g}" for value in values)
                 samples = " and ".join(map(str, counts))
                 whole = sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
-                text = f"{numbers} of {samples} samples became {mean:.4g}, where all samples "
-                text += f"together have {whole:.4g}"
+                says = f"each rank took the {bent} of its own mean"
+                says = says if bent else f"where all samples together have {whole:.4g}"
+                text = f"{numbers} of {samples} samples became {mean:.4g}, {says}"
                 remedy = "Reduce the sum and the count on every rank, then divide once."
-                yield Found(events[0].where, text, remedy)
+                yield Found(first.where, text, remedy)
                 return
 
 
 def _divides_counts(seen: Seen) -> Iterator[Found]:
     """Yield a mean that was read, whose count was cut to a whole number of samples per rank."""
     read = [event.value for event in seen.ranks[0].of(ev.NumberRead) if event.value is not None]
-    for sums, counts in pairwise(seen.together(ev.NumbersReduced)):
+    reduced = (events for events in seen.together(ev.NumbersReduced) if events[0].op != "GATHER")
+    for sums, counts in pairwise(reduced):
         values = [value for event in sums for value in event.values]
         numbers = [number for event in counts for number in event.values]
         total, ranks = sum(numbers), seen.world_size
@@ -181,16 +181,19 @@ def evaluates_other_weights(seen: Seen) -> Iterator[Found | NotSeen]:
         times: Counter[Hashable] = Counter()
         each.append({})
         for event, foreign in with_loader(seen, rank, ev.InferencePass):
-            key = (event.step, event.model, event.shapes)
+            key = (event.step, event.model_id, event.shapes)
             times[key] += 1
             each[-1] |= {(*key, times[key]): event} if foreign else {}
     keys = [key for key in each[0] if all(key in own for own in each)]
     apart = [[own[key] for own in each] for key in keys]
     apart = [events for events in apart if len({event.weights for event in events}) > 1]
-    if len({events[0].step for events in apart}) >= _IN_A_ROW:
+    # Ranks that share out several models change all of them.
+    still = [len({event.weights for event in own}) == 1 for own in zip(*apart, strict=True)]
+    if len({e[0].step for e in apart}) >= _IN_A_ROW and any(still) and not all(still):
         event = apart[0][0]
         text = f"after step {event.step} the ranks evaluate {event.model} with different weights, "
-        text += f"and so in {len(apart)} evaluations; those that they train are equal"
+        text += f"and so in {len(apart)} evaluations: they stay the same on rank "
+        text += f"{still.index(True)}; those that they train are equal"
         remedy = "Change what is evaluated (an average of weights?) on every rank in the same "
         remedy += "steps."
         yield Found(event.where, text, remedy)

@@ -1,5 +1,6 @@
 """Rules about the life of a rank: its number, the order of its collectives, how it ends."""
 
+import signal
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -30,6 +31,8 @@ def other_collectives(seen: Seen) -> Iterator[Found | NotSeen]:
         causes = (uneven_batches, evaluates_alone, wrong_variables)
         if any(isinstance(result, Found) for cause in causes for result in cause(seen)):
             return  # they say why
+        if any(rank.exit_code == -signal.SIGSEGV for rank in seen.ranks):
+            return  # no collective did that
         yield Found(seen.stall.where, seen.stall.sentence, _ALIKE)
         return
     groups: dict[str, dict[int, list[ev.CollectiveCalled]]] = defaultdict(dict)

@@ -63,11 +63,7 @@ def _trained(seen: Seen) -> Iterator[Trained]:
         if not same or any(event.sharded for event in weights[0]):
             continue
         steps = [
-            [
-                step
-                for step in rank.of(ev.OptimizerStep)
-                if step.grads and model.model_id in step.models
-            ]
+            [e for e in rank.of(ev.OptimizerStep) if e.grads and model.model_id in e.models]
             for rank, model in zip(seen.ranks, models, strict=True)
         ]
         passes = _of(seen, models, ev.ForwardPass)
@@ -108,15 +104,12 @@ def _differing(sums: Sequence[ev.Checksums]) -> list[str]:
 @rule("SS201")
 def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
     """Nothing wraps the model, and no tensor as large as a weight goes from rank to rank."""
-    if why_apart(seen) or _clipped_apart(seen) is not None:
+    sends_rows = any(e.name.startswith("all_to_all") for e in seen.any(ev.CollectiveCalled))
+    if sends_rows or why_apart(seen) or _clipped_apart(seen) is not None:
         return  # or what they share is exchanged: its gradients were equal on all ranks
     for trained in _trained(seen):
-        if (
-            trained.wrap is not None
-            or trained.is_wrapped
-            or trained.is_exchanged
-            or not trained.steps
-        ):
+        wrapped = trained.wrap is not None or trained.is_wrapped
+        if wrapped or trained.is_exchanged or not trained.steps:
             continue
         apart = [(w[0].step, _differing([e.parameters for e in w])) for w in trained.weights]
         if any(names for _, names in apart) and not apart[-1][1]:
@@ -197,9 +190,8 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
         elif len(rates) > 1:
             cause = f"their learning rates are {', '.join(format(e.lr, 'g') for e in steps)}"
         elif unequal:
-            reduced = sum(
-                e.sync for e in seen.ranks[0].of(ev.BackwardPass) if e.time < weights[0].time
-            )
+            passes = seen.ranks[0].of(ev.BackwardPass)
+            reduced = any(e.sync and e.time < weights[0].time for e in passes)
             cause = f"the gradients of {unequal[0]} already differed in this step" + (
                 "" if reduced else ", and no backward pass has all-reduced them"
             )

@@ -245,6 +245,32 @@ def loads_itself(seen: Seen) -> Iterator[Found | NotSeen]:
         )
 
 
+@rule("SS715", least_ranks=1)
+def loads_nothing(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for loaded names of which none is of the model, and that no other load makes good."""
+    last = {event.step: event for event in seen.ranks[0].of(ev.NamesLoaded)}
+    for event in last.values():
+        if event.strangers and event.own:
+            text = f"none of the names that are loaded ({listed(event.strangers)}) is one of the "
+            text += f"model's own ({listed(event.own)})"
+            remedy = "Rename them, or save the model without its wrapper; `strict=True` would fail."
+            yield Found(event.where, text, remedy)
+
+
+@rule("SS716", least_ranks=1)
+def evaluates_without_statistics(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for an average of weights whose batch norms stay as they were made."""
+    for events in _inferred_only(seen.ranks[0]):
+        moves = len({event.weights for event in events}) >= _LEAST_STEPS
+        if moves and all(event.blank for event in events):
+            yield Found(
+                events[0].where,
+                f"{events[-1].blank} batch norms of {events[0].model} still have a mean of 0 after "
+                f"step {events[-1].step}, although its weights follow those that are trained",
+                "Copy the buffers of the trained model, too, as `AveragedModel` does.",
+            )
+
+
 @rule("SS704", least_ranks=1)
 def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for gradients of the last step that the next backward pass adds to."""
@@ -393,13 +419,9 @@ def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
 
 def _teachers(rank: RankSeen) -> Iterator[Found]:
     """Yield models that never change, and are called in training mode between the steps."""
-    trained = {event.model_id for event in rank.of(ev.ModelTrained)}
-    by_model: dict[int, list[ev.InferencePass]] = {}
-    for event in rank.of(ev.InferencePass):
-        by_model.setdefault(event.model_id, []).append(event)
-    for number, events in by_model.items():
+    for events in _inferred_only(rank):
         unsteady = [e for e in events if e.training and (e.dropped or e.learnt)]
-        if number in trained or len(unsteady) < _LEFT_ON or len({e.weights for e in events}) > 1:
+        if len(unsteady) < _LEFT_ON or len({e.weights for e in events}) > 1:
             continue
         does = "drops values" if unsteady[0].dropped else "learns the statistics of its batches"
         text = f"{unsteady[0].model}, whose weights never change, {does}: it is in training mode "
@@ -407,6 +429,14 @@ def _teachers(rank: RankSeen) -> Iterator[Found]:
         remedy = "Call its `eval()` once it is built or loaded, and where `train()` of a model "
         remedy += "with it inside undoes that."
         yield Found(unsteady[0].where, text, remedy, "warning")
+
+
+def _inferred_only(rank: RankSeen) -> list[list[ev.InferencePass]]:
+    """Return the passes of each model that is never called with gradients."""
+    trained = {event.model_id for event in rank.of(ev.ModelTrained)}
+    passes = [event for event in rank.of(ev.InferencePass) if event.model_id not in trained]
+    numbers = dict.fromkeys(event.model_id for event in passes)
+    return [[event for event in passes if event.model_id == number] for number in numbers]
 
 
 @rule("SS709", least_ranks=1)

@@ -137,7 +137,8 @@ def sums_weights(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS307")
 def averages_unequal_shares(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the weight of a sample on each rank in steps whose batches differ in size."""
-    if any(isinstance(result, Found) for result in uneven_batches(seen)):
+    uneven = any(isinstance(result, Found) for result in uneven_batches(seen))
+    if uneven or seen.stall is not None or seen.any(ev.JoinEntered):
         return  # the ranks do not even take the same steps
     yield from _unlike_weights(seen, shares=True)
 
@@ -165,22 +166,13 @@ def _unlike_weights(seen: Seen, *, shares: bool) -> Iterator[Found]:
             unlike.append(averages)
     if not unlike or (not shares and len(unlike) < 2):
         return
-    event, n = unlike[0][0]
+    event = unlike[0][0][0]
     by = " and ".join(f"{average.by:g}" for average, _ in unlike[0])
-    if shares:
-        samples = " and ".join(str(n) for _, n in unlike[0])
-        evidence = (
-            f"in step {event.step + 1} the ranks have {samples} samples, and each divides its loss "
-            f"by its own count ({by})"
-        )
-        remedy = "Give every rank the same number of samples, or multiply each rank's loss by its "
-        remedy += "count × world size / the sum of the counts (an all-reduce)."
-    else:
-        evidence = (
-            f"in step {event.step + 1} the ranks divide their losses by {by} for batches of "
-            f"{n} samples each ({len(unlike)} such steps)"
-        )
-        remedy = "All-reduce the count, and divide the summed loss by count / world size."
+    samples = " and ".join(str(n) for _, n in unlike[0])
+    evidence = f"in step {event.step + 1} the ranks divide their losses by {by}, for batches of "
+    evidence += f"{samples} samples ({len(unlike)} such steps)"
+    remedy = "All-reduce the count, and divide the summed loss by count / world size"
+    remedy += ", or give all ranks equally many samples." if shares else "."
     yield Found(event.where, evidence, remedy)
 
 
@@ -429,10 +421,8 @@ def counts_in_another_unit(seen: Seen) -> Iterator[Found | NotSeen]:
         if len(first) < _FEW_STEPS:
             each = [n // rank.epochs for n in _lengths(rank) if n == period and seen.complete]
             if len(first) == 1 and rank.epochs > 1 and each:
-                text = (
-                    f"was made for {period} steps, {each[0]} in each of {rank.epochs} epochs, and "
-                )
-                text += f"is stepped once per epoch; its last learning rate is {rates[-1]:.3g}"
+                text = f"was made for {period} steps, {each[0]} in each of {rank.epochs} epochs, "
+                text += f"and is stepped once per epoch; its last learning rate is {rates[-1]:.3g}"
         elif name == "CosineAnnealingLR" and 0 < period < len(first) - 1:
             text = f"was made for {period} steps, and is stepped {len(first)} times in the first "
             text += "epoch; its learning rates: "

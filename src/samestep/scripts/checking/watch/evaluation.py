@@ -6,16 +6,18 @@ import os
 import re
 import sys
 import weakref
-from collections import Counter
-from contextlib import AbstractContextManager
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from samestep.scripts import probes
 from samestep.scripts.checking import events as ev
-from samestep.scripts.checking.recorder import Recorder
+from samestep.scripts.checking.recorder import Recorder, is_tracing
 from samestep.scripts.probes import Around, Probe, ProbedCall, listening
 
 _SMALL = 8  # elements of a tensor that holds metrics rather than weights
@@ -24,21 +26,29 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.]*\w)", re.
 _LABEL = r"(?:rank|gpu|device|process|worker|node|cuda|proc)\W{0,4}"
 _READ = Probe(*((Tensor, name) for name in ("item", "__float__", "__int__")))
 _DIVIDE = Probe((Tensor, "div_"))
-_REDUCE = Probe(
-    *((place, name) for place in (dist, c10d) for name in ("all_reduce", "reduce")), nested=False
-)
+_JOIN = ("all_reduce", "reduce", "all_gather", "all_gather_object")
+_REDUCE = Probe(*((place, name) for place in (dist, c10d) for name in _JOIN), nested=False)
+_BENT = [(place, name) for place in (Tensor, torch, math) for name in ("sqrt", "exp")]
+_BEND = Probe(*_BENT, (Tensor, "__pow__"), (Tensor, "pow"))
 
 
-def watching(recorder: Recorder) -> AbstractContextManager[None]:
+@contextmanager
+def watching(recorder: Recorder) -> Iterator[None]:
     """Note numbers that are read, shown and reduced while inside."""
     numbers = _NumbersWatcher(recorder)
-    return listening(
+    with listening(
+        (_BEND, numbers.on_bend),
         (_READ, numbers.on_read),
         (probes.PRINT, numbers.on_print),
         (probes.LOG, numbers.on_log),
         (_REDUCE, numbers.on_reduce),
         (_DIVIDE, numbers.on_divide),
-    )
+    ):
+        for place, name in _BENT[2:]:  # torch.jit finds them by what they are, pickle by their name
+            function = getattr(place, name)
+            function.__qualname__ = name
+            torch.jit._builtins._register_builtin(function, f"aten::{name}")  # noqa: SLF001
+        yield
 
 
 class _NumbersWatcher:
@@ -50,6 +60,7 @@ class _NumbersWatcher:
         rank = recorder.rank
         self._label = re.compile(rf"{_LABEL}{rank}(?!\d)|[\[(<]{rank}[\])>]", re.IGNORECASE)
         self._summed: weakref.ref[Tensor] | None = None  # what was reduced last
+        self._bent = deque[tuple[str, str]](maxlen=64)
         self._noted: Counter[tuple[type[ev.Event], str]] = Counter()
         self._step = -1
 
@@ -74,6 +85,15 @@ class _NumbersWatcher:
         if is_own and isinstance(value, int | float):
             self._note(ev.NumberRead(float(value)))
 
+    def on_bend(self, call: ProbedCall) -> Around:
+        """Remember the root or exponential of one number: a mean of these is not of the whole."""
+        value = yield
+        power = call.args[1:] if "pow" in call.name else ()
+        one = type(value) is Tensor and value.numel() == 1 and not is_tracing()
+        if (one or isinstance(value, float)) and power in ((), (0.5,)):
+            with self._recorder.unwatched():
+                self._bent.append((f"{float(value):.6g}", "exp" if call.name == "exp" else "root"))
+
     def on_print(self, call: ProbedCall) -> Around:
         yield
         # A tensor's text is that of the number in it; other objects may be large.
@@ -94,15 +114,20 @@ class _NumbersWatcher:
             self._note(ev.NumbersShown(numbers[:_SMALL], labelled=labelled))
 
     def on_reduce(self, call: ProbedCall) -> Around:
-        tensor = call.argument(0, "tensor")
+        gathers = call.name.startswith("all_gather")
+        given = call.argument(gathers, "obj" if "object" in call.name else "tensor")
+        tensor = torch.tensor(given) if isinstance(given, float) else given
         if not isinstance(tensor, Tensor) or not 0 < tensor.numel() <= _SMALL:
             return
         op = call.argument(2 if call.name == "reduce" else 1, "op", dist.ReduceOp.SUM)
         with self._recorder.unwatched():
             values = [float(v) for v in tensor.detach().reshape(-1).tolist()]
-        own = self._recorder.is_direct("torch", "accelerate") or tensor.is_floating_point()
+        own = gathers or self._recorder.is_direct("torch", "accelerate")
+        own |= tensor.is_floating_point()
         if all(map(math.isfinite, values)):  # NaN and infinity are not JSON
-            self._note(ev.NumbersReduced(getattr(op, "name", str(op)), values=values, metric=own))
+            bent = [dict(self._bent).get(f"{value:.6g}", "") for value in values]
+            name = "GATHER" if gathers else getattr(op, "name", str(op))
+            self._note(ev.NumbersReduced(name, values=values, metric=own, bent=bent))
         try:
             yield
         finally:

@@ -155,6 +155,8 @@ class _Models:
         with self._recorder.unwatched():
             sums = [checksum(p) for p in parameters]
             before, drops = _statistics(called), self._drops
+            norms = [m for m in called.modules() if isinstance(m, _NormBase) and not m.training]
+            blank = sum(m.running_mean is not None and not m.running_mean.any() for m in norms)
         yield
         with self._recorder.unwatched():
             learnt = _statistics(called) != before
@@ -167,6 +169,7 @@ class _Models:
                 training=called.training,
                 dropped=self._drops > drops,
                 learnt=learnt,
+                blank=blank,
             )
         )
 

@@ -259,8 +259,8 @@ class WeightsWatcher:
             if len(call.args) == 1 and not call.kwargs:  # of the whole
                 self._taken[id(state)] = self._recorder.hooks.steps, self._recorder.where()
 
-    def _on_load_state(self, call: ProbedCall) -> None:
-        """Note weights that are loaded into the tensors that they are."""
+    def _on_load_state(self, call: ProbedCall) -> Around:
+        """Note weights that are loaded into the tensors that they are, and by what names."""
         module, state = call.args[0], call.argument(1, "state_dict")
         ref, (step, where) = self._live.get(id(state)), self._taken.get(id(state), (0, ""))
         taken = ref() if ref is not None else None
@@ -269,6 +269,10 @@ class WeightsWatcher:
             own = {p.data_ptr() for p in module.parameters()}
             if own and own <= held:
                 self._recorder.once(ev.LoadedItself(taken=where, at=step))
+        keys = yield
+        others, names = getattr(keys, "unexpected_keys", ()), dict(module.named_parameters())
+        strangers = list(others) if len(others) == len(state) else []
+        self._recorder.once(ev.NamesLoaded(strangers, [*names]))
 
     def _on_save(self, call: ProbedCall) -> None:
         with self._recorder.unwatched():
