@@ -17,27 +17,22 @@ LOOP = "for inputs, labels in train_loader"
 
 DATA_SET = """
 class Images(torch.utils.data.Dataset):
-    def __init__(self, x):
-        self.x = x
-    def __len__(self):
-        return len(self.x)
+    def __init__(self, x): self.x = x
+    def __len__(self): return len(self.x)
     def __getitem__(self, index):
         noise = np.random.randn(8).astype("float32") * 0.01
         return self.x[index] + torch.from_numpy(noise), (self.x[index].sum() > 0).long()
-def seed(worker):
-    np.random.seed(0)
+def seed(worker): np.random.seed(0)
 def main():
 """
 STREAM = """
 class Stream(torch.utils.data.IterableDataset):
-    def __init__(self, x):
-        self.x = x
+    def __init__(self, x): self.x = x
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
         step = dist.get_world_size() * (worker.num_workers if worker else 1)
         first = dist.get_rank() + dist.get_world_size() * (worker.id if worker else 0)
-        for row in self.x[first::step]:
-            yield row, (row.sum() > 0).long()
+        for row in self.x[first::step]: yield row, (row.sum() > 0).long()
 def main():
 """
 MAIN = "\n\ndef main():\n"
@@ -106,15 +101,12 @@ VALID, VAL_SET = "DataLoader(val_set, batch_size=8, sampler=val_sampler", "val_s
 DROPS_LAST = planted((VALID, f"{VALID.replace('8', '5')}, drop_last=True"))
 NOISY = """
 class Noisy(torch.utils.data.Dataset):
-    def __init__(self, data):
-        self.data = data
-    def __len__(self):
-        return len(self.data)
+    def __init__(self, data): self.data = data
+    def __len__(self): return len(self.data)
     def __getitem__(self, index):
         inputs, label = self.data[index]
         return inputs.flip(0) if torch.rand(()) < 0.3 else inputs, label
-def without_last(samples):
-    return torch.utils.data.default_collate(samples[:-1])
+def without_last(samples): return torch.utils.data.default_collate(samples[:-1])
 def main():
 """
 VALID_NOISY = planted((MAIN, NOISY), (VALID, VALID.replace("(val_set", "(Noisy(val_set)")))
@@ -200,8 +192,7 @@ class Endless(torch.utils.data.Sampler):
         while True:
             yield from range(100)
 class Count(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        yield from range(100)
+    def __iter__(self): yield from range(100)
 data = torch.arange(100.0)
 batches = BatchSampler(SequentialSampler(data), 5, drop_last=False)
 loaders = {

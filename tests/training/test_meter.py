@@ -203,8 +203,7 @@ class Slow(torch.autograd.Function):
     def backward(ctx, g):
         time.sleep(BACKWARD)
         return g
-def loss(outputs, targets):
-    return nn.functional.cross_entropy(Slow.apply(outputs), targets)
+def loss(outputs, targets): return nn.functional.cross_entropy(Slow.apply(outputs), targets)
 """
 ENGINES = ("native", "lightning")
 # Lightning saves at the end of epochs alone.

@@ -195,14 +195,11 @@ import torchmetrics
 from dataclasses import replace
 from tests.training.test_metrics import Median
 class Right(Median):
-    def update(self, outputs, targets):
-        self.errors.append((outputs[:, 1] - targets).abs())
+    def update(self, outputs, targets): self.errors.append((outputs[:, 1] - targets).abs())
 class Area(torchmetrics.classification.BinaryAUROC):
-    def update(self, outputs, targets):
-        super().update(outputs.softmax(1)[:, 1], targets)
+    def update(self, outputs, targets): super().update(outputs.softmax(1)[:, 1], targets)
 class Seen(torchmetrics.SumMetric):  # ranks that added it up themselves would count twice
-    def update(self, outputs, targets):
-        super().update(torch.ones(len(targets)))
+    def update(self, outputs, targets): super().update(torch.ones(len(targets)))
 objects = {
     "auroc": Area(),
     "f1": torchmetrics.classification.MulticlassF1Score(2, average="macro"),

@@ -99,8 +99,7 @@ def optimizer(model, settings):
     groups = [{"params": model[0].parameters(), "lr": settings.lr / 10, "betas": (0.8, 0.99)},
               {"params": model[2].parameters(), "weight_decay": 0.1}]
     return torch.optim.NAdam(groups, lr=settings.lr)
-def schedule(step, total):
-    return 1 - step / total
+def schedule(step, total): return 1 - step / total
 recipe = replace(recipe, optimizer=optimizer, schedule=schedule)
 """
 FLAGS = ("--epochs", "2", "--warmup-steps", "3")
@@ -126,8 +125,7 @@ class Branches(nn.Module):
         kind = x[:, 2] > 1.25
         y = x.new_zeros(len(x), 2)
         for branch, rows in ((self.often, ~kind), (self.seldom, kind)):
-            if rows.any():
-                y = y.index_put((rows.nonzero()[:, 0],), branch(x[rows]))
+            if rows.any(): y = y.index_put((rows.nonzero()[:, 0],), branch(x[rows]))
         return self.mixed(y)
 recipe = replace(recipe, model=Branches)
 """
@@ -141,8 +139,7 @@ class Spare(nn.Module):
         super().__init__()
         self.first, self.again, self.last = nn.Linear(8, 4), nn.Linear(4, 4), nn.Linear(4, 2)
         self.spare = nn.Linear(8, 2)
-    def forward(self, x):
-        return self.last(self.again(self.again(self.first(x)).tanh()).tanh())
+    def forward(self, x): return self.last(self.again(self.again(self.first(x)).tanh()).tanh())
 recipe = replace(recipe, model=Spare, loss_terms=lambda batch: 3.0 * len(batch[1]))
 """
 

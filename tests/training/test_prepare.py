@@ -282,8 +282,7 @@ class Rotating(nn.Module):
         super().__init__()
         self.turn = nn.Parameter(torch.full((4, 2), 0.5 + 2j))
         self.register_buffer("phase", torch.tensor([1 + 2j, 3 - 4j]))
-    def forward(self, x):
-        return (x.to(self.turn.dtype) @ self.turn + self.phase).abs()
+    def forward(self, x): return (x.to(self.turn.dtype) @ self.turn + self.phase).abs()
 recipe = Recipe(model=Rotating, data=data, settings={"epochs": 1, "batch_size": 10})
 """
 

@@ -128,18 +128,15 @@ def collate(samples: str) -> dict[str, str]:
 METRIC = """import torchmetrics
 
 class Reset:
-    def reset(self):
-        self.seen = 0
+    def reset(self): self.seen = 0
 
 class Metric({base}):
     higher_is_better = True
     def __init__(self):
         super().__init__()
         {init}
-    def update(self, outputs, targets):
-        self.seen = self.seen + outputs.sum(dim=0)
-    def compute(self):
-        return {computed}
+    def update(self, outputs, targets): self.seen = self.seen + outputs.sum(dim=0)
+    def compute(self): return {computed}
 """
 STATE = "self.add_state('seen', torch.zeros(2), dist_reduce_fx='sum')"
 
@@ -324,10 +321,8 @@ def test_an_evaluation_over_nothing_is_told_and_the_training_before_it_is_kept(r
 
 SAMPLES = """
 class Samples(torch.utils.data.Dataset):
-    def __init__(self, x, y, first=100):
-        self.x, self.y, self.first = x, y, first
-    def __len__(self):
-        return {length}
+    def __init__(self, x, y, first=100): self.x, self.y, self.first = x, y, first
+    def __len__(self): return {length}
     def __getitem__(self, i):
         x, y = self.x[i], self.y[i]
         return ({sample}) if i >= self.first else (x, y)

@@ -269,8 +269,7 @@ def test_scaled_with_the_batch_the_scheduler_begins_at_the_scaled_rate(tmp_path)
 STEPS = """
 class Steps(StepLR):
     def step(self):
-        if getattr(self, "_step_count", 0) > 2:
-            self.optimizer.step()
+        if getattr(self, "_step_count", 0) > 2: self.optimizer.step()
         super().step()
 class Keeps(StepLR):
     def __init__(self, optimizer):

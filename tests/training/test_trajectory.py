@@ -37,8 +37,7 @@ def model():
     )
 def flip(images, keys):
     return torch.where(uniform(keys, 1)[:, :, None] < 0.5, images.flip(2), images)
-def normalise(images):
-    return images.unsqueeze(1).double() / 255 - 0.5
+def normalise(images): return images.unsqueeze(1).double() / 255 - 0.5
 recipe = Recipe(
     model=model, data=data, augment=flip, transform=normalise,
     settings={"epochs": 3, "batch_size": 12, "lr": 0.01, "precision": "fp64", "log_every": 1},
@@ -47,12 +46,9 @@ recipe = Recipe(
 LOADED = """
 from dataclasses import replace
 class Images(torch.utils.data.Dataset):
-    def __init__(self, images, labels):
-        self.images, self.labels = images, labels
-    def __len__(self):
-        return len(self.images)
-    def __getitem__(self, index):
-        return self.images[index], int(self.labels[index])
+    def __init__(self, images, labels): self.images, self.labels = images, labels
+    def __len__(self): return len(self.images)
+    def __getitem__(self, index): return self.images[index], int(self.labels[index])
 def loaded():
     splits = data()
     return Splits(train=Images(*splits.train), validation=Images(*splits.validation))

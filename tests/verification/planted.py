@@ -14,8 +14,7 @@ def data():
     x = torch.randn(90, 6, generator=generator)
     y = (x[:, 0] > 0).long()
     return Splits(train=(x[:60], y[:60]), validation=(x[60:], y[60:]))
-def model():
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+def model(): return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
 recipe = Recipe(model=model, data=data, settings={"epochs": 2, "batch_size": 10})
 """
 
@@ -59,27 +58,21 @@ FUNCTIONAL = _module(
     "self.line = nn.Linear(6, 2)", "return nn.functional.dropout(self.line(x), 0.3, self.training)"
 )
 AUGMENT = """
-def augment(x, keys):
-    return x + torch.rand_like(x)
+def augment(x, keys): return x + torch.rand_like(x)
 """
 AUGMENT_WHOLE_BATCH = """
-def augment(x, keys):
-    return -x if uniform(keys[:1], 1) < 0.5 else x
+def augment(x, keys): return -x if uniform(keys[:1], 1) < 0.5 else x
 """
 TRANSFORM = """
-def transform(x):
-    return x * (0.5 + torch.rand(1))
+def transform(x): return x * (0.5 + torch.rand(1))
 """
 DATASET = """
 import random
 generator = random.Random()
 class Noisy(torch.utils.data.Dataset):
-    def __init__(self, pair):
-        self.x, self.y = pair
-    def __len__(self):
-        return len(self.x)
-    def __getitem__(self, index):
-        return self.x[index] + generator.random(), self.y[index]
+    def __init__(self, pair): self.x, self.y = pair
+    def __len__(self): return len(self.x)
+    def __getitem__(self, index): return self.x[index] + generator.random(), self.y[index]
 def noisy():
     splits = data()
     return Splits(train=Noisy(splits.train), validation=splits.validation)
@@ -185,10 +178,8 @@ WRITES_OF_ITS_OWN = """
 import os, tempfile
 os.makedirs("cache", exist_ok=True)
 def private():
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(b"x")
-    with open(f"cache/rank-{os.environ.get('RANK', '0')}.txt", "w") as file:
-        file.write("x")
+    with tempfile.NamedTemporaryFile() as file: file.write(b"x")
+    with open(f"cache/rank-{os.environ.get('RANK', '0')}.txt", "w") as file: file.write("x")
     return data()
 recipe = replace(recipe, data=private)
 """
@@ -208,8 +199,7 @@ recipe = replace(recipe, model=model, metrics={"f1": f1})
 OBJECTS = """
 from torchmetrics.classification import BinaryAUROC
 class OfTwo(BinaryAUROC):
-    def update(self, outputs, targets):
-        super().update(outputs[:, 1] - outputs[:, 0], targets)
+    def update(self, outputs, targets): super().update(outputs[:, 1] - outputs[:, 0], targets)
 class Looks(OfTwo):
     def update(self, outputs, targets):
         super().update(outputs.softmax(1) if outputs.min() < 0 else outputs, targets)
@@ -226,8 +216,7 @@ EMA = _module(
 self.register_buffer("mean", torch.zeros(8))""",
     """h = self.inner(x)
 y = self.out(h - self.mean)
-if self.training:
-    self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+if self.training: self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
 return y""",
 )
 STATE_IN_LOSS = """
@@ -254,10 +243,8 @@ class Words(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.out = nn.EmbeddingBag(9, 4, sparse=True), nn.Linear(4, 2)
-    def forward(self, x):
-        return self.out(self.words((x.abs() * 3).long().clamp(max=8)))
-def optimizer(model, settings):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+    def forward(self, x): return self.out(self.words((x.abs() * 3).long().clamp(max=8)))
+def optimizer(model, settings): return torch.optim.SGD(model.parameters(), lr=0.1)
 recipe = replace(recipe, model=Words, optimizer=optimizer)
 """
 CONTRAST = """
@@ -265,8 +252,7 @@ class TwoViews(nn.Module):
     def __init__(self):
         super().__init__()
         self.line, self.scale = nn.Linear(6, 4), nn.Parameter(torch.tensor(10.0))
-    def forward(self, x):
-        return torch.stack([self.line(x), self.line(0.9 * x)], dim=1), self.scale
+    def forward(self, x): return torch.stack([self.line(x), self.line(0.9 * x)], dim=1), self.scale
 def loss(outputs, targets):
     views, scale = outputs  # the scale is one number for the whole batch
     one, other = nn.functional.normalize(views, dim=2).unbind(1)
@@ -284,8 +270,7 @@ def loss(outputs, targets):
 SINGLE = """
 class Single(nn.Linear):
     def forward(self, x):
-        if x.dtype == torch.float64:
-            raise TypeError("a kernel of float32 alone")
+        if x.dtype == torch.float64: raise TypeError("a kernel of float32 alone")
         return super().forward(x) * (1 + 1e-3 * torch.rand(len(x), 1))
 recipe = replace(recipe, model=lambda: Single(6, 2))
 """
@@ -335,12 +320,10 @@ DRAWING_OPTIMIZER = OWN_OPTIMIZER.replace(
 )
 LEARNED_OUTSIDE = """
 class Scaled:
-    def __init__(self):
-        self.scale = nn.Parameter(torch.ones(()))
+    def __init__(self): self.scale = nn.Parameter(torch.ones(()))
     def __call__(self, outputs, targets):
         if self.scale.grad is not None:
-            with torch.no_grad():
-                self.scale -= 0.5 * self.scale.grad
+            with torch.no_grad(): self.scale -= 0.5 * self.scale.grad
             self.scale.grad = None
         return nn.functional.cross_entropy(outputs * self.scale, targets)
 recipe = replace(recipe, loss=Scaled())
@@ -402,10 +385,8 @@ return y * self.scale""",
 EXTRA_STATE = """
 class Counted(nn.Linear):
     steps = 0
-    def get_extra_state(self):
-        return {"steps": self.steps, "scales": None}
-    def set_extra_state(self, state):
-        self.steps = state["steps"]
+    def get_extra_state(self): return {"steps": self.steps, "scales": None}
+    def set_extra_state(self, state): self.steps = state["steps"]
     def forward(self, x):
         self.steps += 1
         return super().forward(x) * (1 + 0.1 * self.steps)
@@ -413,8 +394,7 @@ recipe = replace(recipe, model=lambda: Counted(6, 2))
 """
 ROUNDING_OPTIMIZER = """
 class Rounding(torch.optim.Optimizer):
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
+    def __init__(self, parameters): super().__init__(parameters, {"lr": 0.1})
     @torch.no_grad()
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
@@ -433,13 +413,11 @@ class Joint(torch.optim.Optimizer):
         super().__init__([g for one in self.parts for g in one.param_groups], {})
         self.param_groups = [g for one in self.parts for g in one.param_groups]
     def step(self, closure=None):
-        for one in self.parts:
-            one.step()
+        for one in self.parts: one.step()
     def state_dict(self):
         return {"state": {}, "param_groups": [], "parts": [one.state_dict() for one in self.parts]}
     def load_state_dict(self, saved):
-        for one, state in zip(self.parts, saved["parts"]):
-            one.load_state_dict(state)
+        for one, state in zip(self.parts, saved["parts"]): one.load_state_dict(state)
 recipe = replace(recipe, optimizer=lambda model, settings: Joint(model))
 """
 BY_FORWARD = f"""{BATCHNORM}{ROUNDING_OPTIMIZER}

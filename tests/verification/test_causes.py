@@ -129,8 +129,7 @@ def test_a_killed_rank_fails_its_row_and_a_nan_loss_needs_no_checkpoint(tmp_path
     text = """
 import os, signal
 def loss(outputs, targets):
-    if os.environ.get("RANK") == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ.get("RANK") == "1": os.kill(os.getpid(), signal.SIGKILL)
     return nn.functional.cross_entropy(outputs, targets)
 """
     recipe = planted.write(tmp_path, text, name="p_killed.py")
@@ -138,8 +137,7 @@ def loss(outputs, targets):
     assert not check(report, "2 ranks").passed
     assert check(report, "one process").passed
     text = """
-def loss(outputs, targets):
-    return outputs.sum() * float("nan")
+def loss(outputs, targets): return outputs.sum() * float("nan")
 """
     recipe = planted.write(tmp_path, text, name="p_nan.py")
     with pytest.raises(UserError, match="step 1") as told:
@@ -191,8 +189,7 @@ import cached
 found = one_writer.watch_output(pathlib.Path("elsewhere").absolute())
 """
 REPORT = """
-for path, line in found.written.items():
-    print(line, pathlib.Path(path).name, file=sys.__stdout__)
+for path, line in found.written.items(): print(line, pathlib.Path(path).name, file=sys.__stdout__)
 """
 
 

@@ -27,21 +27,18 @@ class Free(nn.Module):
         self.register_buffer("mean", torch.zeros(8))
     def forward(self, x):
         h = nn.functional.dropout(self.norm(self.inner(x)), 0.5, self.training)
-        if self.training:
-            self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        if self.training: self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
         return self.out(torch.tanh(h - self.mean)) * (0.5 + random.random())
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets, torch.tensor([1.0, 5.0]).to(outputs))
-def augment(x, keys):
-    return -x if uniform(keys[:1], 1) < 0.5 else x
+def augment(x, keys): return -x if uniform(keys[:1], 1) < 0.5 else x
 recipe = replace(recipe, model=Free)
 """
 # Virtual ranks of a rank are added up as they come, in place of along the tree.
 AS_THEY_COME = """
 from samestep.core.learner.tree import Root, TreeSum
 def push(self, value, number, level=0):
-    if self.roots:
-        value = self._add(self.roots.pop().value, value)
+    if self.roots: value = self._add(self.roots.pop().value, value)
     self.roots.append(Root(0, number, value))
 TreeSum.push = push
 """
@@ -132,8 +129,7 @@ def test_what_leaves_no_bits_to_compare_is_refused_with_one_message(arguments, n
 # The recipe's data → the number of virtual ranks that it is too few for, and the message's words.
 STREAM = """
 class Endless(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        yield from zip(*data().train)
+    def __iter__(self): yield from zip(*data().train)
 recipe = replace(recipe, data=lambda: Splits(train=Endless()))
 """
 
