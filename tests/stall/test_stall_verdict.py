@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
+import sys
 import time
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -223,6 +225,14 @@ def test_a_wait_whose_call_was_not_noted_is_told_by_the_files_that_it_stands_in(
     verdict = find_culprit([waits, seen(1, at("slow"), steps=4, doing="computes")])
     assert verdict.culprits == (1,)
     assert verdict.does[0].startswith("waits in reduce")
+
+
+def test_the_gradients_of_an_own_loop_are_waited_for_in_such_a_file(monkeypatch):
+    work = SimpleNamespace(wait=lambda: waits.append(sys._getframe(1).f_code))
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: work)
+    waits = []
+    world.World(world_size=2).begin_add_up(torch.zeros(1))()
+    assert [(code.co_filename, code.co_name) for code in waits] == [(world.__file__, "all_reduce")]
 
 
 def test_without_a_line_of_the_user_s_the_place_is_samestep_s_but_not_of_the_watch():

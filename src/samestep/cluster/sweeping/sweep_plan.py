@@ -38,6 +38,7 @@ class SweepPlan:
     folder: Path
     recipe: str
     flags: tuple[str, ...]  # the words that all trainings share
+    script_args: tuple[str, ...] = ()  # those of a script that builds a Trainer, after `--`
     axes: Mapping[str, tuple[str, ...]]
     sample: int | None = None  # train this many points, drawn at random, instead of all
     optuna: bool = False
@@ -75,15 +76,15 @@ class SweepPlan:
         """How many of the points are trained."""
         return num_points(self.axes, self.sample)
 
-    def words(self, point: Point) -> list[str]:
-        """Return the flags of one training."""
+    def words(self, point: Point, *more: str) -> list[str]:
+        """Return the flags of one training, with more of them; then the arguments of its script."""
         words = [*self.flags]
         for flag, text in point.items():
             if text in _SWITCHES:
                 words.append(f"--{flag}" if text == "true" else f"--no-{flag}")
             else:
                 words += [f"--{flag}", *text.split()]
-        return words
+        return [*words, *more, *(("--", *self.script_args) if self.script_args else ())]
 
     def run_dir(self, name: str) -> Path:
         """Return the directory of one training."""
@@ -138,6 +139,7 @@ class SweepPlan:
             "axes": {flag: [*values] for flag, values in self.axes.items()},
             "sample": self.sample,
             **({"optuna": True} if self.optuna else {}),
+            **({"script_args": [*self.script_args]} if self.script_args else {}),
             "points": {name: dict(point) for name, point in self.points.items()},
         }
 
@@ -239,10 +241,11 @@ def default_folder(
     sample: int | None,
     *,
     optuna: bool,
+    script_args: Sequence[str] = (),
 ) -> Path:
     """Return the folder of a sweep that names none: one in runs/ that all else decides."""
     words = [*flags, *(f"{flag}={texts}" for flag, texts in axes.items()), f"sample={sample}"]
-    words += ["optuna"] * optuna
+    words += [*["optuna"] * optuna, *script_args]
     key = hashlib.sha256(json.dumps([recipe, *words]).encode()).hexdigest()[:8]
     return Path("runs") / f"sweep-{Path(recipe).stem}-{key}"
 
