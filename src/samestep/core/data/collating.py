@@ -131,7 +131,14 @@ def as_pair(
 
 def name_of(dataset: object) -> str:
     """Return a data set's class and place for a message."""
-    return f"The data set {type(dataset).__name__}{defined_at(dataset)}"
+    return f"The data set {kind_of_data(dataset)}"
+
+
+def kind_of_data(data: Any) -> str:
+    """Return the class and place of the user's data set, also of one that is wrapped here."""
+    while type(data).__module__.startswith("samestep.") and hasattr(data, "dataset"):
+        data = data.dataset
+    return f"{type(data).__name__}{defined_at(data)}"
 
 
 def _no_pair(dataset: object, sample: Any, collate: Callable[..., Any] | None = None) -> UserError:
