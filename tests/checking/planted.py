@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from samestep.scripts.checking.check_report import CheckReport
-from samestep.scripts.checking.check_script import check_script
+from samestep.scripts.checking.check_script import check_script, job_of
 from samestep.scripts.checking.findings import Mistake
 from samestep.scripts.checking.ranks_of_script import RankProcess
 from tests.processes import _context, _main, ensure_server
@@ -121,12 +121,13 @@ def planted(*changes: tuple[str, str], base: str = BASE) -> str:
     return base
 
 
-def check(folder: Path, text: str, *arguments: str, nproc: int = 2, **options) -> CheckReport:
+def check(folder: Path, text: str, *arguments: str, nproc=2, steps=10, **options) -> CheckReport:
     """Write a script into a folder of its own and check it."""
     place = folder / "project"
     place.mkdir(exist_ok=True)
     (place / "train.py").write_text(text)
-    return check_script(place / "train.py", arguments, nproc=nproc, start=forked, **options)
+    job = job_of(place / "train.py", arguments, nproc=nproc, steps=steps)
+    return check_script(job, start=forked, **options)
 
 
 def found_in(

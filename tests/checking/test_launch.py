@@ -123,7 +123,7 @@ def test_what_does_not_train_or_is_not_there_cannot_be_checked(tmp_path):
         with pytest.raises(UserError):
             check(tmp_path, text)
     with pytest.raises(UserError):
-        check_script.check_script(tmp_path / "missing.py")
+        check_script.job_of(tmp_path / "missing.py", [], nproc=2)
 
 
 OWN_RANKS = planted(
@@ -240,7 +240,8 @@ def test_an_interrupt_ends_the_ranks_and_removes_the_scratch_copy(tmp_path, monk
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "place"))
     monkeypatch.setattr(ranks_of_script, "wait", interrupted)
     (tmp_path / "train.py").write_text("import time; time.sleep(600)")
+    job = check_script.job_of(tmp_path / "train.py", [], nproc=2)
     with pytest.raises(KeyboardInterrupt):
-        check_script.check_script(tmp_path / "train.py", start=start)
+        check_script.check_script(job, start=start)
     assert [process.poll() is None for process in started] == [False, False]
     assert list((tmp_path / "place").iterdir()) == []

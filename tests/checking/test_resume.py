@@ -6,6 +6,7 @@ import pytest
 
 from samestep.base.errors import UserError
 from samestep.scripts.checking.check_resume import check_resume
+from samestep.scripts.checking.check_script import job_of
 from tests.checking.planted import forked, planted
 from tests.command_line import start
 
@@ -388,7 +389,8 @@ def check(tmp_path, base, changes, **how):
     project.mkdir()
     (project / "train.py").write_text(planted(*changes, base=base))
     resume = how.pop("resume", "--resume out/last.pt" if base is PLAIN else "auto")
-    report = check_resume(project / "train.py", resume=resume, start=forked, **{"nproc": 1, **how})
+    job = job_of(project / "train.py", [], nproc=how.pop("nproc", 1))
+    report = check_resume(job, resume=resume, start=forked, **how)
     assert [path.name for path in project.iterdir()] == ["train.py"]
     return report
 

@@ -40,7 +40,7 @@ def end(sandbox, folder, job, state="COMPLETED"):
         sandbox.wait_for_state(job, *FINAL)
     finally:
         (output,) = folder.rglob(f"*-{job}.out")
-        print(output.read_text())  # shown where the test fails
+        print(*(log.read_text() for log in folder.rglob(f"*-{job}.*")))  # shown if the test fails
     assert sandbox.state(job) == state
     return output.read_text()
 

@@ -3,6 +3,7 @@
 import itertools
 import signal
 import threading
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -234,6 +235,8 @@ def test_a_state_is_used_if_it_leads_back_in_the_first_shard_that_is_long_enough
     assert not leads_back(numbers(30, kind=Lags), route(numbers(1), 1))
     asks = type("Asks", (GoesOn,), {"state_dict": lambda _stream, at: {"at": at}})
     assert not leads_back(numbers(30, kind=asks), route(numbers(1), 1))
+    held = {"state_dict": lambda stream: defaultdict(int, at=stream.at)}  # no checkpoint loads it
+    assert not leads_back(numbers(30, kind=type("Held", (GoesOn,), held)), route(numbers(1), 1))
 
 
 def test_streams_of_hugging_face_may_not_divide_themselves_nor_be_gone_back_to_in_a_buffer():

@@ -239,16 +239,17 @@ voice.close()
 
 
 def test_of_a_machines_gpus_those_of_the_ranks_are_told_by_what_the_driver_knows(tmp_path):
-    printed = "GPU-a, 37, 5120, 210.50, 61\nGPU-b, 0, [N/A], [Not Supported], 33\n"
+    rows = ["GPU-a,37,5120,210.50,61", "GPU-b,0,[N/A],[Not Supported],33"]
+    rows = [row.split(",") for row in rows]
     first = {"utilization_percent": 37.0, "memory_used_mib": 5120.0, "power_w": 210.5}
-    assert follower.parse_gpus(printed, None) == {
+    assert follower.numbers_of_gpus(rows, None) == {
         "gpu0": first | {"temperature_c": 61.0},
         "gpu1": {"utilization_percent": 0.0, "temperature_c": 33.0},
     }
-    printed = "GPU-aa-1, 1, 2, 3, 4\nGPU-bb-2, 5, 6, 7, 8\nGPU-cc-3, 9, 10, 11, 12\n"
-    assert follower.parse_gpus(printed, ["bb-2", "elsewhere"]).keys() == {"gpu1"}
-    assert follower.parse_gpus(printed, ["bb-2"])["gpu1"]["memory_used_mib"] == 6.0
-    assert follower.parse_gpus(printed, None).keys() == {"gpu0", "gpu1", "gpu2"}
+    rows = [row.split() for row in ("GPU-aa-1 1 2 3 4", "GPU-bb-2 5 6 7 8", "GPU-cc-3 9 10 11 12")]
+    assert follower.numbers_of_gpus(rows, ["bb-2", "elsewhere"]).keys() == {"gpu1"}
+    assert follower.numbers_of_gpus(rows, ["bb-2"])["gpu1"]["memory_used_mib"] == 6.0
+    assert follower.numbers_of_gpus(rows, None).keys() == {"gpu0", "gpu1", "gpu2"}
     assert follower.gpus_of(tmp_path) == ()  # a run that has not begun says nothing
     (tmp_path / "environment.json").write_text('{"gpus": ["bb-2"]}')
     assert follower.gpus_of(tmp_path) == ["bb-2"]

@@ -18,14 +18,13 @@ def model(options):
     net[0].requires_grad_(False)
     return net
 def after_epoch(model, end):
-    if end.epoch == 2:
-        model[0].requires_grad_(True)
-    if end.epoch == 4:
-        model[2].bias.requires_grad_(False)
+    if end.epoch == 2: model[0].requires_grad_(True)
+    if end.epoch == 4: model[2].bias.requires_grad_(False)
     with (Path(__file__).parent / "calls").open("a") as file:
         file.write(f"{end.epoch} {end.step} {end.metrics['loss']}\\n")
     model[2].bias.mul_(0.5)
-    return {"norm": model[0].weight.norm(), "drawn": torch.rand(()).item()}
+    square = model[0].weight.square().sum().item()  # with fsdp, of the parts of all ranks
+    return {"norm": model[0].weight.norm(), "square": square, "drawn": torch.rand(()).item()}
 recipe = Recipe(after_epoch=after_epoch, """
 RECIPE = tiny.RECIPE.replace("recipe = Recipe(", AFTER)
 OWN = "recipe = Recipe(optimizer=lambda m, s: torch.optim.Adam(m[2].parameters(), lr=s.lr), "

@@ -12,7 +12,7 @@ from torch import nn
 from samestep import read_records
 from samestep.core.learner.optimizer import Average
 from samestep.core.recipe import find_recipe
-from samestep.core.session.prediction import ask, open_predictor
+from samestep.core.session.prediction import ask
 from samestep.core.session.trained_model import evaluate_run, open_checkpoint
 from tests import tiny
 from tests.command_line import read_json
@@ -110,7 +110,7 @@ def test_predictions_are_those_of_the_average(tmp_path):
     recipe, run = tiny.write_recipe(tmp_path, text), tmp_path / "run"
     tiny.trained(recipe, run, *FLAGS)
     inputs = torch.arange(16.0).view(2, 8)
-    found, _ = ask(open_predictor(run, "last", device="cpu"), list(inputs))
+    found, _ = ask(open_checkpoint(run, "last", device="cpu"), list(inputs))
     options = SimpleNamespace(hidden=16)
     model, state = find_recipe(str(recipe)).build_model(options).double(), tiny.last_state(run)
     for weights, same in (("ema", True), ("model", False)):

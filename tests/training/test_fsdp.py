@@ -45,8 +45,7 @@ class Net(nn.Module):
     def forward(self, x):
         x = self.first(x)
         assert torch.is_grad_enabled() or not self.training  # a trial fails
-        for block in self.blocks:
-            x = block(x)
+        for block in self.blocks: x = block(x)
         return self.last(self.norm(x))
 mean = nn.functional.cross_entropy
 def model():
@@ -358,8 +357,7 @@ OWN = {
     "forward of two calls": """
 def forward(model, batch):  # calls parts of the model, and not the model itself
     hidden = model.first(batch[0])
-    for block in model.blocks:
-        hidden = block(hidden)
+    for block in model.blocks: hidden = block(hidden)
     return model.last(model.norm(hidden))
 recipe = replace(recipe, forward=forward, loss=lambda outputs, batch: mean(outputs, batch[1]),
                  metrics={})
@@ -380,13 +378,16 @@ recipe = replace(recipe, loss=spread, loss_over="batch")
 def optimizer(model, settings):
     groups = [{"params": model.blocks.parameters()},
               {"params": [p for n, p in model.named_parameters() if "blocks" not in n], "lr": 0.1}]
-    return torch.optim.SGD(groups, lr=settings.lr, momentum=0.9, nesterov=True)
+    class Scaled(torch.optim.SGD):  # by a number of the whole weight, as LARS is
+        def step(self, closure=None):
+            for p in model.parameters(): p.grad.mul_(p.detach().square().mean().item())
+            return super().step(closure)
+    return Scaled(groups, lr=settings.lr, momentum=0.9, nesterov=True)
 recipe = replace(recipe, optimizer=optimizer)
 """,
     "stream": """
 class Read(torch.utils.data.IterableDataset):
-    def __init__(self, x, y):
-        self.x, self.y = x, y
+    def __init__(self, x, y): self.x, self.y = x, y
     def __iter__(self): return ((x, int(y)) for x, y in zip(self.x, self.y))
 def read():  # the last step has one sample, so that one of two ranks has none
     splits = data()

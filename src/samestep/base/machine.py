@@ -1,4 +1,4 @@
-"""Cores, processor time and memory that this process may use; peak rates of devices.
+"""Cores, processor time and memory that this process may use; peak rates of devices; nvidia-smi.
 
 Schedulers and containers limit a job by control groups. A group inherits the limits of all groups
 above it, so the smallest counts (https://docs.kernel.org/admin-guide/cgroup-v2.html). `root` is
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _KIB = 1024
+_NVIDIA_SMI_S = 10.0
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "unlimited" as a number near 2^63
 
 
@@ -136,3 +137,17 @@ def link_gb_s(generation: int, lanes: int) -> float | None:
     """Return the peak rate of a PCI Express link per direction, in 10⁹ bytes per second."""
     each = _GB_S_PER_LANE.get(generation)
     return None if each is None else each * lanes
+
+
+def nvidia_smi(kind: str, *fields: str) -> list[list[str]]:
+    """Return nvidia-smi's rows for all GPUs, or for all processes; none if it is not installed."""
+    import csv  # noqa: PLC0415 - only where a GPU is looked at
+    import subprocess  # noqa: PLC0415 - same
+
+    command = ["nvidia-smi", f"--query-{kind}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        printed = subprocess.check_output(command, stderr=subprocess.PIPE, timeout=_NVIDIA_SMI_S)
+    except (OSError, subprocess.SubprocessError):
+        return []  # there is none, or it does not know a field
+    rows = csv.reader(printed.decode(errors="replace").splitlines(), skipinitialspace=True)
+    return [row for row in rows if len(row) == len(fields)]

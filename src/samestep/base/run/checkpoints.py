@@ -132,7 +132,7 @@ def why_not_kept(state: Any) -> str:
 
     Tensors may be large, and only the rest can be of any type.
     """
-    if _is_plain(state):
+    if is_plain(state):
         return ""
     try:
         torch.save(map_tensors(lambda _: torch.empty(0), state), file := io.BytesIO())
@@ -147,7 +147,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, bytes, type(N
 _DEEPEST = 32
 
 
-def _is_plain(state: Any, depth: int = 0) -> bool:
+def is_plain(state: Any, depth: int = 0) -> bool:
     """Whether a state is made of what every checkpoint may hold; to try it takes 100 times that."""
     kind = type(state)
     if kind in _PLAIN:
@@ -155,8 +155,8 @@ def _is_plain(state: Any, depth: int = 0) -> bool:
     if depth > _DEEPEST:
         return False
     if kind in (dict, OrderedDict):
-        return all(type(k) in _PLAIN and _is_plain(v, depth + 1) for k, v in state.items())
-    return kind in (list, tuple) and all(_is_plain(item, depth + 1) for item in state)
+        return all(type(k) in _PLAIN and is_plain(v, depth + 1) for k, v in state.items())
+    return kind in (list, tuple) and all(is_plain(item, depth + 1) for item in state)
 
 
 def why_not_loaded(error: Exception) -> str:

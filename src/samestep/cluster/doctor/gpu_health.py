@@ -4,20 +4,17 @@ Everything is only read; no clock, mode or counter is changed.
 """
 
 import contextlib
-import csv
 import os
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from samestep.base.machine import link_gb_s, peak_flops_per_s
+from samestep.base.machine import link_gb_s, nvidia_smi, peak_flops_per_s
 from samestep.cluster.doctor.findings import Check, Finding, graded, green, red, yellow
 from samestep.cluster.doctor.rank_facts import GpuHealth
 
-_NVIDIA_SMI_S = 10.0
 _MEASURED_S = 0.3
 _SIDE, _COPY_BYTES = 8192, 256 << 20
 _POOR = 0.5
@@ -100,17 +97,6 @@ def _is_doctor(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return b"doctor" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
-
-
-def nvidia_smi(kind: str, *fields: str) -> list[list[str]]:
-    """Return nvidia-smi's rows for all GPUs, or for all processes; none if it is not installed."""
-    command = ["nvidia-smi", f"--query-{kind}={','.join(fields)}", "--format=csv,noheader,nounits"]
-    try:
-        printed = subprocess.check_output(command, stderr=subprocess.PIPE, timeout=_NVIDIA_SMI_S)
-    except (OSError, subprocess.SubprocessError):
-        return []  # there is none, or it does not know a field
-    rows = csv.reader(printed.decode(errors="replace").splitlines(), skipinitialspace=True)
-    return [row for row in rows if len(row) == len(fields)]
 
 
 def _number(text: str | None) -> int | None:

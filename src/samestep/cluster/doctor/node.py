@@ -14,11 +14,10 @@ from pathlib import Path
 import torch as pytorch
 
 import samestep as package
-from samestep.base.machine import quota_cores, usable_cores
+from samestep.base.machine import nvidia_smi, quota_cores, usable_cores
 from samestep.base.run.directory import versions
 from samestep.base.words import count
 from samestep.cluster.doctor.findings import Check, Finding, graded, green, red, size_name, yellow
-from samestep.cluster.doctor.gpu_health import nvidia_smi
 from samestep.cluster.doctor.rank_facts import Gpu, Machine, value_within
 
 try:

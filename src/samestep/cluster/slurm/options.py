@@ -1,6 +1,5 @@
 """What a job asks for: flags of `slurm submit`, above samestep.toml and the last job."""
 
-import json
 import os
 import re
 import typing
@@ -14,7 +13,7 @@ import msgspec
 from samestep.base.errors import UserError, did_you_mean, in_words
 from samestep.base.flags import InShell
 from samestep.base.run.directory import names_secret
-from samestep.base.run.files import read_object, toml_of, write_text
+from samestep.base.run.files import read_object, toml_of, write_object
 from samestep.base.words import count
 
 # The forms of sbatch's --time: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]].
@@ -332,7 +331,7 @@ def read_defaults(paths: list[Path]) -> UncheckedOptions:
 
 def keep_options(run: Path, options: JobOptions) -> None:
     """Keep a job's options in its run directory: the run's next job takes them over."""
-    write_text(run / OPTIONS, json.dumps(asdict(options), indent=2) + "\n")
+    write_object(run / OPTIONS, asdict(options))
 
 
 def kept_options(run: Path) -> UncheckedOptions | None:

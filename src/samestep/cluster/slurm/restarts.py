@@ -1,6 +1,5 @@
 """How one start of a job ended, its ranks or the check of its nodes before them; what follows."""
 
-import json
 import re
 import shlex
 import signal
@@ -12,7 +11,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from samestep.base.run.directory import STEPPED, is_run
-from samestep.base.run.files import read_object, write_text
+from samestep.base.run.files import read_object, write_object
 from samestep.cluster.slurm.rank_ends import (
     LATE,
     STDERR,
@@ -324,14 +323,14 @@ def last_start(run: Path) -> JobStart | None:
 
 def settle(run: Path, decision: Decision, ending: Ending) -> None:
     """Keep the restarts in the run directory; write a failure's reason into result.json."""
-    write_text(run / FILE, json.dumps(asdict(decision.restarts), indent=2) + "\n")
+    write_object(run / FILE, asdict(decision.restarts))
     for claim in run.glob(CLAIM.format(name="*")):  # of watchers that Slurm ended with their ranks
         claim.unlink(missing_ok=True)
     result = read_object(run / _RESULT)
     if decision.word == "failed" and (is_run(run) or not result):
         reason = f"failed: {ending.why}"
         result |= {"status": "failed", "reason": reason, "exit_code": ending.code}
-        write_text(run / _RESULT, json.dumps(result, indent=2) + "\n")
+        write_object(run / _RESULT, result)
 
 
 def read_restarts(run: Path, job: int) -> Restarts:

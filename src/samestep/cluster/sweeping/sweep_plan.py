@@ -18,7 +18,7 @@ from typing import Any
 
 from samestep.base.errors import UserError, what_to_install
 from samestep.base.run.directory import SWEEP, is_run
-from samestep.base.run.files import read_object, shown_path, write_text
+from samestep.base.run.files import read_object, shown_path, write_object
 
 LOGS = ".logs"  # in the sweep's folder: what each training printed
 _FORMAT = 1
@@ -152,7 +152,7 @@ class SweepPlan:
         written = {key: before.get(key) for key in wanted}
         if not before:
             (self.folder / LOGS).mkdir(parents=True, exist_ok=True)
-            write_text(file, json.dumps(wanted, indent=2) + "\n")
+            write_object(file, wanted)
         elif written != wanted:
             differs = [key for key in wanted if written[key] != wanted[key]]
             difference = f"({differs[0]!r} is not the same)"
@@ -234,20 +234,18 @@ def _hashed(name: str, point: Point) -> str:
     return f"{name}-{hashlib.sha256(_text(point).encode()).hexdigest()[:8]}"
 
 
-def default_folder(
-    recipe: str,
-    flags: Sequence[str],
-    axes: Mapping[str, tuple[str, ...]],
-    sample: int | None,
-    *,
-    optuna: bool,
-    script_args: Sequence[str] = (),
-) -> Path:
-    """Return the folder of a sweep that names none: one in runs/ that all else decides."""
-    words = [*flags, *(f"{flag}={texts}" for flag, texts in axes.items()), f"sample={sample}"]
-    words += [*["optuna"] * optuna, *script_args]
-    key = hashlib.sha256(json.dumps([recipe, *words]).encode()).hexdigest()[:8]
-    return Path("runs") / f"sweep-{Path(recipe).stem}-{key}"
+def make_plan(folder: Path | None, *, seed: int, **asked: Any) -> SweepPlan:
+    """Return the sweep that is asked for; without a folder, in one in runs/ that all else decides.
+
+    `asked` are the other fields.
+    """
+    if folder is None:
+        words = [*asked["flags"], *(f"{flag}={texts}" for flag, texts in asked["axes"].items())]
+        words += [f"sample={asked['sample']}", *["optuna"] * asked["optuna"]]
+        words += asked.get("script_args", ())
+        key = hashlib.sha256(json.dumps([asked["recipe"], *words]).encode()).hexdigest()[:8]
+        folder = Path("runs") / f"sweep-{Path(asked['recipe']).stem}-{key}"
+    return SweepPlan(folder=folder, seed=seed, **asked)
 
 
 class OptunaChoice:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from samestep.base.errors import UserError, blame
+from samestep.base.run.checkpoints import is_plain
 from samestep.base.trees import tree_leaves
 from samestep.core.data.collating import name_of
 from samestep.core.data.keyed_random import mix, mix_next, seed_reading
@@ -199,15 +200,6 @@ class Lane:
 
     def _blame(self, error: Exception) -> None:
         blame(f"{self._name} failed at element {self._at:,}{self._lane}, from 0 on", error)
-
-
-def is_plain(state: Any) -> bool:
-    """Whether a checkpoint can hold a value: numbers, strings, tensors, and lists and dicts."""
-    if isinstance(state, dict):
-        return all(isinstance(key, str | int) and is_plain(part) for key, part in state.items())
-    if type(state) in (list, tuple):
-        return all(map(is_plain, state))
-    return state is None or type(state) in (bool, int, float, str, Tensor)
 
 
 _COMPARED = 8

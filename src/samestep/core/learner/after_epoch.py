@@ -4,7 +4,7 @@ It returns values to record, and may freeze parameters or train frozen ones from
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -20,7 +20,7 @@ from samestep.core.learner.agreement import check_same, random_numbers
 from samestep.core.learner.model_state import parameters_of
 from samestep.core.learner.optimizer_state import equal_values, groups_of, parameters_in
 from samestep.core.recipe_checks import check_names
-from samestep.launch.ranks.mesh import any_sharded, whole
+from samestep.launch.ranks.mesh import any_sharded, whole, whole_numbers
 from samestep.launch.ranks.world import World
 
 
@@ -93,7 +93,7 @@ class AfterEpoch:
     def _values(self, end: EpochEnd) -> dict[str, float]:
         parameters, groups = self._parameters(), self._groups()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._numbers():
                 result = self._function(self._model, end)
         except Exception as error:
             blame(f"The recipe's after_epoch failed after epoch {end.epoch}", error, self._function)
@@ -127,6 +127,9 @@ class AfterEpoch:
         # What FSDP shares out is added up here.
         values = {n: whole(v) if isinstance(v, Tensor) else v for n, v in result.items()}
         return {name: float(value) for name, value in values.items()}
+
+    def _numbers(self) -> AbstractContextManager[None]:
+        return whole_numbers() if any_sharded(self._model) else nullcontext()
 
     def _parameters(self) -> list[object]:
         """Return the model's parameters, by name if forward replaces them by whole ones."""

@@ -5,6 +5,7 @@ convolutions and attention, a multiplication and an addition as two.
 """
 
 import ctypes
+import math
 import os
 import platform
 import sys
@@ -77,9 +78,18 @@ def outside_autocast() -> Iterator[None]:
             torch.autocast_increment_nesting()
 
 
-def make_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return the gradient scaler that fp16 needs, and None for the others."""
-    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
+def make_scaler(
+    precision: Precision, device: torch.device, averaged: int
+) -> torch.amp.GradScaler | None:
+    """Return the gradient scaler that fp16 needs, and None for the others.
+
+    `averaged` gradients make one in DDP, so each is that many times larger than its part of a
+    single process's. The scale makes up for it, or a step would overflow on many ranks only.
+    """
+    if precision != "fp16":
+        return None
+    larger = 2.0 ** math.ceil(math.log2(averaged))  # a power of two rounds nothing
+    return torch.amp.GradScaler(device.type, init_scale=2.0**16 / larger)
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:

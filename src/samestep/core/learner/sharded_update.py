@@ -1,7 +1,7 @@
 """The step of an optimizer on weights that ranks hold in parts, for one that multiplies matrices.
 
 An update by elements, as Adam's, is the same on parts as on the whole. Muon multiplies matrices,
-and in bfloat16.
+and in bfloat16; others read the norm of a weight.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.base.errors import UserError
 from samestep.base.patches import patched
-from samestep.launch.ranks.mesh import is_partial_sum, sharded_as, whole
+from samestep.launch.ranks.mesh import is_partial_sum, sharded_as, whole, whole_numbers
 
 _HALF = (torch.bfloat16, torch.float16)
 _PRODUCTS = tuple(getattr(torch.ops.aten, n) for n in ("mm", "addmm", "bmm", "baddbmm"))
@@ -26,14 +26,14 @@ def sharded_update(what: str, *, looks: bool) -> Iterator[None]:
     """Within this, let torch's Muon orthogonalise whole matrices; all ranks step.
 
     One at a time is gathered, and each rank computes what a single process would. The momentum
-    stays in parts. `told` names the optimizer.
+    stays in parts. Numbers are of whole tensors, too. `what` names the optimizer.
 
     Raises:
         UserError: if this `looks`, an optimizer has multiplied sharded matrices in half precision,
             and the product is a sum over ranks of what is rounded: Newton-Schulz makes percents of
             that.
     """
-    with patched((_muon, "_zeropower_via_newtonschulz", _of_whole)):
+    with patched((_muon, "_zeropower_via_newtonschulz", _of_whole)), whole_numbers():
         if not looks:
             yield
             return

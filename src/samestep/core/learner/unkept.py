@@ -34,6 +34,7 @@ from samestep.core.learner.side_effects import (
 from samestep.core.recipe import Recipe
 from samestep.launch.ranks.world import World
 
+_HOLD = "Let a buffer or get_extra_state hold it"
 _TRIED = 4
 """Training samples that are read again: as few as mixup takes, and enough for a draw to show."""
 
@@ -63,7 +64,7 @@ class Unkept(NamedTuple):
         other = "no checkpoint holds it: a resumed run would be another training"
         found = {
             f"The recipe's model{defined_at(model)} changes {listed(self.forward, 3)} from call to "
-            f"call, and {other}. Let a buffer or get_extra_state hold it": self.forward,
+            f"call, and {other}. {_HOLD}": self.forward,
             f"The recipe's loss{defined_at(loss)} changes {listed(self.loss, 3)} from call to "
             f"call, and {other}. Let the loss name `step` or `epoch` among its arguments, and keep "
             "nothing itself": self.loss,
@@ -87,10 +88,9 @@ class Unkept(NamedTuple):
             "it: a resume will be refused. Let the loss name `step` or `epoch` among its "
             "arguments.": self.loss,
             f"A forward in training changes {listed(self.forward, 3)}, and no checkpoint holds it: "
-            "a resume will be refused. Let a buffer or get_extra_state hold it.": self.forward,
+            f"a resume will be refused. {_HOLD}.": self.forward,
             f"The model counts {listed(self.counts, 3)} in an attribute, and no checkpoint holds "
-            "it: a resumed run begins it anew. Let a buffer or get_extra_state hold "
-            "it.": self.counts,
+            f"it: a resumed run begins it anew. {_HOLD}.": self.counts,
             f"Training changes the model's buffer {listed(self.lost, 3)}, and no checkpoint holds "
             "it: a resumed run begins with its first value. Register it with "
             "persistent=True.": self.lost,

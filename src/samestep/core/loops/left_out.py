@@ -53,6 +53,9 @@ class LeftOut:
         self._told: set[str] = set()
         self._others: list[tuple[weakref.ref[nn.Module], Tensor]] = []
         self._counts: dict[str, dict[str, str]] = {}
+        self._watched: dict[str, tuple[list[str], set[str], set[str]]] = {}
+        """By module: its buffers before the first step, when all ranks have the same; of them, what
+        could be lost, and what a rank may make of its own samples."""
         self._buffers: dict[str, dict[str, tuple[torch.Size, int]]] = {}
         """By module: the shape and the bits of each buffer at the last look, as `_counts`."""
 
@@ -90,8 +93,13 @@ class LeftOut:
         return 0 < total < math.inf
 
     def begin(self) -> None:
-        """Remember the modules that are not in the state, before the first step."""
+        """Remember buffers, and modules that are not in the state, before the first step."""
         entries = self.state.values()
+        for name, part in self.state.items():
+            if isinstance(part, nn.Module):
+                lost, of_rank = watched_buffers(part, self._world)
+                names = [n for n, _ in part.named_buffers() if n in lost | of_rank]
+                self._watched[name] = names, lost, of_rank
         if not all(isinstance(e, KNOWN) for e in entries):
             return  # another object may hold one
         modules = (m for e in entries if isinstance(e, nn.Module) for m in e.modules())
@@ -137,10 +145,12 @@ class LeftOut:
             )
 
     def _look_at_buffers(self, name: str, module: nn.Module) -> None:
-        lost, of_rank = watched_buffers(module, self._world)
-        named = {n: b for n, b in module.named_buffers() if n in lost | of_rank}
-        if not named:
+        names, lost, of_rank = self._watched[name]
+        if not names:
             return
+        # What a forward registers on one rank by itself must not change what all ranks reduce.
+        there, gone = dict(module.named_buffers()), torch.empty(0)
+        named = {n: there.get(n, gone) for n in names}
         bits = bits_of([*named.values()])
         most, least = self._world.reduce(torch.stack([bits, -bits]), "max")
         now = {n: (b.shape, int(v)) for (n, b), v in zip(named.items(), bits, strict=True)}

@@ -288,6 +288,7 @@ def _make_learner(
     ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
     optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))
     initial = () if recipe.optimizer is None else groups_of(optimizer)  # what no scheduler has set
+    averaged = 1 if world.virtual_ranks else world.world_size  # gradients, by DDP
     carried = None
     if recipe.carry is not None:
         from samestep.core.learner.carried import carried_of  # noqa: PLC0415
@@ -308,7 +309,7 @@ def _make_learner(
         sharded=sharded,
         alone=ours and isinstance(train, MemorySource),
         average=average_of(model, settings, optimizer, frozen=recipe.after_epoch is not None),
-        scaler=make_scaler(settings.precision, world.device),
+        scaler=make_scaler(settings.precision, world.device, averaged),
         loss=recipe.loss,
         reduction=recipe.reduction,
         terms=terms,

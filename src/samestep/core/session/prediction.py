@@ -45,21 +45,6 @@ class Prediction:
     """Why it could not be read."""
 
 
-def open_predictor(
-    path: Path, name: str = "best", *, device: Device = "auto", recipe: Recipe | None = None
-) -> TrainedModel:
-    """Return a checkpoint of a run, ready to be asked in this process; see `open_checkpoint`."""
-    opened = open_checkpoint(path, name, device=device, recipe=recipe)
-    recipe, settings, model = opened.recipe, opened.settings, opened.model
-    if recipe.read is None:
-        raise UserError(
-            f"Recipe {recipe.name} does not say how to read a file, so it cannot predict any: "
-            "give it Recipe(read=…), a function of the options and a path."
-        )
-    torch.set_num_threads(choose_threads(settings.threads, model, len(usable_cores()), 1))
-    return opened
-
-
 def open_predictions(
     path: Path,
     name: str = "best",
@@ -89,11 +74,17 @@ def open_predictions(
             raise UserError(f"{file} is a folder. Name the files in it: {file}/*")
         if not file.exists():
             raise UserError(f"There is no file {file}.")
-    if split is None:
-        model = open_predictor(path, name, device=device, recipe=recipe)
-        return model, predict_files(model, files, top=top)
     model = open_checkpoint(path, name, device=device, recipe=recipe)
-    return model, predict_split(model, split, top=top, data_dir=data_dir, skip_bad=skip_bad)
+    if split is not None:
+        return model, predict_split(model, split, top=top, data_dir=data_dir, skip_bad=skip_bad)
+    if model.recipe.read is None:
+        raise UserError(
+            f"Recipe {model.recipe.name} does not say how to read a file, so it cannot predict "
+            "any: give it Recipe(read=…), a function of the options and a path."
+        )
+    threads = choose_threads(model.settings.threads, model.model, len(usable_cores()), 1)
+    torch.set_num_threads(threads)
+    return model, predict_files(model, files, top=top)
 
 
 def ask(opened: TrainedModel, samples: Sequence[Any]) -> tuple[Any, Any]:

@@ -4,13 +4,15 @@ Here a sharded tensor is one whose part each rank holds; any other tensor is its
 DTensor takes 0.8 s, so only functions that make sharded tensors import it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError
+from samestep.base.patches import patched
 from samestep.launch.ranks.world import World
 
 if TYPE_CHECKING:
@@ -133,6 +135,22 @@ def whole(tensor: Tensor) -> Tensor:
     """Return a tensor with the parts of all ranks; all ranks call it."""
     full: Any = tensor.detach()
     return full.full_tensor() if is_sharded(full) else full  # type: ignore[no-any-return]
+
+
+_NUMBERS = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__")
+
+
+def whole_numbers() -> AbstractContextManager[None]:
+    """Within this, a number read from a sharded tensor is the whole one's; all ranks read it.
+
+    PyTorch's would be this rank's summand, of `weight.norm()` for instance.
+    """
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    def read(original: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        return original(whole(tensor))
+
+    return patched(*((DTensor, name, read) for name in _NUMBERS))
 
 
 def sharded_as(value: Tensor, like: Tensor) -> Tensor:

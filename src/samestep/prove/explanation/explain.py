@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 
 from samestep.base.errors import UserError
 from samestep.base.machine import free_memory_bytes
@@ -100,7 +101,7 @@ class Explanation:
         own = {"settings", "world", "plan", "others", "memory", "strategies"}
         plain = replace(self, memory=None, others=())
         return {
-            **{name: _plain(value) for name, value in vars(plain).items() if name not in own},
+            **{name: to_builtins(value) for name, value in vars(plain).items() if name not in own},
             "plan": self.plan.record(),
             "ranks": {
                 "world_size": self.world.world_size,
@@ -116,12 +117,6 @@ class Explanation:
                 for o in self.others
             ],
         }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return asdict(value) if hasattr(value, "__dataclass_fields__") else value
 
 
 def explain(request: Request, world: ImaginedWorld, device: str) -> Explanation:

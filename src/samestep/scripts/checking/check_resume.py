@@ -22,7 +22,6 @@ from samestep.base.errors import UserError
 from samestep.base.words import count
 from samestep.scripts.checking.check_report import CheckReport
 from samestep.scripts.checking.check_script import (
-    job_of,
     last_words,
     prepare,
     refuse_failures,
@@ -43,13 +42,10 @@ _BEYOND = 2  # steps after the last one that show that a training does not end
 
 
 def check_resume(
-    script: Path,
-    arguments: Sequence[str] = (),
+    job: Job,
     *,
     resume: str,
     resume_nproc: Sequence[int] = (),
-    nproc: int = 2,
-    module: bool = False,
     seconds: float = 40.0,
     stall_s: float | None = None,
     start: Starter | None = None,
@@ -65,8 +61,7 @@ def check_resume(
     Raises UserError if the script cannot be checked: it fails, or writes no checkpoint in time.
     """
     began = time.perf_counter()
-    job = job_of(script, arguments, module=module, steps=0, nproc=nproc)
-    job = structs.replace(job, resumes=True)
+    script, job = job.script, structs.replace(job, steps=0, resumes=True)
     try:
         words = [] if resume == _AUTO else shlex.split(resume)
     except ValueError as error:
@@ -84,17 +79,17 @@ def check_resume(
         top = Path(name).resolve()
         try:
             if here is None:
-                job, seen, output = run_as_it_starts(script, job, run)
+                job, seen, output = run_as_it_starts(job, run)
                 whole = Attempt(seen, output)
             else:
-                whole = _run_whole(script, job, top / "whole", run)
+                whole = _run_whole(job, top / "whole", run)
             first, *later = _steps_to_kill_at(whole, script, seconds)
-            copy = prepare(job, script, top / "chain")
+            copy = prepare(job, top / "chain")
             chain = _Chain(script, words, top / "kept", run, whole, *copy)
             resumed = chain.resumed(first, later, resume_nproc)
             if any(mistakes(resumed)):
                 job = structs.replace(job, stop_at=None if whole.seen.complete else whole.end)
-                resumed.again = _run_whole(script, job, top / "again", run)
+                resumed.again = _run_whole(job, top / "again", run)
         except OSError as error:
             raise UserError(f"The scratch copy of {script} cannot be kept: {error}") from error
     notes = [*whole.seen.notes, *_notes(resumed)]
@@ -102,12 +97,12 @@ def check_resume(
     return report_on(seen, whole.output, script, began)
 
 
-def _run_whole(script: Path, job: Job, place: Path, run: Run) -> Attempt:
+def _run_whole(job: Job, place: Path, run: Run) -> Attempt:
     """Run a training in a scratch copy of its own."""
-    return Attempt(*run_job(*prepare(job, script, place), run))
+    return Attempt(*run_job(*prepare(job, place), run))
 
 
-def _steps_to_kill_at(whole: Attempt, script: Path, seconds: float) -> list[int]:
+def _steps_to_kill_at(whole: Attempt, script: str, seconds: float) -> list[int]:
     """Return the steps of the first checkpoints after a third and two thirds of the training."""
     refuse_failures(whole.seen, whole.output, script)
     if saved := [save.step for save in whole.saves if 0 < save.step < whole.end]:
@@ -125,7 +120,7 @@ def _steps_to_kill_at(whole: Attempt, script: Path, seconds: float) -> list[int]
 class _Chain:
     """The training that is killed and resumed in one scratch copy."""
 
-    script: Path
+    script: str
     words: list[str]
     kept: Path  # where the files are kept as they were at the first kill
     run: Run

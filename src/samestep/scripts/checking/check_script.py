@@ -38,12 +38,8 @@ _NEEDS_GPU = re.compile(r"cuda|nccl|gpu|nvidia|accelerator", re.IGNORECASE)
 
 
 def check_script(
-    script: Path,
-    arguments: Sequence[str] = (),
+    job: Job,
     *,
-    nproc: int = 2,
-    module: bool = False,
-    steps: int = 10,
     seconds: float = 40.0,
     stall_s: float | None = None,
     asked: bool = True,
@@ -51,6 +47,7 @@ def check_script(
 ) -> CheckReport:
     """Run a script on new ranks under watch and return what is wrong with it.
 
+    `asked`: whether the user has said on how many.
     `stall_s`: for how long no rank may move; by default 20 median steps, and at least 30 s.
     `seconds` are counted from the first optimizer step; then the ranks are ended, and what they
     would have done later counts as not seen.
@@ -58,19 +55,21 @@ def check_script(
     Raises UserError if the script cannot be checked: it fails by itself, or takes no step.
     """
     began = time.perf_counter()
-    job = job_of(script, arguments, module=module, steps=steps, nproc=nproc)
     run = functools.partial(run_ranks, seconds=seconds, stall_s=stall_s, start=start)
-    job, seen, output = run_as_it_starts(script, job, run, asked=asked)
+    job, seen, output = run_as_it_starts(job, run, asked=asked)
     uses_gpu = job.substitute or asks_for_gpu(seen)
-    if uses_gpu and nproc > 1 and len(output) > 1:  # else the script starts its ranks on one node
+    on_several = job.nproc > 1 and len(output) > 1  # else the script starts its ranks on one node
+    if uses_gpu and on_several:
         apart_job = structs.replace(job, substitute=True, one_per_node=True)
-        _, apart, _ = _run(script, apart_job, run, asked=asked)
+        _, apart, _ = _run(apart_job, run, asked=asked)
         for rank, there in zip(seen.ranks, apart.ranks, strict=False):
             rank.events.extend(there.of(ev.DeviceAsked))
-    return report_on(seen, output, script, began)
+    return report_on(seen, output, job.script, began)
 
 
-def job_of(script: Path, arguments: Sequence[str], *, module: bool, steps: int, nproc: int) -> Job:
+def job_of(
+    script: Path, arguments: Sequence[str], *, nproc: int, module: bool = False, steps: int = 10
+) -> Job:
     """Return the job of running a script or module; UserError if there is none."""
     if not module and not script.is_file():
         raise UserError(f"There is no file {script} to check.", on_all_ranks=True)
@@ -79,7 +78,7 @@ def job_of(script: Path, arguments: Sequence[str], *, module: bool, steps: int, 
     )
 
 
-def report_on(seen: Seen, output: list[str], script: Path, began: float) -> CheckReport:
+def report_on(seen: Seen, output: list[str], script: str, began: float) -> CheckReport:
     """Return the report on a script that was run; UserError if it could not be checked."""
     mistakes, not_seen = apply_rules(seen) if seen.ranks else ([], [])
     if not any(mistake.severity == "error" for mistake in mistakes):
@@ -93,37 +92,30 @@ def report_on(seen: Seen, output: list[str], script: Path, began: float) -> Chec
         notes=[*seen.notes, *([_OF_ONE_PROCESS] if seen.is_of_one_process else [])],
         output=output,
         ranks=seen.world_size,
-        script=str(script),
+        script=script,
         folder=seen.folder,
         silenced=len(mistakes) - len(findings),
     )
 
 
-def run_as_it_starts(
-    script: Path, job: Job, run: Run, *, asked: bool = True
-) -> tuple[Job, Seen, list[str]]:
+def run_as_it_starts(job: Job, run: Run, *, asked: bool = True) -> tuple[Job, Seen, list[str]]:
     """Run the script in a scratch copy, in the way in which it can be started here.
 
     Returns the job that says how, what was seen, and what each rank printed.
     """
-    text = "" if job.module else script.read_text(errors="replace")
+    text = "" if job.module else Path(job.script).read_text(errors="replace")
     starts_ranks = bool(_STARTS.search(text)) and not _IS_STARTED.search(text)
-    job, seen, output = _run(script, structs.replace(job, alone=starts_ranks), run, asked=asked)
+    job, seen, output = _run(structs.replace(job, alone=starts_ranks), run, asked=asked)
     # A training that is to be resumed has no events that tell whether it asks for a GPU.
     says = "".join([*output, text if job.resumes else ""])
     needs_gpu = asks_for_gpu(seen) or _NEEDS_GPU.search(says)
     if needs_gpu and not any(rank.steps for rank in seen.ranks):
-        return _run(script, structs.replace(job, substitute=True), run, asked=asked)
+        return _run(structs.replace(job, substitute=True), run, asked=asked)
     return job, seen, output
 
 
 def _run(
-    script: Path,
-    asked_for: Job,
-    run: Run,
-    *,
-    asked: bool,
-    before: tuple[Job, Seen, list[str]] | None = None,
+    asked_for: Job, run: Run, *, asked: bool, before: tuple[Job, Seen, list[str]] | None = None
 ) -> tuple[Job, Seen, list[str]]:
     """Run the script in a scratch copy; `before` is what came of the other way to start it.
 
@@ -131,7 +123,7 @@ def _run(
     rank printed.
     """
     with tempfile.TemporaryDirectory(prefix="samestep-check-", ignore_cleanup_errors=True) as place:
-        scratch, job = prepare(asked_for, script, Path(place))
+        scratch, job = prepare(asked_for, Path(place))
         seen, output = run_job(scratch, job, run, asked=asked)
         folder = Path(job.folder)
         joined, spawns = any(folder.glob("events-[0-9]*")), (folder / SPAWNS).exists()
@@ -145,13 +137,13 @@ def _run(
     if not otherwise:
         return asked_for, seen, output
     other = structs.replace(asked_for, alone=not asked_for.alone)
-    return _run(script, other, run, asked=asked, before=(asked_for, seen, output))
+    return _run(other, run, asked=asked, before=(asked_for, seen, output))
 
 
-def prepare(asked: Job, script: Path, place: Path) -> tuple[Scratch, Job]:
+def prepare(asked: Job, place: Path) -> tuple[Scratch, Job]:
     """Make a scratch copy in a folder of its own; return it, and the job of the script in it."""
-    cwd = Path.cwd().resolve()
-    first = cwd if asked.module else script.resolve().parent
+    cwd, script = Path.cwd().resolve(), Path(asked.script).resolve()
+    first = cwd if asked.module else script.parent
     home = cwd if first.is_relative_to(cwd) else first
     place = place.resolve()
     scratch, folder = Scratch(place, home), place / "seen"
@@ -159,7 +151,7 @@ def prepare(asked: Job, script: Path, place: Path) -> tuple[Scratch, Job]:
     scratch.create(first)
     job = structs.replace(
         asked,
-        script=asked.script if asked.module else scratch.twin(script.resolve()),
+        script=asked.script if asked.module else scratch.twin(script),
         arguments=[_in_scratch(argument, cwd, scratch) for argument in asked.arguments],
         scratch=scratch.twin(home),
         place=scratch.place,
@@ -212,7 +204,7 @@ def last_words(rank: RankSeen, output: Sequence[str]) -> str:
     return (end.text if end is not None else "") or output[min(rank.rank, len(output) - 1)]
 
 
-def refuse_failures(seen: Seen, output: Sequence[str], script: Path | str) -> None:
+def refuse_failures(seen: Seen, output: Sequence[str], script: str) -> None:
     """Raise UserError for a script that starts no rank, fails by itself, or takes no step."""
     if not seen.ranks:
         text = "\n".join(output).rstrip()

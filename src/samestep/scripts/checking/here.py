@@ -77,18 +77,10 @@ def check_here(
         crew = _Crew(launch, place, seconds, stall_s)
         if resume is not None:
             return check_resume(
-                script,
-                arguments,
-                resume=resume,
-                nproc=launch.world_size,
-                module=module,
-                seconds=seconds,
-                here=(place, crew.run),
-                tell=tell,
+                job, resume=resume, seconds=seconds, here=(place, crew.run), tell=tell
             )
-        scratch, job = prepare(job, script, place)
-        seen, output = run_job(scratch, job, crew.run)
-    return report_on(seen, output, script, began)
+        seen, output = run_job(*prepare(job, place), crew.run)
+    return report_on(seen, output, job.script, began)
 
 
 @dataclass

@@ -325,7 +325,7 @@ def run_check(
     """Check a script or its resume, as `check` has been asked; `tell` gets what it costs."""
     from samestep.launch.ranks.nproc import check_ranks  # noqa: PLC0415 - not for help
     from samestep.scripts.checking.check_resume import check_resume  # noqa: PLC0415
-    from samestep.scripts.checking.check_script import check_script  # noqa: PLC0415
+    from samestep.scripts.checking.check_script import check_script, job_of  # noqa: PLC0415
 
     check_positive(steps=steps, seconds=seconds, stall_s=stall_s)
     if resume is None and resume_nproc:
@@ -335,25 +335,9 @@ def run_check(
     sizes = numbers("resume_nproc", resume_nproc or None)
     for size in sizes:
         check_ranks(size, flag="--resume-nproc")
+    job = job_of(script, words, nproc=number, module=module, steps=steps)
     if resume is None:
-        return check_script(
-            script,
-            words,
-            nproc=number,
-            module=module,
-            steps=steps,
-            seconds=seconds,
-            stall_s=stall_s,
-            asked=nproc is not None,
-        )
+        return check_script(job, seconds=seconds, stall_s=stall_s, asked=nproc is not None)
     return check_resume(
-        script,
-        words,
-        resume=resume,
-        resume_nproc=sizes,
-        nproc=number,
-        module=module,
-        seconds=seconds,
-        stall_s=stall_s,
-        tell=tell,
+        job, resume=resume, resume_nproc=sizes, seconds=seconds, stall_s=stall_s, tell=tell
     )

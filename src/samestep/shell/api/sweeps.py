@@ -17,7 +17,7 @@ from samestep.cluster.sweeping.sweep_plan import (
     OptunaChoice,
     Point,
     SweepPlan,
-    default_folder,
+    make_plan,
     num_points,
 )
 from samestep.launch.ranks.process import TASK
@@ -129,17 +129,16 @@ def _plan(
     for name, texts in axes.items():
         if len({*texts}) < len(texts):
             raise UserError(f"sweep({name.replace('-', '_')}=…): a value comes twice.")
-    named = (what.name or "recipe") if isinstance(what, Recipe) else str(path_of(what, "what"))
-    asked: dict[str, Any] = {
-        "recipe": named,
-        "flags": tuple(f"{name}={value}" for name, value in same.items()),
-        "axes": axes,
-        "sample": sample,
-        "optuna": optuna,
-    }
-    place = path_of(folder, "folder") if folder else default_folder(**asked)
-    seed = lists["seed"][0] if "seed" in lists else same.get("seed", 42)
-    plan = SweepPlan(folder=place.absolute(), seed=seed, **asked)
+    plan = make_plan(
+        path_of(folder, "folder") if folder else None,
+        seed=lists["seed"][0] if "seed" in lists else same.get("seed", 42),
+        recipe=(what.name or "recipe") if isinstance(what, Recipe) else str(path_of(what, "what")),
+        flags=tuple(f"{name}={value}" for name, value in same.items()),
+        axes=axes,
+        sample=sample,
+        optuna=optuna,
+    )
+    plan = replace(plan, folder=plan.folder.absolute())
     names = dict(zip(axes, lists, strict=True))
     calls = {}
     for name, point in plan.points.items():

@@ -29,7 +29,7 @@ from samestep.cluster.sweeping.sweep_plan import (
     OptunaChoice,
     Point,
     SweepPlan,
-    default_folder,
+    make_plan,
     num_points,
     read_axes,
 )
@@ -169,16 +169,15 @@ def _plan(
         seed = int(seeds[0]) if seeds and seeds[0].isdigit() else seed
     if command.nproc > 1:
         words += ["--nproc", str(command.nproc)]
-    asked: dict[str, Any] = {
-        "recipe": target if target in RECIPES else str(Path(target).absolute()),
-        "flags": tuple(words),
-        "axes": axes,
-        "sample": command.sample,
-        "optuna": command.optuna,
-        "script_args": tuple(script_args),
-    }
-    return SweepPlan(
-        folder=Path(run_dir) if run_dir else default_folder(**asked), seed=seed, **asked
+    return make_plan(
+        Path(run_dir) if run_dir else None,
+        seed=seed,
+        recipe=target if target in RECIPES else str(Path(target).absolute()),
+        flags=tuple(words),
+        axes=axes,
+        sample=command.sample,
+        optuna=command.optuna,
+        script_args=tuple(script_args),
     )
 
 

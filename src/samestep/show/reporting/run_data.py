@@ -194,14 +194,10 @@ def _facts(
 ) -> dict[str, object]:
     if not environment:
         problems.append("environment.json is missing or damaged: versions and machine not known")
-    # The sizes are in settings.toml too; where that is gone, the plan still has them. An earlier
-    # run's has the micro-batch under the name of the batch.
-    sizes = {
-        "batch_size": plan.get("global_batch_size"),
-        "micro_batch_size": plan.get("micro_batch_size", plan.get("batch_size")),
-    }
     facts = {name: plan[name] for name in _PLANNED if name in plan}
-    facts |= {name: size for name, size in sizes.items() if size is not None}
+    # The sizes are in settings.toml too; where that is gone, the plan still has them.
+    sizes = {"batch_size": "global_batch_size", "micro_batch_size": "micro_batch_size"}
+    facts |= {name: plan[key] for name, key in sizes.items() if plan.get(key) is not None}
     facts |= {name: environment[name] for name in ("host", "cores_usable") if name in environment}
     versions = environment.get("versions")
     facts |= versions if isinstance(versions, dict) else {}

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ import msgspec
 import psutil
 
 from samestep.base.errors import UserError
+from samestep.base.machine import nvidia_smi
 from samestep.base.run.files import Held, hold, read_object
 from samestep.base.run.records import SYSTEM
 from samestep.base.run.summary import first_start
@@ -116,26 +116,22 @@ def _ask_gpus(wanted: Sequence[str] | None) -> dict[str, dict[str, float]]:
     """Measure the GPUs of a run, and no others of the machine."""
     if wanted is not None and not wanted:
         return {}
-    query = ["nvidia-smi", f"--query-gpu=uuid,{','.join(_GPU.values())}"]
-    query.append("--format=csv,noheader,nounits")
-    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no driver, or no answer
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-        return parse_gpus(done.stdout, wanted)
-    return {}
+    return numbers_of_gpus(nvidia_smi("gpu", "uuid", *_GPU.values()), wanted)
 
 
-def parse_gpus(printed: str, wanted: Sequence[str] | None) -> dict[str, dict[str, float]]:
-    """Return the numbers of some GPUs from the lines of nvidia-smi, by their number on the machine.
+def numbers_of_gpus(
+    rows: Sequence[Sequence[str]], wanted: Sequence[str] | None
+) -> dict[str, dict[str, float]]:
+    """Return the numbers of some GPUs from the rows of nvidia-smi, by their number on the machine.
 
-    A line is `GPU-8d1f…, 37, 5120, 210.5, 61`, with `[N/A]` for some. UUIDs that are wanted have no
+    A row is `GPU-8d1f…, 37, 5120, 210.5, 61`, with `[N/A]` for some. UUIDs that are wanted have no
     `GPU-`, as PyTorch has them; None takes all.
     """
     gpus: dict[str, dict[str, float]] = {}
-    for number, line in enumerate(printed.splitlines()):
-        uuid, *texts = line.split(",")
-        if wanted is None or uuid.strip().removeprefix("GPU-") in wanted:
+    for number, (uuid, *texts) in enumerate(rows):
+        if wanted is None or uuid.removeprefix("GPU-") in wanted:
             values = gpus[f"gpu{number}"] = {}
-            for name, text in zip(_GPU, texts, strict=False):
+            for name, text in zip(_GPU, texts, strict=True):
                 with contextlib.suppress(ValueError):
                     values[name] = float(text)
     return gpus
