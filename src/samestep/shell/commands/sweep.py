@@ -53,6 +53,7 @@ class SweepFlags:
 
     Any setting or option may have several values, separated by commas. Each training has its own
     directory in the sweep's folder, --run-dir. Repeat the command to continue an interrupted sweep.
+    Arguments of a script that builds a Trainer follow after `--`.
     """
 
     nproc: int = 1
@@ -95,8 +96,8 @@ def main(arguments: list[str]) -> int:
     of_job, script_args = cut_at_dashes(after) if command.slurm else ([], after)
     if script_args and not _trains_by_trainer(target):
         raise UserError(
-            f"-- {' '.join(script_args)}: {target} is no script that builds a Trainer, and takes "
-            "no arguments of its own. Flags of a job need --slurm before the `--`."
+            f"-- {' '.join(script_args)}: {target} does not build a Trainer, and takes no "
+            "arguments of its own. Flags of a job need --slurm before the `--`."
         )
     if command.slurm and command.nproc > 1:
         raise UserError("--nproc is for one machine; a job takes --ntasks-per-node after `--`.")
