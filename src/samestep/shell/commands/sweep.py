@@ -94,11 +94,6 @@ def main(arguments: list[str]) -> int:
     command = parse(FORM, mine, target)
     check_positive(at_once=command.at_once, sample=command.sample, nproc=command.nproc)
     of_job, script_args = cut_at_dashes(after) if command.slurm else ([], after)
-    if script_args and not _trains_by_trainer(target):
-        raise UserError(
-            f"-- {' '.join(script_args)}: {target} does not build a Trainer, and takes no "
-            "arguments of its own. Flags of a job need --slurm before the `--`."
-        )
     if command.slurm and command.nproc > 1:
         raise UserError("--nproc is for one machine; a job takes --ntasks-per-node after `--`.")
     if command.optuna and command.slurm:
@@ -186,11 +181,6 @@ def _train(sweep: SweepPlan, point: Point, run: Path) -> list[str]:
     return ["train", sweep.recipe, *sweep.words(point, "--run-dir", str(run), "--resume")]
 
 
-def _trains_by_trainer(recipe: str) -> bool:
-    file = Path(recipe)
-    return recipe not in RECIPES and file.is_file() and trains_by_trainer(file, file.parent)
-
-
 def _ask(number: int, *, sure: bool) -> None:
     if number <= MOST or sure:
         return
@@ -231,7 +221,8 @@ def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, setting
     options = with_home_expanded(apply_flags(defaults, asked, files))
     check_ranks(options, settings)
     show_notes(advice(options, "recipe"))
-    of_trainer = _trains_by_trainer(sweep.recipe)
+    file = Path(sweep.recipe)
+    of_trainer = sweep.recipe not in RECIPES and trains_by_trainer(file, file.parent)
     sweep.begin()
     with hold_sweep(sweep):
         going = {job.run.resolve() for job in my_jobs() if job.run and not job.ended}
