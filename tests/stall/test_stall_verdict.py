@@ -2,10 +2,8 @@
 
 import dataclasses
 import os
-import sys
 import time
 from contextlib import contextmanager, suppress
-from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -14,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from hypothesis import given
 
+from samestep.core.loops import gradients
 from samestep.launch.ranks import world
 from samestep.launch.stall import pulse as pulses
 from samestep.launch.stall.collectives import watch_collectives
@@ -217,7 +216,7 @@ def test_a_rank_has_left_the_loop_of_the_steps_and_not_that_of_a_step_s_tensors(
     assert ("after 2 steps" in verdict.sentence) == (cause == "left")
 
 
-@pytest.mark.parametrize("module", [world, dist.distributed_c10d], ids=["samestep", "torch"])
+@pytest.mark.parametrize("module", [world, gradients, dist.distributed_c10d])
 def test_a_wait_whose_call_was_not_noted_is_told_by_the_files_that_it_stands_in(at, module):
     ranks = [seen(rank, at("all_reduce"), steps=4) for rank in (0, 1)]
     frame = StackFrame(module.__file__, 9, "reduce")
@@ -225,14 +224,6 @@ def test_a_wait_whose_call_was_not_noted_is_told_by_the_files_that_it_stands_in(
     verdict = find_culprit([waits, seen(1, at("slow"), steps=4, doing="computes")])
     assert verdict.culprits == (1,)
     assert verdict.does[0].startswith("waits in reduce")
-
-
-def test_the_gradients_of_an_own_loop_are_waited_for_in_such_a_file(monkeypatch):
-    work = SimpleNamespace(wait=lambda: waits.append(sys._getframe(1).f_code))
-    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: work)
-    waits = []
-    world.World(world_size=2).begin_add_up(torch.zeros(1))()
-    assert [(code.co_filename, code.co_name) for code in waits] == [(world.__file__, "all_reduce")]
 
 
 def test_without_a_line_of_the_user_s_the_place_is_samestep_s_but_not_of_the_watch():

@@ -405,3 +405,10 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def kind_of_data(data: Any) -> str:
+    """Return the class and place of the user's data set, also of one that is wrapped here."""
+    while type(data).__module__.startswith("samestep.") and hasattr(data, "dataset"):
+        data = data.dataset
+    return f"{type(data).__name__}{defined_at(data)}"

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samestep.base.errors import UserError, defined_at, listed
+from samestep.base.errors import UserError, defined_at, kind_of_data, listed
 from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.settings import Settings
 from samestep.base.trees import has_packed, map_tensors, real_parts, tree_leaves
-from samestep.core.data.collating import kind_of_data
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.source import Batch, OrderedSource, Source
 from samestep.core.learner.agreement import check_same_samples, random_numbers
