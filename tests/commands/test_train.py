@@ -147,6 +147,10 @@ BAD_RECIPES = {
     "syntax error": ("x = 1\n\ndef f(:\n", "bad.py:3:"),
     "raises inside": ("import json\njson.loads('{')\nrecipe = 1\n", "bad.py:2: JSONDecodeError"),
     "imports what is absent": ("\nimport absent\nrecipe = 1\n", "bad.py:2: ModuleNotFoundError"),
+    "imports what an error hides": (
+        "try: 1 / 0\nexcept Exception as e: raise ImportError('No Trainer') from e\nrecipe = 1\n",
+        "bad.py:2: ImportError Trainer ZeroDivisionError",
+    ),
     "unknown setting": (RECIPE.replace('"epochs"', '"epoch"'), "bad.py 'epoch' 'epochs'"),
     "options that are no dataclass": (RECIPE.replace(*options("int")), "bad.py dataclass"),
     "an option named like a setting": (OWN_LR + RECIPE.replace(*options("Own")), "bad.py 'lr'"),

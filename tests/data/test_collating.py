@@ -1,5 +1,6 @@
 """A recipe's collate holds each sample once; a worker sends the batch as it was collated."""
 
+import importlib
 import re
 from collections import UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from samestep.base import trees
 from samestep.base.errors import UserError
-from samestep.core.data.collating import Collating, Packed
+from samestep.core.data.collating import Collating, Packed, name_of
 from samestep.core.data.recipe_data import open_source
 from samestep.core.recipe import find_recipe
 from samestep.launch.ranks.world import World
@@ -26,6 +27,20 @@ def texts(*lengths):
 
 
 TEXTS = texts(3, 1, 4, 2, 5)
+WRAPPERS = {
+    "torch": "core.data.recipe_data.Unpacked",
+    "transformers": "bridges.huggingface.trainer_recipe._MapStyle",
+    "lightning": "bridges.lightning.brought._Data",
+}
+
+
+class Own(list):
+    """A data set with another one inside, as of Hugging Face."""
+
+    dataset = ()
+
+    def __init__(self):
+        super().__init__(range(2))
 
 
 def padded(samples):
@@ -56,6 +71,17 @@ def collate(function, samples, *, whole=True):
 WHOLE = [padded, padded_by_column, packed, packed_in_blocks]
 # Of single words a batch may have as many rows as samples, though they are put behind each other.
 LENGTHS = [(3, 1, 4, 2, 5), (1, 3, 4, 2), (1, 1, 1, 2, 1), (1, 2), (2, 2), (7,), (1,)]
+
+
+@pytest.mark.parametrize("package", WRAPPERS)
+def test_a_data_set_that_is_wrapped_here_is_named_as_the_user_s(package):
+    pytest.importorskip(package)
+    module, _, name = f"samestep.{WRAPPERS[package]}".rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    own, wrapped = Own(), kind.__new__(kind)
+    object.__setattr__(wrapped, "dataset", own)
+    assert (name_of(wrapped), len(wrapped)) == (name_of(own), 2)
+    assert "data set Own (" in name_of(own)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)

@@ -10,7 +10,7 @@ import torch
 
 import samestep
 from samestep.base.file_kinds import trains_by_trainer
-from tests.command_line import run, train_here
+from tests.command_line import call, run, train_here
 from tests.tiny import last_state
 
 pytest.importorskip("accelerate")
@@ -212,12 +212,16 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     train_here(str(tmp_path / "told"), "--resume", "--max-steps", "5")
     assert "seed = 7" in (tmp_path / "told/settings.toml").read_text()
     assert "given 7 and now 8" in refused("train", script, *place, "--resume", "--", "8")
-    for call, says in {
+    sweep = ("sweep", script, *how, "--lr", "0.1,0.2", "--run-dir", str(tmp_path / "sweep"), "--")
+    assert call(*sweep, "7") == 0
+    assert "seed = 7" in (tmp_path / "sweep/lr=0.2/settings.toml").read_text()
+    assert "another sweep ('script_args'" in refused(*sweep, "8")
+    for ending, says in {
         "train(resume_from_checkpoint=True)": "--resume",
         "train": "-- --do_train",
         "train(exit(2))": "no arguments",
     }.items():
-        changed = SCRIPT.replace("train(resume_from_checkpoint=None)", call)
+        changed = SCRIPT.replace("train(resume_from_checkpoint=None)", ending)
         file = written(tmp_path, (OURS, changed), imports)
         assert says in refused("train", file, "--run-dir", str(tmp_path / "other"))
 

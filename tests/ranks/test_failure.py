@@ -69,6 +69,7 @@ def test_an_error_is_told_with_the_users_lines_or_the_setting_to_change(capfd):
     assert report(error) == 1
     assert "--timeout-s" in capfd.readouterr().err
     assert "--strategy ddp" in known_remedy(RuntimeError("setStorage: sizes [3], strides [1]"))
+    assert "nodesplitter=None" in known_remedy(ValueError("you need an explicit nodesplitter"))
 
 
 @pytest.mark.parametrize(

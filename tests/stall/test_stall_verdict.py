@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from hypothesis import given
 
+from samestep.core.loops import gradients
 from samestep.launch.ranks import world
 from samestep.launch.stall import pulse as pulses
 from samestep.launch.stall.collectives import watch_collectives
@@ -215,7 +216,7 @@ def test_a_rank_has_left_the_loop_of_the_steps_and_not_that_of_a_step_s_tensors(
     assert ("after 2 steps" in verdict.sentence) == (cause == "left")
 
 
-@pytest.mark.parametrize("module", [world, dist.distributed_c10d], ids=["samestep", "torch"])
+@pytest.mark.parametrize("module", [world, gradients, dist.distributed_c10d])
 def test_a_wait_whose_call_was_not_noted_is_told_by_the_files_that_it_stands_in(at, module):
     ranks = [seen(rank, at("all_reduce"), steps=4) for rank in (0, 1)]
     frame = StackFrame(module.__file__, 9, "reduce")

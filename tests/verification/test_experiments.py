@@ -44,6 +44,7 @@ FOUND = {
     "OTHER_TERMS": (set(), {"loss": causes.OF_TERMS.name}),
     "LAST_BENT": (set(), {"last batch": causes.UNEVEN_BATCH.name}),
     "CONTRAST": (set(), {"loss": causes.OF_BATCH.name}),
+    "PADDED": (set(), {"loss": causes.PADDED.name, "samples apart": causes.MIXED.name}),
     **dict.fromkeys(("BANK", "CARRIED", "NUMPY_GENERATOR", "COUNTER"), (set(), OUTSIDE)),
     "CLOCK": (set(), {"state": causes.CLOCK.name}),
     "F1": (set(), {"metrics": causes.OVER_RANKS.name}),

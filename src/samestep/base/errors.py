@@ -236,8 +236,10 @@ _KNOWN = {
     "Expected more than 1 value per channel": "BatchNorm cannot train on one sample. Each rank, "
     "and each of its micro-steps, needs two: choose another --batch-size or --micro-batch-size, "
     "fewer ranks, or --drop-last.",
+    "explicit nodesplitter": "Give WebDataset(…, nodesplitter=None): samestep shares the elements "
+    "out, and would refuse one that each rank divides by itself.",
 }
-"""Parts of errors of PyTorch, and what to do about them."""
+"""Parts of errors of PyTorch and readers of data, and what to do about them."""
 
 
 def known_remedy(error: BaseException) -> str:
@@ -247,12 +249,20 @@ def known_remedy(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's class and text, even if its own `__str__` fails."""
+    """Return an error's class and text, even if its own `__str__` fails.
+
+    A package that imports its parts late, as transformers does, says only which part failed: its
+    first cause is added.
+    """
     try:
         text = str(error).strip().rstrip(".")
     except Exception:  # it is the user's code
         text = ""
-    return f"{type(error).__name__}: {text}" if text else f"{type(error).__name__} (no message)"
+    text = f"{type(error).__name__}: {text}" if text else f"{type(error).__name__} (no message)"
+    cause = error
+    while isinstance(error, ImportError) and cause.__cause__:
+        cause = cause.__cause__
+    return text if cause is error else f"{text}. Its cause: {error_text(cause)}"
 
 
 _LINE = re.compile(r"\.py:\d")
@@ -395,3 +405,10 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def kind_of_data(data: Any) -> str:
+    """Return the class and place of the user's data set, also of one that is wrapped here."""
+    while type(data).__module__.startswith("samestep.") and hasattr(data, "dataset"):
+        data = data.dataset
+    return f"{type(data).__name__}{defined_at(data)}"

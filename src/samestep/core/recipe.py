@@ -456,11 +456,12 @@ def _from_file(path: Path, original: Path) -> Recipe:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = Path(file)  # frames name the file by its absolute path
-        line = next((f.lineno for f in reversed(frames) if Path(f.filename).resolve() == own), "?")
+        lines = [f.lineno for f in frames if Path(f.filename).resolve() == own]
+        where = f"{path}:{lines[-1]}" if lines else f"{path}"
         if isinstance(error, UserError):
-            raise error if line == "?" else UserError(f"{path}:{line}: {error}") from error
+            raise (UserError(f"{where}: {error}") if lines else error) from error.__cause__
         raise UserError(
-            f"{path}:{line}: {error_text(error)}. {what_to_install(error)}"
+            f"{where}: {error_text(error)}. {what_to_install(error)}"
             "The recipe file could not be run."
         ) from error
     finally:

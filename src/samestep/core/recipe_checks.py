@@ -303,7 +303,7 @@ def with_script_words(words: Iterable[str]) -> Iterator[None]:
     if waiting and waiting[0]:
         raise UserError(
             f"Only a script that builds a Trainer takes arguments after `--`: {waiting[0][0]!r}. "
-            "The options of a recipe are flags: leave `--` out."
+            "The options of a recipe are flags: leave `--` out. Flags of a job need --slurm."
         )
 
 

@@ -220,10 +220,10 @@ def check_room(folder: Path, bytes_needed: int) -> None:
         free = shutil.disk_usage(folder).free
     except OSError:
         return  # the write will tell
-    if free < bytes_needed + _SPARE_BYTES:
+    if free < (needed := bytes_needed + _SPARE_BYTES):
         raise UserError(
-            f"The disk is full: a checkpoint takes {size(bytes_needed)}, and "
-            f"{size(free)} are free in {folder}. Nothing was written.",
+            f"The disk is full: a checkpoint and a margin take {size(needed)}, "
+            f"and {size(free)} are free in {folder}. Nothing was written.",
             remedy=_what_helps(errno.ENOSPC, folder),
         )
 

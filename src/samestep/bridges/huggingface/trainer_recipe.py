@@ -231,13 +231,13 @@ def _loss(outputs: dict[str, Any], _batch: Any) -> Any:
 class _MapStyle(Dataset[Any]):
     """A map-style data set of any kind."""
 
-    rows: Any
+    dataset: Any
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
+        return self.dataset[index]
 
 
 @dataclass
@@ -341,8 +341,8 @@ class _ForTrainer:
     def lengths(self, data: _MapStyle) -> list[int]:
         """Return the length of each sample: its column of that name, or its tokens."""
         name = self.args.length_column_name
-        if name in getattr(data.rows, "column_names", ()):
-            return list(data.rows[name])
+        if name in getattr(data.dataset, "column_names", ()):
+            return list(data.dataset[name])
         return [len(data[place]["input_ids"]) for place in range(len(data))]
 
     def terms(self, batch: Any) -> Any:

@@ -38,6 +38,7 @@ class SweepPlan:
     folder: Path
     recipe: str
     flags: tuple[str, ...]  # the words that all trainings share
+    script_args: tuple[str, ...] = ()  # those of a script that builds a Trainer, after `--`
     axes: Mapping[str, tuple[str, ...]]
     sample: int | None = None  # train this many points, drawn at random, instead of all
     optuna: bool = False
@@ -75,15 +76,15 @@ class SweepPlan:
         """How many of the points are trained."""
         return num_points(self.axes, self.sample)
 
-    def words(self, point: Point) -> list[str]:
-        """Return the flags of one training."""
+    def words(self, point: Point, *more: str) -> list[str]:
+        """Return the flags of one training, with more of them; then the arguments of its script."""
         words = [*self.flags]
         for flag, text in point.items():
             if text in _SWITCHES:
                 words.append(f"--{flag}" if text == "true" else f"--no-{flag}")
             else:
                 words += [f"--{flag}", *text.split()]
-        return words
+        return [*words, *more, *(("--", *self.script_args) if self.script_args else ())]
 
     def run_dir(self, name: str) -> Path:
         """Return the directory of one training."""
@@ -138,6 +139,7 @@ class SweepPlan:
             "axes": {flag: [*values] for flag, values in self.axes.items()},
             "sample": self.sample,
             **({"optuna": True} if self.optuna else {}),
+            **({"script_args": [*self.script_args]} if self.script_args else {}),
             "points": {name: dict(point) for name, point in self.points.items()},
         }
 
@@ -240,6 +242,7 @@ def make_plan(folder: Path | None, *, seed: int, **asked: Any) -> SweepPlan:
     if folder is None:
         words = [*asked["flags"], *(f"{flag}={texts}" for flag, texts in asked["axes"].items())]
         words += [f"sample={asked['sample']}", *["optuna"] * asked["optuna"]]
+        words += asked.get("script_args", ())
         key = hashlib.sha256(json.dumps([asked["recipe"], *words]).encode()).hexdigest()[:8]
         folder = Path("runs") / f"sweep-{Path(asked['recipe']).stem}-{key}"
     return SweepPlan(folder=folder, seed=seed, **asked)

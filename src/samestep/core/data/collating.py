@@ -14,7 +14,7 @@ from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from samestep.base.errors import UserError, blame, defined_at
+from samestep.base.errors import UserError, blame, defined_at, kind_of_data
 from samestep.base.trees import describe, num_rows, tree_leaves
 from samestep.core.recipe import Collate
 
@@ -131,7 +131,7 @@ def as_pair(
 
 def name_of(dataset: object) -> str:
     """Return a data set's class and place for a message."""
-    return f"The data set {type(dataset).__name__}{defined_at(dataset)}"
+    return f"The data set {kind_of_data(dataset)}"
 
 
 def _no_pair(dataset: object, sample: Any, collate: Callable[..., Any] | None = None) -> UserError:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samestep.base.errors import UserError, defined_at, listed
+from samestep.base.errors import UserError, defined_at, kind_of_data, listed
 from samestep.base.run.checkpoints import why_not_kept
 from samestep.base.settings import Settings
 from samestep.base.trees import has_packed, map_tensors, real_parts, tree_leaves
@@ -119,7 +119,7 @@ def of_data(
             read, last = partial(_read, train, world), first[len(first) // 2 :]
             batch = read(first)
             if not _equal_batches(batch, read(first)):
-                readers = () if in_memory else (f"data set {_kind(data)}",)
+                readers = () if in_memory else (f"data set {kind_of_data(data)}",)
                 names["data"] = (*readers, *makers)
             else:
                 marks = _marks(batch)
@@ -147,11 +147,6 @@ def _marks(batch: Batch) -> list[float]:
 def _read(train: OrderedSource, world: World, samples: Sequence[int]) -> Batch:
     with random_numbers(0, world.device):
         return train.trained(samples)
-
-
-def _kind(data: Any) -> str:
-    data = getattr(data, "dataset", data)  # of a loader that is taken apart
-    return f"{type(data).__name__}{defined_at(data)}"
 
 
 def _repeats(batch: Batch, recipe: Recipe, settings: Settings, world: World) -> bool:

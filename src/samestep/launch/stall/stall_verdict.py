@@ -225,7 +225,7 @@ def _cause(stand: RankStand) -> Cause:
 
 _TORCH_WAITS = re.compile(
     r"[/\\]torch[/\\](distributed[/\\](?!checkpoint|elastic|rpc)|nn[/\\]parallel)"
-    r"|[/\\]samestep[/\\]launch[/\\]ranks[/\\](world|process)\.py$"
+    r"|[/\\]samestep[/\\](launch[/\\]ranks[/\\](world|process)|core[/\\]loops[/\\]gradients)\.py$"
 )
 # DDP reduces gradients within the backward pass, in C++.
 _BACKWARD = re.compile(r"[/\\]torch[/\\](autograd[/\\]|_tensor\.py)")

@@ -105,6 +105,13 @@ NOT_A_MEAN = Cause(
     "sum of their weights. If it is made over the whole batch, as soft Dice is, say "
     'Recipe(loss_over="batch"). Otherwise let each of n samples weigh 1/n.',
 )
+PADDED = Cause(
+    "padding changes the outputs",
+    "A sample's output depends on what collate() makes of its batch, mostly on how far it is "
+    "padded. A rank's share of a batch is padded by its own longest sample.",
+    "Let the model leave the padding out, by a mask or by lengths: in means, in attention, in the "
+    "last state of a recurrent network.",
+)
 UNEVEN_BATCH = Cause(
     "the last uneven batch",
     "The last batch of an epoch has {samples} here: {problem}.",

@@ -53,6 +53,7 @@ class SweepFlags:
 
     Any setting or option may have several values, separated by commas. Each training has its own
     directory in the sweep's folder, --run-dir. Repeat the command to continue an interrupted sweep.
+    Arguments of a script that builds a Trainer follow after `--`.
     """
 
     nproc: int = 1
@@ -77,7 +78,7 @@ FORM = Form(
 
 def main(arguments: list[str]) -> int:
     """Begin a sweep, or continue it; return the exit code."""
-    of_sweep, of_job = cut_at_dashes(arguments)
+    of_sweep, after = cut_at_dashes(arguments)
     if not of_sweep or HELP & {*of_sweep}:
         parse_target(FORM, arguments)
     target, *words = own_flags(of_sweep)
@@ -92,14 +93,13 @@ def main(arguments: list[str]) -> int:
     shared, axes = read_axes(of_trainings)
     command = parse(FORM, mine, target)
     check_positive(at_once=command.at_once, sample=command.sample, nproc=command.nproc)
-    if "--" in arguments and not command.slurm:
-        raise UserError("What follows after `--` are flags of a job: they need --slurm.")
+    of_job, script_args = cut_at_dashes(after) if command.slurm else ([], after)
     if command.slurm and command.nproc > 1:
         raise UserError("--nproc is for one machine; a job takes --ntasks-per-node after `--`.")
     if command.optuna and command.slurm:
         raise UserError("--optuna chooses by what has ended; --slurm submits all at once.")
     _ask(num_points(axes, command.sample), sure=command.yes)
-    plan = _plan(target, shared, axes, command)
+    plan = _plan(target, shared, axes, command, script_args)
     chooser = OptunaChoice(plan) if command.optuna else None
     settings = _check(plan, command.nproc)
     if command.slurm:
@@ -146,7 +146,11 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _plan(
-    target: str, shared: list[str], axes: dict[str, tuple[str, ...]], command: Any
+    target: str,
+    shared: list[str],
+    axes: dict[str, tuple[str, ...]],
+    command: Any,
+    script_args: list[str],
 ) -> SweepPlan:
     """Return the sweep that a command asks for."""
     for flag in ("resume", "allow-change", "recipe-of-run", "report", "mirror"):
@@ -169,11 +173,12 @@ def _plan(
         axes=axes,
         sample=command.sample,
         optuna=command.optuna,
+        script_args=tuple(script_args),
     )
 
 
 def _train(sweep: SweepPlan, point: Point, run: Path) -> list[str]:
-    return ["train", sweep.recipe, *sweep.words(point), "--run-dir", str(run), "--resume"]
+    return ["train", sweep.recipe, *sweep.words(point, "--run-dir", str(run), "--resume")]
 
 
 def _ask(number: int, *, sure: bool) -> None:
@@ -225,7 +230,7 @@ def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, setting
         for task, (name, point) in enumerate(sweep.points.items()):
             run = sweep.run_dir(name).absolute()
             if sweep.status(name) != "completed" and run.resolve() not in going:
-                training = [*sweep.words(point), "--run-dir", str(run)]
+                training = sweep.words(point, "--run-dir", str(run))
                 work = find_workload(sweep.recipe, training, [*RECIPES], as_recipe=of_trainer)
                 jobs[task] = make_script(replace(work, name=sweep.folder.name), options, Path.cwd())
         if not jobs:

@@ -57,9 +57,22 @@ def _compare_parts(tested: RecipeUnderTest) -> LossOfParts | None:
         cause = causes.A_SUM if adds_up else causes.NOT_A_MEAN
     if tested.recipe.loss_terms is not None:
         cause = causes.OF_TERMS
-    if full > tested.rounding and not adds_up and held is not None and _compares(tested, held):
-        cause = causes.OF_BATCH
+    if full > tested.rounding and not adds_up and held is not None:
+        if _is_padded(tested, model):
+            cause = causes.PADDED
+        elif _compares(tested, held):
+            cause = causes.OF_BATCH
     return LossOfParts(full, uneven, cause)
+
+
+def _is_padded(tested: RecipeUnderTest, model: nn.Module) -> bool:
+    """Whether parts of batches have the losses that they should while they are not collated."""
+    try:
+        steps = range(tested.size.full)
+        apart = [_differences_from_parts(tested, model, k, collate=False) for k in steps]
+        return max(apart)[0] <= tested.rounding
+    except Exception:  # outputs or targets cannot be cut
+        return False
 
 
 def _compares(tested: RecipeUnderTest, held: HeldForward) -> bool:
@@ -91,11 +104,11 @@ def _compares(tested: RecipeUnderTest, held: HeldForward) -> bool:
 
 
 def _differences_from_parts(
-    tested: RecipeUnderTest, model: nn.Module, step: int
+    tested: RecipeUnderTest, model: nn.Module, step: int, *, collate: bool = True
 ) -> tuple[float, float]:
     """Return a loss's difference from its parts' weighted mean, and from their sum.
 
-    The other way round where the recipe says that it is a sum.
+    The other way round where the recipe says that it is a sum. Parts are collated, or cut.
     """
     block = tested.batch(step)
     rows, terms = block.rows, terms_of(tested.recipe)
@@ -108,13 +121,13 @@ def _differences_from_parts(
         whole = float(tested.loss(outputs, block.targets))
         for start, number in ((0, rows - last), (rows - last, last)):
             part = tested.part(block, start, number)
-            if tested.recipe.collate is None:
-                part_outputs = _narrow(outputs, start, number)
-            else:  # rows put together anew may be padded otherwise
-                part_outputs = tested.forward(model, part.inputs)
+            if collate and tested.recipe.collate:  # put together anew they may be padded otherwise
+                pair = tested.forward(model, part.inputs), part.targets
+            else:
+                pair = _narrow((outputs, block.targets), start, number)
             weight = float(terms(part.inputs, part.targets)) if terms else number
             if weight:  # a mean over nothing may be NaN, and counts nothing
-                losses.append((float(tested.loss(part_outputs, part.targets)), weight))
+                losses.append((float(tested.loss(*pair)), weight))
     if not losses:
         return 0.0, 0.0
     mean = sum(loss * weight for loss, weight in losses) / sum(weight for _, weight in losses)
