@@ -25,12 +25,10 @@ def sample(place):
     x = torch.randn(8, generator=torch.Generator().manual_seed(place), dtype=torch.float64)
     return x, (x[0] * x[1] > 0).long()
 class Numbers(IterableDataset):
-    def __init__(self, places, fail=-1):
-        self.places, self.fail = places, fail
+    def __init__(self, places, fail=-1): self.places, self.fail = places, fail
     def __iter__(self):
         for place in self.places:
-            if place == self.fail:
-                raise ValueError("a broken element")
+            if place == self.fail: raise ValueError("a broken element")
             x, y = sample(place)
             yield x + 0.1 * torch.randn(8, dtype=torch.float64), y
 class ByRank(Numbers):
@@ -47,10 +45,8 @@ class Shards(Numbers):
         super().__init__([place for part in parts for place in part])
         self.parts = parts
     @property
-    def num_shards(self):
-        return len(self.parts)
-    def shard(self, num_shards, index):
-        return Shards(self.parts[index::num_shards])
+    def num_shards(self): return len(self.parts)
+    def shard(self, num_shards, index): return Shards(self.parts[index::num_shards])
     def __iter__(self):
         if self.opened.exists():
             import os
@@ -63,25 +59,19 @@ class Counted(Numbers):
         for place in self.places[self.at:]:
             self.at += 1
             yield sample(place)
-    def state_dict(self):
-        return {"at": self.at}
-    def load_state_dict(self, state):
-        self.at = state["at"]
+    def state_dict(self): return {"at": self.at}
+    def load_state_dict(self, state): self.at = state["at"]
 def from_list(places):
-    for place in places:
-        yield {"place": place}
+    for place in places: yield {"place": place}
 def hugging_face(places):
     import datasets
     one = datasets.IterableDataset.from_generator(from_list, gen_kwargs={"places": places})
     return one.map(lambda row: {"noise": float(torch.randn(()))})
 class Tars(IterableDataset):
-    def __init__(self, files):
-        self.files = files
+    def __init__(self, files): self.files = files
     @property
-    def num_shards(self):
-        return len(self.files)
-    def shard(self, num_shards, index):
-        return Tars(self.files[index::num_shards])
+    def num_shards(self): return len(self.files)
+    def shard(self, num_shards, index): return Tars(self.files[index::num_shards])
     def __iter__(self):
         import webdataset
         rows = webdataset.WebDataset(
@@ -105,8 +95,7 @@ def data(o):
         "tar": lambda: Tars(sorted(map(str, Path(o.tars).glob("*.tar")))),
     }[o.kind]()
     return Splits(train=train, validation=Numbers(range(1000, 1037)))
-def model(o):
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+def model(o): return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
 recipe = Recipe(model=model, data=data, collate=collate, options=Options, settings={
     "epochs": 2, "batch_size": 12, "lr": 0.01, "precision": "fp64", "log_every": 1})
 """

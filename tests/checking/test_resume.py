@@ -28,8 +28,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--resume")
 args = parser.parse_args()
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-if world > 1:
-    dist.init_process_group("gloo")
+if world > 1: dist.init_process_group("gloo")
 torch.manual_seed(rank)
 numbers = torch.Generator().manual_seed(3)
 x = torch.randn(48, 6, generator=numbers)
@@ -45,13 +44,11 @@ scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
 first, best, done = 0, 9.0, 0
 previous = start = copy.deepcopy(net.state_dict())
 class Slow:
-    def __init__(self, path):
-        self.file, self.name = open(path, "wb"), path
+    def __init__(self, path): self.file, self.name = open(path, "wb"), path
     def write(self, content):
         time.sleep(0.002)  # a slow disk: the training continues meanwhile
         return self.file.write(content)
-    def __getattr__(self, name):
-        return getattr(self.file, name)
+    def __getattr__(self, name): return getattr(self.file, name)
 def write(state, path):
     file = Slow(path + ".tmp")
     torch.save(state, file)
@@ -62,8 +59,7 @@ def save(path, epoch):
     if world > 1:
         everyones = [torch.empty_like(everyones[0]) for _ in range(world)]
         dist.all_gather(everyones, torch.get_rng_state())
-    if rank:
-        return
+    if rank: return
     state = {
         "net": net.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -96,10 +92,8 @@ for epoch in range(first, 3):
         scaler.step(optimizer)
         scaler.update()
         with torch.no_grad():
-            for mean, weight in zip(average.parameters(), net.parameters()):
-                mean.lerp_(weight, 0.1)
-            for ours, own in zip(average.buffers(), net.buffers()):
-                ours.copy_(own)
+            for mean, weight in zip(average.parameters(), net.parameters()): mean.lerp_(weight, 0.1)
+            for ours, own in zip(average.buffers(), net.buffers()): ours.copy_(own)
         done += 1
     scheduler.step()
     best = min(best, float(loss.detach()))
@@ -111,15 +105,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 class Rows(Dataset):
-    def __len__(self):
-        return 48
+    def __len__(self): return 48
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(1000 * epoch + index)
         own = torch.Generator().manual_seed(index)
         return torch.randn(6, generator=own) + torch.randn(6, generator=generator)
 class Stream(IterableDataset):
-    def __init__(self):
-        self.place, self.buffer = 0, []
+    def __init__(self): self.place, self.buffer = 0, []
     def __iter__(self):
         order = torch.Generator().manual_seed(7)
         while self.place < 48 or self.buffer:
@@ -141,8 +133,7 @@ if os.path.exists("last.pt"):
     epoch, step, skip = kept["epoch"], kept["step"], kept["within"]
     stream.place, stream.buffer = kept["place"], kept["buffer"]
 def batches(epoch, skip):
-    if STREAMS:
-        return DataLoader(stream, batch_size=4)
+    if STREAMS: return DataLoader(stream, batch_size=4)
     order = torch.randperm(48, generator=torch.Generator().manual_seed(epoch)).tolist()
     return DataLoader(Rows(), batch_size=4, sampler=order[4 * skip :])
 while epoch < 2:
@@ -190,8 +181,7 @@ while step < 18:
     model(inputs).square().mean().backward()
     optimizer.step()
     step += 1
-    if step % 6 == 0:
-        dcp.save(state(), checkpoint_id=f"out/{step}")
+    if step % 6 == 0: dcp.save(state(), checkpoint_id=f"out/{step}")
 """
 STREAM = WITHIN.replace("STREAMS = False", "STREAMS = True").replace("48", "96")
 STREAM = STREAM.replace("epoch < 2", "epoch < 1")

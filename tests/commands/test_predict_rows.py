@@ -80,23 +80,18 @@ class Options:
     form: str = ""
 class Gaps(TensorDataset):
     def __getitem__(self, index):
-        if index == 1:
-            raise ValueError("It is broken.")
+        if index == 1: raise ValueError("It is broken.")
         return super().__getitem__(index)[0]
 def read(options, path):
     numbers = [float(word) for word in path.read_text().split()]
     rows = torch.tensor(numbers).view(-1, 3)
-    if options.form == "pairs":
-        return [(row, row.sum().view(1)) for row in rows]
-    if options.form == "dataset":
-        return TensorDataset(rows, rows.sum(dim=1, keepdim=True))
+    if options.form == "pairs": return [(row, row.sum().view(1)) for row in rows]
+    if options.form == "dataset": return TensorDataset(rows, rows.sum(dim=1, keepdim=True))
     if options.form in ("gaps", "stops"):
         gaps = Gaps(rows)
         return gaps if options.form == "gaps" else (gaps[index] for index in range(len(gaps)))
-    if options.form == "iterator":
-        return iter(rows)
-    if options.form == "raises":
-        return {}["column"]
+    if options.form == "iterator": return iter(rows)
+    if options.form == "raises": return {}["column"]
     return rows[0]
 class Model(nn.Module):
     def __init__(self, options):
@@ -105,10 +100,8 @@ class Model(nn.Module):
         self.form = options.form
     def forward(self, x):
         y = self.layer(x)
-        if self.training:
-            return y
-        if self.form == "tree":
-            return {"y": y, "twice": torch.cat([y, 2 * y], dim=1)}
+        if self.training: return y
+        if self.form == "tree": return {"y": y, "twice": torch.cat([y, 2 * y], dim=1)}
         return y.view(-1, 1, 1).expand(-1, 4, 5) if self.form == "maps" else y
 recipe = Recipe(model=Model, data=lambda options: Splits(train=(x, y)), options=Options, read=read,
                 loss=nn.functional.mse_loss, settings={"epochs": 1, "batch_size": 4, "lr": 0.1})
@@ -184,8 +177,7 @@ PICTURE = """
 from dataclasses import replace
 def picture(options, path, rows, figure):
     assert options.form == "pairs"
-    if len(rows) > 2:
-        raise KeyError("row")
+    if len(rows) > 2: raise KeyError("row")
     figure.subplots().plot([row["output"] for row in rows])
 recipe = replace(recipe, plot=picture)
 """

@@ -335,8 +335,7 @@ from samestep.core.data.recipe_data import open_source
 from samestep.launch.ranks.world import World
 data = [(torch.zeros(2), 0)] * 8
 source = open_source(data, World(), seed=1, dtype=torch.float32, num_workers=1)
-for _ in source.blocks(0, 0, global_batch=4, drop_last=False):
-    pass
+for _ in source.blocks(0, 0, global_batch=4, drop_last=False): pass
 print("read")
 """
 

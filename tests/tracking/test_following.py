@@ -333,13 +333,10 @@ def start(run):
     path = run.folder / f"part-{len(list(run.folder.iterdir()))}.jsonl"
     return Started(client=path.open("w"))
 def record(client, entries):
-    for entry in entries:
-        client.write(json.dumps([entry.event, entry.step]) + "\\n")
+    for entry in entries: client.write(json.dumps([entry.event, entry.step]) + "\\n")
     client.flush()
-    if os.environ.get("KILLED"):
-        os.kill(os.getpid(), signal.SIGKILL)
-def finish(client, result):
-    client.close()
+    if os.environ.get("KILLED"): os.kill(os.getpid(), signal.SIGKILL)
+def finish(client, result): client.close()
 """
 
 

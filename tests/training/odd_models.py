@@ -28,8 +28,7 @@ class Odd(nn.Module):
         if self.kind == "counts":
             self.calls += 1
             out = out * (1 + self.calls / 100)
-        if self.kind == "most":
-            self.most = torch.maximum(self.most, out.detach().max())
+        if self.kind == "most": self.most = torch.maximum(self.most, out.detach().max())
         if self.kind == "teacher" and self.training:
             self.teacher.weight.data.mul_(0.9).add_(self.head.weight.data, alpha=0.1)
         return out
@@ -40,16 +39,14 @@ class Scaled(nn.Module):
         self.register_buffer("scale", torch.tensor(1.0))
     def forward(self, outputs, targets):
         found = nn.functional.cross_entropy(outputs, targets)
-        if self.moves and found.requires_grad:
-            self.scale.mul_(0.9).add_(found.detach(), alpha=0.1)
+        if self.moves and found.requires_grad: self.scale.mul_(0.9).add_(found.detach(), alpha=0.1)
         return found / self.scale.clone()
 class Noisy(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
         super().step(closure)
         for group in self.param_groups:
-            for weight in group["params"]:
-                weight.add_(torch.randn_like(weight), alpha=0.01)
+            for weight in group["params"]: weight.add_(torch.randn_like(weight), alpha=0.01)
 class Squares(torchmetrics.Metric):
     def __init__(self):
         super().__init__()
@@ -58,8 +55,7 @@ class Squares(torchmetrics.Metric):
     def update(self, outputs, targets):
         self.total += outputs.square().sum()
         self.count += outputs.numel()
-    def compute(self):
-        return self.total / self.count
+    def compute(self): return self.total / self.count
 recipe = Recipe(model=lambda options: Odd(options.kind), data=data, loss=Scaled(False),
     options=Options, metrics={"squares": Squares()},
     settings={"epochs": 2, "batch_size": 16, "lr": 0.01, "log_every": 1,

@@ -89,8 +89,7 @@ with samestep.open_run("run") as run:
             for p, one, two, three in zip(model.parameters(), *tasks):
                 p.grad = one + 0.5 * two + 0.25 * three
             optimizer.step()
-            for p in model.parameters():
-                p.data.add_(torch.randn_like(p), alpha=0.01)
+            for p in model.parameters(): p.data.add_(torch.randn_like(p), alpha=0.01)
             run.log(loss=losses.sum().detach())
 """
 

@@ -124,8 +124,7 @@ def test_a_training_with_them_is_the_same_on_a_cpu_and_says_what_has_no_effect(t
 PROGRAM = """
 import resource, statistics, torch
 from samestep.core.learner.device import choose_allocation
-def step():
-    tensors = [torch.ones(4 << 20) for _ in range(4)]  # 16 MiB each
+def step(): tensors = [torch.ones(4 << 20) for _ in range(4)]  # 16 MiB each
 def pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step()

@@ -20,8 +20,7 @@ class Rows(Dataset):
     def __getitem__(self, index): return {"x": x[index], "y": y[index]}
 class Stream(IterableDataset):
     def __iter__(self): return ((x[n], y[n]) for n in range(131))
-def data():
-    return Splits(train=(x[:131], y[:131]), validation=(x[131:], y[131:]))
+def data(): return Splits(train=(x[:131], y[:131]), validation=(x[131:], y[131:]))
 def mixup(inputs, targets):
     assert len(inputs) == len(targets) in (12, 11)
     wanted = nn.functional.one_hot(targets, 2).float()
@@ -48,8 +47,7 @@ COLLATED = (
     'HOW = {"data": data, "batch_transform": mixup}',
     """of = lambda outputs, batch: loss(outputs, batch["y"])
 judge = lambda outputs, batch: nn.functional.cross_entropy(outputs, batch["y"])
-def data():
-    return Splits(train=Rows(), validation=Rows())
+def data(): return Splits(train=Rows(), validation=Rows())
 HOW = {"data": data, "batch_transform": of_batch, "metrics": {}, "loss": of,
        "collate": torch.utils.data.default_collate, "evaluation_loss": judge,
        "forward": lambda model, batch: model(batch["x"])}""",

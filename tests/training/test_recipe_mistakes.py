@@ -63,11 +63,9 @@ class Own:
     hidden: int = 1
 
     def __post_init__(self):
-        if self.hidden > 0:
-            raise ValueError("hidden must be at most 0")
+        if self.hidden > 0: raise ValueError("hidden must be at most 0")
 
-def model(own):
-    return nn.Linear(4, 2)
+def model(own): return nn.Linear(4, 2)
 """
 
 

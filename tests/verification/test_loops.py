@@ -19,8 +19,7 @@ import argparse
 import torch
 from torch import nn
 import samestep
-def loss_of(outputs, targets, batch, run):
-    return nn.functional.mse_loss(outputs, targets)
+def loss_of(outputs, targets, batch, run): return nn.functional.mse_loss(outputs, targets)
 def averaged(model):
     for parameter in model.parameters():
         parameter.grad = samestep.dist.reduce_tensor(parameter.grad, "mean")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError
-from samestep.base.patches import patched
 from samestep.launch.ranks.world import World
 
 if TYPE_CHECKING:
@@ -146,6 +145,8 @@ def whole_numbers() -> AbstractContextManager[None]:
     PyTorch's would be this rank's summand, of `weight.norm()` for instance.
     """
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    from samestep.base.patches import patched  # noqa: PLC0415 - for sharded models only
 
     def read(original: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         return original(whole(tensor))
