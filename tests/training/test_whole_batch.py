@@ -39,7 +39,8 @@ def data():
     return Splits(train=(x[:51], y[:51]), validation=(x[51:], y[51:]))
 def model(): return TwoTowers(*MORE)
 MORE = ()
-def loss(outputs, targets): return LOSSES[KIND](outputs, targets)
+def loss(outputs, targets):
+    return LOSSES[KIND](outputs, targets)
 KIND = "clip"
 recipe = Recipe(
     model=model, data=data, loss=loss, metrics={}, loss_over="batch",
