@@ -21,8 +21,7 @@ def main(words):
 def start(run):
     from samestep.show.tracking import Started
     return Started(client=(run.folder / "seen").open("w"))
-def record(client, entries):
-    client.writelines(entry.event for entry in entries)
+def record(client, entries): client.writelines(entry.event for entry in entries)
 def finish(client, result):
     client.write(result.status)
     client.close()

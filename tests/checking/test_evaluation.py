@@ -25,8 +25,7 @@ LABELLED = (
 )
 OTHER_SET = """\
         with torch.no_grad():
-            for _ in range(1 + rank):
-                model(inputs)
+            for _ in range(1 + rank): model(inputs)
 """
 AS_A_MEAN = ("float(counts[0] / counts[1])", "float(mean / 2)")
 JOINED = """\
@@ -53,8 +52,7 @@ BEST_OF_A_SHARD = planted(
 STAYS_IN_EVAL = planted(DROPOUT, ("        model.train()\n", ""))
 FUNCTIONAL = """
 class Drops(nn.Module):
-    def forward(self, x):
-        return nn.functional.dropout(xMODE)
+    def forward(self, x): return nn.functional.dropout(xMODE)
 def main():
 """
 DROPS = (("\n\ndef main():\n", FUNCTIONAL), ("nn.ReLU(), ", "nn.ReLU(), Drops(), "))
@@ -97,8 +95,7 @@ ON_ALL = planted(
 LARGER = ("train_set, batch_size=8", "train_set, batch_size=16")
 NO_STATISTICS = planted(BATCHNORM, LARGER, base=ON_ALL)
 TEACHER = """\
-            with torch.no_grad():
-                soft = teacher(inputs).softmax(1)
+            with torch.no_grad(): soft = teacher(inputs).softmax(1)
             loss = loss_of(model(inputs), labels) + loss_of(model(inputs), soft)
 """
 TAUGHT = planted(

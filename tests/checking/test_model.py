@@ -34,8 +34,7 @@ class Net(nn.Module):
         self.body = nn.Linear(8, 2)
         self.spare = nn.Linear(8, 2)
         self.register_buffer("seen", torch.zeros(1))
-    def forward(self, x):
-        return self.body(x)
+    def forward(self, x): return self.body(x)
 def main():
 """
 
@@ -74,11 +73,9 @@ class Masters(torch.optim.SGD):
             master.grad = p.grad / 2
         super().step()
         with torch.no_grad():
-            for p, master in self.pairs:
-                p.copy_(master)
+            for p, master in self.pairs: p.copy_(master)
     def zero_grad(self, set_to_none=True):
-        for p, _ in self.pairs:
-            p.grad = None
+        for p, _ in self.pairs: p.grad = None
 def main():
 """
 EXPERTS = """\
@@ -196,8 +193,7 @@ def test_weights_that_are_averaged_by_hand_now_and_then_are_right(tmp_path):
 
 JOINED = """\
 def joined(model, loader):
-    with model.join():
-        yield from loader
+    with model.join(): yield from loader
 """
 
 

@@ -119,8 +119,7 @@ def main():
     groups = [{"params": maker[0].parameters(), "lr": 0.0}, {"params": maker[1:].parameters()}]
     of_maker = torch.optim.Adam([*groups, {"params": [latent]}], lr=1e-3)
     of_critic = torch.optim.LBFGS(critic.parameters(), max_iter=2)
-    for param in critic[0].parameters():
-        param.requires_grad_(False)
+    for param in critic[0].parameters(): param.requires_grad_(False)
     schedule = torch.optim.lr_scheduler.LambdaLR(of_maker, lambda step: step / 1000)
     word = nn.Linear(8, 2)  # trained by hand
     for step in range(8):
@@ -175,8 +174,7 @@ PASSES = """\
                 loss_of(model(inputs), target).backward()
                 kept += [p.grad for p in model.parameters()]
                 [p.data.add_(MOVE) for p in model.parameters()]
-            for p, first, second in zip(model.parameters(), kept[:4], kept[4:]):
-                p.grad = GRADIENT
+            for p, first, second in zip(model.parameters(), kept[:4], kept[4:]): p.grad = GRADIENT
             optimizer.step()
 """
 

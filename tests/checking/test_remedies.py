@@ -34,8 +34,7 @@ def test_the_change_that_a_finding_prints_mends_it(code, tmp_path):
 
 FILES = """
 torch.save(model.module.state_dict(), "all.pt")
-if rank == 0:
-    torch.save(model.state_dict(), "wrapped.pt")
+if rank == 0: torch.save(model.state_dict(), "wrapped.pt")
 torch.load("best.pt")
 torch.load("given.pt", weights_only=False, map_location="cpu")
 import wandb

@@ -90,6 +90,12 @@ TWO_OPTIMIZERS = (OF_ALL, OF_EACH), ("optimizer.step()\n", f"optimizer.step()\n{
 MEETS_TWICE = planted(
     ("with contextlib.nullcontext() if last else model.no_sync():", "if True:"), base=ACCUMULATING
 )
+HALVED = f"{LOSS[:-1]} / 2\n"
+LATE = planted(
+    (f"    {HALVED}", ""),
+    ("            with contextlib", f"{HALVED}            with contextlib"),
+    base=ACCUMULATING,
+)
 LAST = "            if last:\n    "
 CLIPS_TWICE = planted(
     (f"{LAST}            nn.utils.clip", "            if True:\n                nn.utils.clip"),
@@ -101,6 +107,8 @@ SCHEDULED_TWICE = planted(
     (SCHEDULED, f"        for _ in range(2):\n    {SCHEDULED}"),
 )
 NOT_SCHEDULED = planted((SCHEDULED, ""))
+SGD = "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
+REPLACED = planted(("    best = 0.0\n", f"{SGD}    best = 0.0\n"))
 IN_EVERY_BATCH = ("optimizer.step()\n", f"optimizer.step()\n    {SCHEDULED}")
 IN_BATCHES = planted((SCHEDULED, ""), IN_EVERY_BATCH)
 COSINE_OF_EPOCHS = IN_BATCHES.replace(COSINE[0], COSINE[1].replace("TOTAL", "2"))
@@ -113,7 +121,6 @@ SCALED_STEP = planted(SCALER, (STEP, f"{STEPS_SCALED}            scaler.update()
 LBFGS = "LBFGS(model.parameters(), lr=0.1, max_iter=3"
 GRADIENTS = "[optimizer.zero_grad(), loss := loss_of(model(inputs), labels), loss.backward()]"
 IN_A_CLOSURE = f"optimizer.step(lambda: {GRADIENTS}[1])"
-HALVED = f"{LOSS[:-1]} / 2\n"
 BACKWARD, CLIP, STEPPED = "loss.backward()", "clip_grad_norm_", "optimizer.step()"
 TWICE = planted((BACKWARD, f"{BACKWARD}\n{SUMMED.rstrip()}"))
 AFTER = "optimizer.step()\n", f"optimizer.step()\n{LIMIT}"
@@ -126,10 +133,12 @@ NOT_DIVIDED = planted(
 # What is wrong → the script, its code, a part of the line to blame, and of the evidence.
 PLANTED = {
     "micro-batches meet": (MEETS_TWICE, "SS301", BACKWARD, "2 backward passes per optimizer step"),
+    "no_sync too late": (LATE, "SS301", BACKWARD, "whose forwards were not"),
     "clipping too early": (CLIPS_TWICE, "SS303", CLIP),
     "clipping before an all-reduce by hand": (by_hand(CLIPPED), "SS303", CLIP),
     "a scheduler twice": (SCHEDULED_TWICE, "SS304", "scheduler.step()", "2 times per epoch"),
     "a scheduler never": (NOT_SCHEDULED, "SS305", "StepLR", "not stepped once in 9 "),
+    "another's scheduler": (REPLACED, "SS305", "StepLR", "that takes no step"),
     "scaled gradients": (planted(SCALER, (STEP, STEPS_SCALED)), "SS310", STEPPED, "by 65536"),
     "scaled, updated": (SCALED_STEP, "SS310", STEPPED, "by 65536"),
     "a cosine of epochs": (COSINE_OF_EPOCHS, "SS311", "scheduler.step()", "0.05, 0, 0.05"),
@@ -164,8 +173,16 @@ def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
 
 
 EACH_BATCH = (SCHEDULED, ""), IN_EVERY_BATCH
+OUTER = """\
+    outer = torch.optim.Optimizer(model.parameters(), {"lr": 0.1})
+    outer.param_groups = optimizer.param_groups
+"""
 ALIKE = {
     "accumulation": COUNTED,
+    "a scheduler of what wraps the optimizer": (
+        ("    scheduler =", f"{OUTER}    scheduler ="),
+        ("StepLR(optimizer", "StepLR(outer"),
+    ),
     "a scaler": (SCALER, (STEP, SCALED)),
     "a schedule of steps": ((", 1, gamma=0.9)", ", 3 * len(train_loader), 0.9)"), *EACH_BATCH),
     "a cosine of steps": ((COSINE[0], COSINE[1].replace("TOTAL", "12")), *EACH_BATCH),

@@ -38,8 +38,7 @@ sizes = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
 no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 def make():
     torch.manual_seed(1)
-    if TOKENS:
-        return LlamaForCausalLM(LlamaConfig(**sizes))
+    if TOKENS: return LlamaForCausalLM(LlamaConfig(**sizes))
     return BertForSequenceClassification(BertConfig(**sizes, **no_dropout))
 def measure(seen):
     found, places = seen.predictions.argmax(-1), torch.arange(1, 22).numpy()
@@ -78,8 +77,7 @@ trainer = Seq2SeqTrainer(model, args, **given | {"compute_metrics": mean})
 """
 METHODS = """class Own(Trainer):
     def log(self, *given): super().log(*given)
-    def _get_train_sampler(self, train_dataset=None):
-        return [*reversed(range(50))]
+    def _get_train_sampler(self, train_dataset=None): return [*reversed(range(50))]
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**{**inputs, "labels": None})
         loss = torch.nn.functional.cross_entropy(outputs.logits, inputs.pop("labels"))

@@ -254,8 +254,7 @@ logger.log_hyperparams(argparse.Namespace(lr=0.5, nested={"a": {1: 2}}, track_wo
 logger.log_metrics({"loss": 2.0})
 logger.log_metrics({"loss": 1, "epoch": 0})
 logger.log_hyperparams({"late": True})
-if len(sys.argv) > 2:
-    raise RuntimeError("their own")
+if len(sys.argv) > 2: raise RuntimeError("their own")
 logger.finalize("success")
 """
 

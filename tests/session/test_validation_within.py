@@ -154,8 +154,7 @@ import os, signal, threading
 from dataclasses import replace
 from pathlib import Path
 def baselines(options):
-    with Path("calls.txt").open("a") as file:
-        file.write("called\\n")
+    with Path("calls.txt").open("a") as file: file.write("called\\n")
     {body}
 recipe = replace(recipe, baselines=baselines)
 """

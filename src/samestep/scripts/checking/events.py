@@ -211,6 +211,7 @@ class DropoutCalled(Event):
 
 class BackwardPass(Event):  # a backward pass is about to begin
     sync: bool  # whether it meets the other ranks'
+    late: bool  # whether it does so within `no_sync`, which the forward was not in
     unused: dict[str, list[str]]  # what the loss leaves out, by the model's number
     closure: int = 0  # in which call of the closure that the step was given, from 1
 
@@ -332,6 +333,7 @@ class SchedulerMade(Event):  # a scheduler was made, perhaps of others
 class SchedulerStep(Event):  # a scheduler was stepped
     scheduler_id: int
     lr: float
+    replaced: bool  # whether other optimizers step the weights of its own
 
 
 class GradientCompared(Event):

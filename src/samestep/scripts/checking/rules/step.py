@@ -28,6 +28,11 @@ def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
     wrap = rank.first(ev.ModelWrapped)
     if wrap is None or wrap.wrapper != "ddp":  # FSDP may have no memory to put it off
         return
+    if late := [event for event in rank.of(ev.BackwardPass) if event.late]:
+        text = f"{len(late)} backward passes within `no_sync` whose forwards were not within it: "
+        text += "DDP decides in the forward, and reduces the gradients"
+        yield Found(late[0].where, text, "Begin `with model.no_sync():` before the forward.")
+        return
     steps_of: dict[str, Counter[int]] = defaultdict(Counter)
     for passes, _ in _by_step(rank, ev.BackwardPass, ev.OptimizerStep):
         # Each call of a closure makes gradients of its own, at other weights.
@@ -376,13 +381,18 @@ def schedules_by_world_size(seen: Seen) -> Iterator[Found | NotSeen]:
 
 @rule("SS305", least_ranks=1)
 def never_steps_the_scheduler(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for a scheduler whose `step()` is never called."""
+    """Look for a scheduler whose `step()` is never called, or has no effect."""
     rank = seen.ranks[0]
     schedulers = [event for event in rank.of(ev.SchedulerMade) if event.scheduler != "SWALR"]
     inner = {number for event in schedulers for number in event.inner}
-    stepped = {event.scheduler_id for event in rank.of(ev.SchedulerStep)}
+    stepped = {event.scheduler_id: event.replaced for event in rank.of(ev.SchedulerStep)}
     for event in schedulers:
-        if event.scheduler_id in inner | stepped:
+        if event.scheduler_id in inner or stepped.get(event.scheduler_id) is False:
+            continue
+        if event.scheduler_id in stepped:
+            text = f"{event.scheduler} sets the rate of an optimizer that takes no step: others "
+            text += "step its weights"
+            yield Found(event.where, text, "Make it for the optimizer whose `step()` is called.")
             continue
         if not seen.complete or rank.epochs < 2 or rank.steps < _FEW_STEPS:
             yield NotSeen(f"no whole training with {event.scheduler} ({event.where})")

@@ -77,7 +77,8 @@ class _Models:
         self._drops = 0  # calls of functions that drop values as in training
         self._wrapped: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = {}
         """Each part of a wrapped model, with the model."""
-        self._pending: set[int] = set()  # DDP models whose next backward meets the other ranks'
+        # Models whose next backward meets the other ranks': number → what wraps it.
+        self._pending: dict[int, weakref.ref[nn.Module] | None] = {}
         self._awaited: set[int] = set()  # parameters whose gradients DDP waits for, frozen or not
         self._counts: Counter[Any] = Counter()
         self._drawn: deque[weakref.ref[Tensor]] = deque(maxlen=_FEW_DRAWN)
@@ -192,7 +193,7 @@ class _Models:
         if grad:
             self._weights.begin(model)
             if sync or kind == "fsdp":
-                self._pending.add(number)
+                self._pending[number] = None if wrapper is None else weakref.ref(wrapper)
         self._evaluated = False
         self._counts[number] += 1
         if self._counts[number] > _NOTED:
@@ -265,8 +266,10 @@ class _Models:
                 if traced and (number := self._weights.models[model]) in self._pending
             }
         closure = self._recorder.hooks.closure
+        wrappers = [ref() for ref in self._pending.values() if ref is not None]
+        late = any(getattr(w, "require_backward_grad_sync", None) is False for w in wrappers)
         self._recorder.note(
-            ev.BackwardPass(sync=bool(self._pending), unused=unused, closure=closure)
+            ev.BackwardPass(sync=bool(self._pending), late=late, unused=unused, closure=closure)
         )
         self._pending.clear()
         self._in_backward = True

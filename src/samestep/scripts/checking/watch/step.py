@@ -400,8 +400,16 @@ class _Steps:
         with self._scheduling():
             yield
         if not self._schedules:
-            lr = scheduler.optimizer.param_groups[0]["lr"]
-            self._recorder.note(ev.SchedulerStep(id(scheduler), lr=float(lr)))
+            lr = float(scheduler.optimizer.param_groups[0]["lr"])
+            replaced = self._is_replaced(scheduler.optimizer)
+            self._recorder.note(ev.SchedulerStep(id(scheduler), lr=lr, replaced=replaced))
+
+    def _is_replaced(self, optimizer: Optimizer) -> bool:
+        """Whether its weights are stepped, and only by optimizers that share no group with it."""
+        groups = [group for taken in self._held for group in taken.param_groups]
+        stepped = {id(p) for group in groups for p in group["params"]}
+        shared = {*map(id, groups)} & {*map(id, optimizer.param_groups)}
+        return not shared and any(id(p) in stepped for p in tensors_of(optimizer))
 
 
 def _part_of(gradient: Tensor | None) -> Tensor | None:
