@@ -231,8 +231,7 @@ def test_a_taken_port_is_named_and_mistakes_found_before_ranks_start(refuse, mon
 BUG = """
 class Model(nn.Linear):
     def state_dict(self, **how):
-        if len(seen) > 9:
-            raise KeyError('lost')
+        if len(seen) > 9: raise KeyError('lost')
         return super().state_dict(**how)
     def forward(self, x):
         seen.append(1)

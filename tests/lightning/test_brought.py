@@ -53,7 +53,9 @@ class Net(L.LightningModule):
         self.ema += 0.1 * self.trainer.is_last_batch
     def on_train_start(self):
         self.logger.log_hyperparams(self.hparams); self.net[3].weight.data.mul_(0.5)
-    def on_validation_epoch_end(self): self.log("val_top", self.auroc.compute())
+    def on_validation_epoch_end(self):
+        assert not (self.training or torch.is_grad_enabled())
+        self.log("val_top", self.auroc.compute()); self.log("val_object", self.auroc)
     def on_before_batch_transfer(self, batch, _):
         return batch[0] + 0.1 * self.trainer.validating, batch[1]
     def forward(self, x): return self.net(self.net(self.still(x)) + x).squeeze(1)
@@ -166,7 +168,7 @@ def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, str
         assert own["out"] == pytest.approx(other["out"], rel=1e-9)
         for name in {"accuracy", "auroc", "top"} & own.keys():
             assert own[name] == pytest.approx(other[name], abs=1e-12)
-        assert own.get("top") == own.get("auroc")
+        assert own.get("top") == own.get("object") == own.get("auroc")
 
 
 def test_an_evaluation_by_training_step_leaves_buffers_as_they_are():

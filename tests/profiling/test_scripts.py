@@ -26,8 +26,7 @@ def step(x, y):
 """
 EPOCHS = """
 for epoch in range({epochs}):
-    for x, y in {loader}:
-        step(x, y)
+    for x, y in {loader}: step(x, y)
     print("epoch", epoch)
 """
 STEPS = "for _ in range({}): step(torch.randn(4, 8), torch.randn(4, 1))\n"
@@ -149,8 +148,7 @@ def test_ranks_of_which_one_ends_early_are_told_apart_at_once(here):
 
 STREAM = """
 class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(data)
+    def __iter__(self): return iter(data)
 """
 
 
@@ -171,11 +169,9 @@ def test_a_profiler_of_the_scripts_own_may_start_in_the_midst_of_the_trace(here)
 while True:
     enabled = torch.autograd.profiler._is_profiler_enabled
     own = torch.profiler.profile(acc_events=True) if enabled else None
-    if own is not None:
-        own.start()
+    if own is not None: own.start()
     step(torch.randn(4, 8), torch.randn(4, 1))
-    if own is not None:
-        own.stop()
+    if own is not None: own.stop()
 """
     found = profiled(here, text, *QUICK)
     assert found["measured"]["profiled_itself"]
@@ -186,8 +182,7 @@ def test_an_epoch_that_the_script_profiles_itself_is_not_traced_twice(here, refu
     text = """
 for _ in range(2):
     with torch.profiler.profile():
-        for x, y in DataLoader(data, batch_size=10):
-            step(x, y)
+        for x, y in DataLoader(data, batch_size=10): step(x, y)
 """
     said = refused("profile", script(here, text), "--epoch", "2")
     assert re.search(r"train\.py .* epoch 2.*--epoch", said)

@@ -29,7 +29,8 @@ def write_run(
     per_epoch = -(-SAMPLES // global_batch)
     start = {"event": "start", "time": 0.0, "recipe": recipe, "run_dir": str(path)}
     start |= {"world_size": ranks, "num_samples": SAMPLES, "global_batch_size": global_batch}
-    start |= {"batch_size": global_batch // ranks, "accumulate": 1, "steps_per_epoch": per_epoch}
+    each = global_batch // ranks
+    start |= {"micro_batch_size": each, "accumulate": 1, "steps_per_epoch": per_epoch}
     start |= {"epochs": epochs, "total_steps": epochs * per_epoch, "lr": 0.1, "device": "cpu"}
     start |= {"precision": "fp32", "threads": 1, "resumed": False, "notes": []}
     records: list[dict[str, Any]] = [start]

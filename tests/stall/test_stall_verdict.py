@@ -32,8 +32,7 @@ SCRIPT = """
 for epoch in range(2):
     for batch in range(9):
         loss.backward()
-        for tensor in tensors:
-            all_reduce(tensor)
+        for tensor in tensors: all_reduce(tensor)
         slow()
     barrier()
 save()

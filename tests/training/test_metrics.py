@@ -88,6 +88,9 @@ def samples(name: str, count: int) -> tuple[Tensor, Tensor]:
 class Gathered:
     """Ranks that have met: each is given what all of them have."""
 
+    on_every = staticmethod(lambda function: function())
+    broadcast = staticmethod(lambda value: value)
+
     def __init__(self, ranks: list[Objects]) -> None:
         self._ranks = ranks
 
@@ -138,6 +141,9 @@ def test_a_metric_object_goes_on_from_the_states_of_any_number_of_ranks(name, be
         later[0].load([one for states in saved for one in states])
     update(later, name, range(11, COUNT))
     assert_as_in_one(name, later)
+    world = Gathered(later)  # a user's code may compute something else on another rank
+    world.broadcast = lambda _: {"of rank 0": 1.0}
+    assert later[-1].values(world) == {"of rank 0": 1.0}
 
 
 def test_metrics_that_cannot_be_are_refused():

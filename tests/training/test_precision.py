@@ -99,12 +99,12 @@ def test_weights_in_bfloat16_and_the_scaler_of_fp16_resume_to_the_last_bit(on_tw
 def test_a_step_whose_gradient_overflows_is_left_out_and_the_scale_halved(on_two):
     """On any number of ranks the same steps, though DDP averages gradients as large as theirs."""
     runs = {1: train(on_two, "one", *OVERFLOWS, recipe="steep"), 2: on_two / "steep"}
-    for ranks, run in runs.items():
+    for run in runs.values():
         assert all(loss is not None for loss in losses(run))
         state, skipped = tiny.last_state(run), [norm is None for norm in norms(run)]
         assert 0 < sum(skipped) < 20
         assert skipped == [norm is None for norm in norms(runs[1])]
-        assert state["scaler"]["scale"] == 65536 / 2 ** sum(skipped) / ranks
+        assert state["scaler"]["scale"] == 65536 / 2 ** sum(skipped)  # as of a single process
         assert all(bool(value.isfinite().all()) for value in state["model"].values())
 
 

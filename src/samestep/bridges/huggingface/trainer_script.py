@@ -43,6 +43,8 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
             )
         trainers.append(trainer)
         called = sys._getframe(2)  # noqa: SLF001 - by what called it
+        while called.f_back and called.f_locals.get("self") is trainer:  # a train() of its class
+            called = called.f_back
         file, line = called.f_code.co_filename, called.f_lineno
         if _MORE.search("".join(linecache.getlines(file)[line:])):
             note = f"The script ends at its train(), {Path(file).name}:{line}: what follows it is "

@@ -63,7 +63,7 @@ _LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test":
 _OF_BATCHES = {"on_before_batch_transfer", "on_after_batch_transfer"}
 _OF_DATA = {"setup", "prepare_data", *_OF_BATCHES, *_LOADERS.values()}
 _OF_STEPS = {"training_step", "validation_step", "test_step", "configure_optimizers", "forward"}
-_OF_EPOCHS = {"on_train_epoch_start", "on_train_epoch_end", *AT_END}
+_OF_EPOCHS = {"on_train_epoch_start", "on_train_epoch_end", *AT_END.values()}
 _AT_START = ("on_fit_start", "on_train_start")
 _AROUND_STEP = {*BEFORE_STEP, AFTER_STEP}
 _CALLED = _OF_DATA | _OF_STEPS | _OF_EPOCHS | _AROUND_STEP | {"configure_model", *_AT_START}
@@ -351,8 +351,8 @@ class _Brought:
         wanted = ("test_step",) * trainer.testing + ("validation_step", "training_step")
         name = next(n for n in wanted if _has_own(module, base, n))
         nth = int(batch.stage.removeprefix(NTH)) if batch.stage.startswith(NTH) else None
-        own_hooks = (hook for hook in AT_END if _has_own(module, base, hook))
-        ends = any(not _is_empty(getattr(type(module), hook)) for hook in own_hooks)
+        hook = AT_END.get(name, "")
+        ends = _has_own(module, base, hook) and not _is_empty(getattr(type(module), hook))
         place, numbers = defined_at(getattr(type(module), name)), (seen.batches, nth or 0)
         checked = keeping_nothing(module, nth, f"{name}{place}") if ends else nullcontext()
         with checked if seen.batches == 0 else nullcontext():
@@ -362,11 +362,12 @@ class _Brought:
             self._note_names({plain_name(n, nth): n for n in logged}, nth, f"{name}{place}")
         own, loss = values.pop("loss", None), outputs.get("loss")  # the record has it as the loss
         own = cast("Any", own).compute() if isinstance(own, nn.Module) else own
-        metrics = *take_states(module, values), trainer.testing
+        metrics = *take_states(module, values), name
         seen.values = {n: v for n, v in values.items() if n not in metrics[0]}
         seen.batches += 1
         if loss is None and own is None:
             outputs, _ = called(module, "training_step", value, *numbers, seen=seen)
+            take_states(module, {})  # they are of the evaluation
             own = outputs["loss"]
         return {"loss": torch.as_tensor(own if loss is None else loss), "metrics": metrics}
 

@@ -58,7 +58,7 @@ def called(
                 f"training_step{defined_at(function)} returned no loss; to leave out a step is "
                 "another training on other numbers of ranks. Return a loss of 0."
             )
-        for metric in metrics_of(module):
+        for metric in metrics_of(module) if seen is None else ():  # steps begin anew
             metric.reset()
     return outputs, logged
 

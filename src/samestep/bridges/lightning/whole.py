@@ -8,17 +8,21 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from samestep.base.errors import UserError, defined_at, listed
+from samestep.base.errors import UserError, blame, listed
 from samestep.bridges.lightning.logged import metrics_of, noted, plain_name
 from samestep.core.learner.gathered import ComputedOnce
-from samestep.core.learner.side_effects import model_prints
+from samestep.core.learner.side_effects import keep_buffers, model_prints
+from samestep.core.training.evaluation import as_evaluated
 from samestep.core.training.metrics import put_into, states_of
 
-AT_END = ("on_validation_epoch_end", "on_test_epoch_end")
+AT_END = {"validation_step": "on_validation_epoch_end", "test_step": "on_test_epoch_end"}
+"""A step → the hook that Lightning calls after all of its batches."""
+_ALWAYS_WRONG = (AttributeError, NameError, TypeError)
+"""Errors of a hook that are not due to the few samples of a trial."""
 
 
 def take_states(module: nn.Module, logged: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -46,10 +50,11 @@ def keeping_nothing(module: nn.Module, nth: int | None, step: str) -> Iterator[N
     """Refuse a step that keeps what the hook at the end would know of one rank's samples only."""
     if nth is not None:
         raise UserError(
-            f"{AT_END[0]} would be called for each of the validation loaders by itself.",
+            f"{AT_END['validation_step']} would be called for each of the validation loaders by "
+            "itself.",
             remedy="Log in validation_step, which does it for each, too.",
         )
-    before = _kept(module)
+    before, _alive = _kept(module), [*module.buffers()]
     yield
     if changed := [n for n, held in _kept(module).items() if before.get(n) != held]:
         raise UserError(
@@ -61,7 +66,8 @@ def keeping_nothing(module: nn.Module, nth: int | None, step: str) -> Iterator[N
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:
-    return {**model_prints(module), **{n: b._version for n, b in module.named_buffers()}}  # noqa: SLF001
+    buffers = {n: (id(b), b._version) for n, b in module.named_buffers()}  # noqa: SLF001
+    return {**model_prints(module), **buffers}
 
 
 class WholeMetrics(ComputedOnce):
@@ -70,12 +76,27 @@ class WholeMetrics(ComputedOnce):
     gives_loss = True
 
     def take(self, outputs: dict[str, Any]) -> Any:
-        """Return what `take_states` has of a batch, and whether it is of a test."""
-        return outputs.get("metrics", ({}, {}, False))  # none where only a loss is tried
+        """Return what `take_states` has of a batch, and the step that it was in."""
+        return outputs.get("metrics", ({}, {}, ""))  # none where only a loss is tried
+
+    def update(self, outputs: Any, batch: Any) -> None:
+        """Take in a batch. States that are sums are added up: a matrix of classes is large."""
+        super().update(outputs, batch)
+        if len(self.seen) == 1:
+            return
+        (names, states, step), (more, its, _) = self.seen[-2:]
+        get, total = self._module().get_submodule, sys.modules["torchmetrics"].utilities
+        kinds = {kind for place in its for kind in get(place)._reductions.values()}  # noqa: SLF001
+        if states.keys() == its.keys() and kinds <= {total.dim_zero_sum}:
+            added = {p: {n: v + its[p][n] for n, v in held.items()} for p, held in states.items()}
+            self.seen[-2:] = [(names | more, added, step)]
+
+    def _module(self) -> Any:
+        return self.by.of() or self.by.built()
 
     def compute(self) -> dict[str, Any]:
         """Return what the metrics are over all samples, by logged name, and what the hook logs."""
-        module = self.by.of() or self.by.built()
+        module = self._module()
         names, states = dict[str, str](), defaultdict[str, list[Any]](list)
         for of_batch, its, _ in self.seen:
             names |= of_batch
@@ -84,16 +105,33 @@ class WholeMetrics(ComputedOnce):
         for place, of_batches in states.items():
             put_into(module.get_submodule(place), of_batches)
         values = {name: module.get_submodule(place).compute() for name, place in names.items()}
-        hook = getattr(module, AT_END[any(tests for *_, tests in self.seen)])
-        _, logged = noted(hook)
+        logged = self._ended(module)
         counts = {n: getattr(m, "_update_count", 0) for n, m in module.named_modules()}
         for metric in metrics_of(module):
             metric.reset()
         if late := [place for place, count in counts.items() if count and place not in states]:
             raise UserError(
-                f"{hook.__name__}{defined_at(hook)} updates {listed(late)}, which would have to "
+                f"The hook at the end of an evaluation updates {listed(late)}, which would have to "
                 "last from one evaluation to the next; no checkpoint holds it.",
-                remedy="Leave it out: records have each evaluation, and --monitor keeps the best.",
+                remedy="Leave it out, and what it logs: records have each evaluation, and "
+                "--monitor keeps the best.",
             )
         self.by.ended |= {plain_name(name): name for name in logged}
         return values | {plain_name(name): value for name, value in logged.items()}
+
+    def _ended(self, module: Any) -> dict[str, Any]:
+        """Call the hook, in eval mode and without a trace in the model; return what it logs."""
+        steps = {step for *_, step in self.seen} & AT_END.keys()
+        if not steps:
+            return {}
+        hook, put_back = getattr(module, AT_END[steps.pop()]), keep_buffers(module)
+        try:
+            with as_evaluated(module, 0):
+                _, logged = noted(hook)
+                objects = {n: v for n, v in logged.items() if isinstance(v, nn.Module)}
+                metrics = {n: cast("Any", metric).compute() for n, metric in objects.items()}
+        except _ALWAYS_WRONG as error:
+            blame(f"{hook.__name__} failed", error, hook)
+        finally:
+            put_back()
+        return logged | metrics

@@ -149,12 +149,11 @@ class SweepPlan:
         if is_run(self.folder):
             raise UserError(f"{self.folder} is a run. Name another folder with --run-dir.")
         before = read_object(file)
-        written = {key: before.get(key) for key in wanted}
         if not before:
             (self.folder / LOGS).mkdir(parents=True, exist_ok=True)
             write_object(file, wanted)
-        elif written != wanted:
-            differs = [key for key in wanted if written[key] != wanted[key]]
+        elif before != wanted:  # one of them may have a key more, as that of words behind `--`
+            differs = [key for key in {**wanted, **before} if before.get(key) != wanted.get(key)]
             difference = f"({differs[0]!r} is not the same)"
             if differs == ["recipe_sha256"]:
                 difference = f"with {shown_path(Path(self.recipe))} as it was before it was edited"

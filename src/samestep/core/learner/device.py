@@ -93,17 +93,24 @@ def outside_autocast() -> Iterator[None]:
 
 
 def make_scaler(
-    precision: Precision, device: torch.device, averaged: int
+    precision: Precision, device: torch.device, share: float
 ) -> torch.amp.GradScaler | None:
     """Return the gradient scaler that fp16 needs, and None for the others.
 
-    `averaged` gradients make one in DDP, so each is that many times larger than its part of a
-    single process's. The scale makes up for it, or a step would overflow on many ranks only.
+    Its scale begins at this `share` of PyTorch's: see `share_of_scale`.
     """
     if precision != "fp16":
         return None
-    larger = 2.0 ** math.ceil(math.log2(averaged))  # a power of two rounds nothing
-    return torch.amp.GradScaler(device.type, init_scale=2.0**16 / larger)
+    return torch.amp.GradScaler(device.type, init_scale=2.0**16 * share)
+
+
+def share_of_scale(averaged: int) -> float:
+    """Return which part of a single process's scale fp16 has where DDP averages gradients.
+
+    Each is `averaged` times as large as its part of the single process's, and would overflow
+    earlier. A power of two rounds nothing.
+    """
+    return 2.0 ** -math.ceil(math.log2(averaged))
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:

@@ -42,6 +42,7 @@ from samestep.core.learner.device import (
     make_scaler,
     model_cost,
     return_freed_memory,
+    share_of_scale,
 )
 from samestep.core.learner.model_state import ModelTrial
 from samestep.core.learner.optimizer import (
@@ -288,8 +289,7 @@ def _make_learner(
     ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
     optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))
     initial = () if recipe.optimizer is None else groups_of(optimizer)  # what no scheduler has set
-    averaged = 1 if world.virtual_ranks else world.world_size  # gradients, by DDP
-    carried = None
+    carried, share = None, share_of_scale(world.averaged)
     if recipe.carry is not None:
         from samestep.core.learner.carried import carried_of  # noqa: PLC0415
 
@@ -309,7 +309,7 @@ def _make_learner(
         sharded=sharded,
         alone=ours and isinstance(train, MemorySource),
         average=average_of(model, settings, optimizer, frozen=recipe.after_epoch is not None),
-        scaler=make_scaler(settings.precision, world.device, averaged),
+        scaler=make_scaler(settings.precision, world.device, share),
         loss=recipe.loss,
         reduction=recipe.reduction,
         terms=terms,

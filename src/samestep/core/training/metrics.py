@@ -200,11 +200,16 @@ class Objects:
         ranks = world.gather(self.states() if states is None else states)
         whole = Objects(self._metrics, torch.device("cpu"))
         whole._put_together([states for rank in ranks for states in rank])
-        values: dict[str, float] = {}
-        for name, metric in whole._decided().items():
-            if name not in without:
-                values |= _numbers(name, metric)
-        return values
+
+        def computed() -> dict[str, float]:
+            values: dict[str, float] = {}
+            for name, metric in whole._decided().items():
+                if name not in without:
+                    values |= _numbers(name, metric)
+            return values
+
+        # What a user's code computes may differ by rank, and decides how the training continues.
+        return world.broadcast(world.on_every(computed))
 
     def _decided(self) -> dict[str, Any]:
         """Return of each metric what counts: itself or its twin."""

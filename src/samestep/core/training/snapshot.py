@@ -13,6 +13,7 @@ from samestep.base.run.checkpoints import FORMAT
 from samestep.core.data.keyed_random import mix, seed_rank
 from samestep.core.data.order import held_parts
 from samestep.core.learner.agreement import check_weights, may_draw, rng_state, set_rng_state
+from samestep.core.learner.device import share_of_scale
 from samestep.core.learner.model_state import load_model
 from samestep.core.learner.optimizer import set_lr
 from samestep.core.learner.optimizer_state import load_state, parameters_in, what_groups_keep
@@ -30,7 +31,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     _check_stepped(work.learner, position.step)
     learner, plan, settings = work.learner, work.plan, work.settings
     scaler, average, virtual = learner.scaler, learner.average, settings.virtual_ranks is not None
-    scheduler = learner.scheduler
+    scheduler, share = learner.scheduler, share_of_scale(work.world.averaged)
     scheduled = {}
     if scheduler is None:
         next_lr = learning_rate(plan, settings, position.step, state.validated)
@@ -68,7 +69,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         **carried,
         "optimizer": learner.optimizer.state_dict(),
         **groups,
-        "scaler": scaler.state_dict() if scaler is not None else None,
+        "scaler": None if scaler is None else _rescaled(scaler.state_dict(), 1 / share),
         "schedule": {
             "schedule": settings.schedule,
             "warmup_steps": warmup_steps(plan, settings),
@@ -148,7 +149,8 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
                 f"The checkpoint was trained with {name} = {before}, now it is {now}: the order of "
                 "samples would change within the run. Start a new run instead."
             )
-    _restore_learner(work.learner, saved, owned="optimizer" in kept_parts(work))
+    share = share_of_scale(work.world.averaged)
+    _restore_learner(work.learner, saved, share, owned="optimizer" in kept_parts(work))
     if work.after_epoch is not None and "frozen" in saved:
         work.after_epoch.freeze(saved["frozen"])
     state.validated = saved.get("validated", {})
@@ -183,7 +185,7 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     state.sums = Sums(loss_sum, saved.get("terms", 0.0), part_sums)
 
 
-def _restore_learner(learner: Learner, saved: dict[str, Any], *, owned: bool) -> None:
+def _restore_learner(learner: Learner, saved: dict[str, Any], share: float, *, owned: bool) -> None:
     load_model(learner.model, saved)
     if learner.average is not None:
         learner.average.load(saved.get("ema"))
@@ -195,7 +197,12 @@ def _restore_learner(learner: Learner, saved: dict[str, Any], *, owned: bool) ->
         learner.scheduler.load(saved.get("scheduler"))
     match_layouts(learner.optimizer, owned=owned)
     if learner.scaler is not None and saved["scaler"] is not None:
-        learner.scaler.load_state_dict(saved["scaler"])
+        learner.scaler.load_state_dict(_rescaled(saved["scaler"], share))
+
+
+def _rescaled(scaler: dict[str, Any], factor: float) -> dict[str, Any]:
+    """Return the state of a gradient scaler; a checkpoint has the scale of a single process."""
+    return {**scaler, "scale": scaler["scale"] * factor} if "scale" in scaler else scaler
 
 
 def weights_sha256(model: torch.nn.Module) -> str:
