@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.checking.planted import check, codes, found_in, line_of, planted
+from tests.checking.planted import BASE, check, codes, found_in, line_of, planted
 
 MODEL = "nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))"
 BATCHNORM = (MODEL, "nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))")
@@ -23,28 +23,23 @@ LABELLED = (
     f"        if rank == 0:\n{SHOWN}",
     f"        if True:\n{SHOWN.replace('epoch', 'rank {rank} epoch', 1)}",
 )
-OTHER_SET = """\
-        with torch.no_grad():
-            for _ in range(1 + rank): model(inputs)
-"""
+OTHER_SET = "        with torch.no_grad():\n            for _ in range(1 + rank): model(inputs)\n"
 AS_A_MEAN = ("float(counts[0] / counts[1])", "float(mean / 2)")
-JOINED = """\
-        dist.all_gather_object(joined := [None, None], counts)
-        counts = sum(joined)
-"""
+JOINED = "        dist.all_gather_object(both := [0, 0], counts)\n        counts = sum(both)\n"
 OF_A_SHARD = planted(UNREDUCED, NO_BEST)
 OF_MEANS = planted(UNEQUAL, NO_BEST, (REDUCE, MEAN), AS_A_MEAN)
-OF_ROOTS = planted(
-    NO_BEST,
-    (REDUCE, MEAN.replace("counts[1]\n", "counts[1]) ** 0.5\n").replace("= c", "= (c")),
-    AS_A_MEAN,
-)
+
+
+def as_a_mean(number):
+    return NO_BEST, (REDUCE, MEAN.replace("counts[0] / counts[1]", number)), AS_A_MEAN
+
+
+OF_ROOTS = planted(*as_a_mean("(counts[0] / counts[1]) ** 0.5"))
 EXPONENTIALS = "dist.all_gather_object(both := [0, 0], math.exp(mean))\n        mean = sum(both)"
 OF_EXPONENTIALS = planted(
-    ("= (counts[0] / counts[1]) ** 0.5", "= counts[0] / counts[1]"),
-    ("dist.all_reduce(mean)", EXPONENTIALS),
+    *(NO_BEST, AS_A_MEAN),
+    (REDUCE, MEAN.replace("dist.all_reduce(mean)", EXPONENTIALS)),
     ("import gc\n", "import gc\nimport math\n"),
-    base=OF_ROOTS,
 )
 BEST_OF_A_SHARD = planted(
     UNREDUCED, ("        dist.barrier()\n", REDUCE), (SHOWN, "            pass\n")
@@ -89,9 +84,8 @@ AVERAGED = planted(
     ("import gc\n", "import copy\nimport gc\n"),
     ("right = model(inputs)", "right = average(inputs)"),
 )
-ON_ALL = planted(
-    ("if rank == 0:\n                with", "if True:\n                with"), base=AVERAGED
-)
+AT_ALL = ("if rank == 0:\n                with", "if True:\n                with")
+ON_ALL = planted(AT_ALL, base=AVERAGED)
 LARGER = ("train_set, batch_size=8", "train_set, batch_size=16")
 NO_STATISTICS = planted(BATCHNORM, LARGER, base=ON_ALL)
 TEACHER = """\
@@ -134,12 +128,7 @@ PLANTED = {
     "a teacher within the model": (TAUGHT_WITHIN, "SS707", "soft = self.teacher", "Sequential"),
     "an average of rank 0": (AVERAGED, "SS405", "right = average(", "in 3 evaluations"),
     "a mean of roots": (OF_ROOTS, "SS402", "dist.all_reduce(mean)", "the root of its own"),
-    "gathered exponentials": (
-        OF_EXPONENTIALS,
-        "SS402",
-        "dist.all_gather_obj",
-        "the exp of its own",
-    ),
+    "gathered exponentials": (OF_EXPONENTIALS, "SS402", "all_gather_obj", "the exp of its own"),
     "an average without statistics": (NO_STATISTICS, "SS716", "right = average(", "1 batch norm"),
     "a mean that is not shown": (IN_A_LIBRARY, "SS402", "dist.all_reduce(mean)", "8 and 24"),
     "a count that is cut": (OF_MEANS_OF_COUNTS, "SS402", "dist.all_reduce(total)", "33 / 2 = 16"),
@@ -160,15 +149,10 @@ MOVES = """\
                     mean.lerp_(p, 0.1)
 """
 FOLLOWS = "average[1].running_mean.add_(1)\n            if True:"
+HALVES = "        mean = torch.tensor(rank / 2)\n        dist.all_gather([-mean, -mean], mean)\n"
 NO_TRAIN = planted(("model.train()", "pass"))
-
-
 RIGHT = {
-    "an average": (
-        AVERAGED,
-        "if rank == 0:\n                with",
-        "if True:\n                with",
-    ),
+    "an average": (AVERAGED, *AT_ALL),
     "averages that are shared out": (ON_ALL, "lerp_(p, 0.1)", "lerp_(p, 0.1 + rank / 2)"),
     "with statistics": (NO_STATISTICS, "if True:", FOLLOWS),
     "a teacher": (TAUGHT, DROPOUT[1], f"{DROPOUT[1]}.eval()"),
@@ -177,6 +161,9 @@ RIGHT = {
     "attention": (ATTENDS, "p=0.5", "p=0.5 if self.training else 0.0"),
     "left so on rank 0": (NO_TRAIN, "model.eval()", "rank or nn.Identity().eval()"),
     "a mode": (DROPS_ALWAYS, "dropout(x)", "dropout(x, training=self.training)"),
+    "no layer trains": (BASE, "        model.train()\n", ""),
+    "no layer evaluates": (BASE, "        model.eval()\n", ""),
+    "halves": (IN_A_LIBRARY, MEAN, HALVES),
     "asked": (DROPS_ALWAYS, "dropout(x)", "dropout(x, 0.1, True)"),
 }
 
@@ -187,6 +174,7 @@ def test_what_evaluates_in_the_same_way_on_all_ranks_is_right(name, tmp_path):
     assert check(tmp_path, planted(tuple(change), base=text)).findings == []
 
 
+ROOT = "torch.tensor(0.25 + 0.75 * rank).sqrt()"
 OF_ALL = {
     "all of it on each rank": (UNREDUCED, WHOLE),
     "shuffled": (UNREDUCED, SHUFFLED),
@@ -194,6 +182,9 @@ OF_ALL = {
     "gathered": ((REDUCE, JOINED),),
     "unequal, with counts": (UNEQUAL, NO_BEST),
     "equal shares, next to another set": (NO_BEST, (REDUCE, f"{MEAN}{OTHER_SET}"), AS_A_MEAN),
+    "a root on rank 0 by chance": as_a_mean(f"torch.tensor(0.5 - rank / 8) + 0 * {ROOT}"),
+    "a root of 1 by chance": as_a_mean(f"torch.tensor(0.5 + rank / 2) + 0 * {ROOT}"),
+    "squares": as_a_mean("torch.tensor(0.5 + rank / 8).pow(exponent=2)"),
 }
 
 
@@ -224,18 +215,25 @@ def test_a_shard_that_one_rank_evaluates_alone_is_found(tmp_path):
     found_in(tmp_path, text, "SS401", "print(", "16 of 32 samples", beside=["SS205"])
 
 
-def test_functions_that_are_watched_can_be_scripted_and_pickled(tmp_path):
-    script = (
-        "\n\n@torch.jit.script\ndef grown(x: torch.Tensor):\n    return x.exp() / math.sqrt(2.0)\n"
-    )
-    main = "\n\ndef main():\n"
-    text = planted((main, f"{script}{main}    pickle.dumps(torch.exp)\n"))
-    assert check(tmp_path, f"import math\nimport pickle\n{text}").findings == []
+SCRIPT = "\n\n@torch.jit.script\ndef grown(x: torch.Tensor):\n    return x.exp() / math.sqrt(2.0)\n"
+NORM = "nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))"
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_a_mode_that_no_layer_depends_on_is_silent(mode, tmp_path):
-    assert check(tmp_path, planted((f"        model.{mode}()\n", ""))).findings == []
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pickle.dumps(torch.exp), torch.ones((), device='meta').sqrt()",
+        "torch.tensor(1j).exp(), dist.all_reduce(torch.tensor([1j]))",
+        f"{NORM}.to('meta').eval().requires_grad_(False)(torch.ones(2, 4, device='meta'))",
+        f"{NORM}.to('meta')(torch.ones(2, 4, device='meta')).sum().backward()",
+        f"with FakeTensorMode(): {NORM}.eval()(torch.ones(2, 4)).sum().sqrt()",
+    ],
+)
+def test_what_is_watched_may_be_scripted_pickled_complex_or_without_data(line, tmp_path):
+    main, seed = "\n\ndef main():\n", "    torch.manual_seed(0)\n"
+    text = planted((main, f"{SCRIPT}{main}"), (seed, f"    {line}\n{seed}"))
+    modules = "import math\nimport pickle\nfrom torch._subclasses import FakeTensorMode\n"
+    assert check(tmp_path, modules + text).findings == []
 
 
 def test_statistics_that_are_computed_anew_are_no_evaluation(tmp_path):

@@ -61,9 +61,9 @@ LOADS_ITSELF = planted(
     ("best = accuracy", TAKEN),
     ("        dist.barrier()\n", "    model.module.load_state_dict(kept)\n    dist.barrier()\n"),
 )
-BY_NO_NAME = planted(
-    (MODEL, f"{MODEL}\n    model.module.load_state_dict(model.state_dict(), strict=False)")
-)
+LOADS = "model.module.load_state_dict(model.state_dict(), strict=False)"
+TEACHER = "teacher = nn.Linear(2, 2); teacher.load_state_dict(nn.Linear(2, 2).state_dict())"
+BY_NO_NAME = planted((MODEL, lines(MODEL, LOADS, TEACHER)))
 HIDES = "model.module.register_forward_pre_hook(lambda _, given: hidden(*given))"
 HIDDEN = planted((MODEL, lines(MODEL, "hidden = nn.Linear(8, 8)", HIDES)))
 FROZEN = planted((STEP, f"            optimizer.param_groups[0]['lr'] = 0.0\n{STEP}"))
@@ -86,7 +86,7 @@ WRONG = {
     "norms learn": (LEARNS, "SS713", "loss = loss_of", "1 frozen"),
     "in vain": (IN_VAIN, "SS713", "loss = loss_of", "an attribute of 0 was set"),
     "not copied": (LOADS_ITSELF, "SS714", "load_state_dict(kept)", "its own tensors"),
-    "by no name": (BY_NO_NAME, "SS715", "load_state_dict(", "(module.0.weight, module.0.bias"),
+    "by no name": (BY_NO_NAME, "SS715", "model.state_dict(), ", "(module.0.weight, module.0.bias"),
     "untrained": (UNTRAINED, "SS712", "torch.save(", "after 8 steps"),
 }
 
@@ -123,6 +123,8 @@ def main():
     schedule = torch.optim.lr_scheduler.LambdaLR(of_maker, lambda step: step / 1000)
     word = nn.Linear(8, 2)  # trained by hand
     for step in range(8):
+        if step == 3: nn.Sequential(judge).load_state_dict(judge.state_dict(), strict=False)
+        judge.load_state_dict(judge.state_dict())
         noise = torch.randn(8, 8)
         def closure():
             of_critic.zero_grad()
@@ -139,8 +141,7 @@ def main():
         schedule.step()
         with torch.no_grad():
             for param in word.parameters():
-                param -= 0.1 * param.grad
-                param.grad = None
+                param -= 0.1 * param.grad; param.grad = None
             for mean, param in zip(average.parameters(), maker.parameters(), strict=True):
                 mean.lerp_(param, 0.1 if step > 5 else 0.0)
         torch.save({"average": average.state_dict(), "maker": maker.state_dict()}, "last.pt")

@@ -239,8 +239,9 @@ class WeightsSaved(OfModel):
 
 
 class NamesLoaded(Event):  # weights are loaded into a model
+    into: int  # the number of its first parameter, which wrappers and outer models share
     strangers: list[str]  # their names, if none is one of the model's own
-    own: list[str]
+    own: list[str]  # the model's names, if these are strangers
 
 
 class LoadedItself(Event):  # a model loads its own tensors of an earlier step

@@ -123,8 +123,9 @@ def frames() -> Iterator[FrameType]:
 
 
 def is_tracing() -> bool:
-    """Whether tensors are stand-ins: `torch.jit` is tracing, or within `vmap` or `grad`."""
-    return bool(torch._C._is_tracing() or torch._C._functorch.peek_interpreter_stack())  # noqa: SLF001
+    """Whether tensors are stand-ins: `torch.jit` is tracing, or within `vmap`, `grad` or fakes."""
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # noqa: SLF001
+    return bool(torch._C._is_tracing() or torch._C._functorch.peek_interpreter_stack() or fake)  # noqa: SLF001
 
 
 def checksum(tensor: Tensor) -> int | None:
@@ -134,15 +135,15 @@ def checksum(tensor: Tensor) -> int | None:
     do: updates that cancel, as of a bias of two classes, leave it as it was.
     """
     tensor = own_part(tensor)
-    lazy = is_lazy(tensor) or tensor.layout != torch.strided or tensor.device.type == "meta"
-    if lazy or not tensor.numel():
+    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return None
     return zlib.crc32(_bytes(tensor.detach()))
 
 
 def row_hashes(tensor: Tensor, most: int = 64) -> list[int]:
     """Return a number for each of a batch's first rows, to tell samples apart by their content."""
-    if tensor.ndim == 0 or tensor.layout != torch.strided or not tensor.numel():
+    plain = tensor.layout == torch.strided and not tensor.is_meta
+    if tensor.ndim == 0 or not plain or not tensor.numel():
         return []
     rows = tensor.detach()[:most].flatten(1) if tensor.ndim > 1 else tensor.detach()[:most, None]
     rows = rows[:, :: 1 + rows.shape[1] // _VALUES_OF_A_ROW]

@@ -72,7 +72,9 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
             continue
         for events in zip(*reduced, strict=False):
             first, counts = events[0][0], [count for _, count in events]
-            for bent, *values in zip(first.bent, *(e.values for e, _ in events), strict=False):
+            each = (zip(e.values, e.bent, strict=True) for e, _ in events)
+            for values, kinds in (zip(*of_all, strict=True) for of_all in zip(*each, strict=False)):
+                bent = kinds[0] if len(set(kinds)) == 1 else ""  # on some ranks it is chance
                 plain = all(value.is_integer() for value in values)  # counts of right answers
                 mean = sum(values) / len(values)
                 same = len(set(values)) == 1 or (len(set(counts)) == 1 and not bent)

@@ -248,7 +248,7 @@ def loads_itself(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS715", least_ranks=1)
 def loads_nothing(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for loaded names of which none is of the model, and that no other load makes good."""
-    last = {event.step: event for event in seen.ranks[0].of(ev.NamesLoaded)}
+    last = {(event.into, event.step): event for event in seen.ranks[0].of(ev.NamesLoaded)}
     for event in last.values():
         if event.strangers and event.own:
             text = f"none of the names that are loaded ({listed(event.strangers)}) is one of the "

@@ -88,11 +88,14 @@ class _NumbersWatcher:
     def on_bend(self, call: ProbedCall) -> Around:
         """Remember the root or exponential of one number: a mean of these is not of the whole."""
         value = yield
-        power = call.args[1:] if "pow" in call.name else ()
-        one = type(value) is Tensor and value.numel() == 1 and not is_tracing()
-        if (one or isinstance(value, float)) and power in ((), (0.5,)):
+        power = call.argument(1, "exponent") if "pow" in call.name else 0.5
+        bends = isinstance(power, float) and power == 0.5  # it may be a tensor
+        one = type(value) is Tensor and _is_readable(value, 1)
+        if bends and (one or isinstance(value, float)):
             with self._recorder.unwatched():
-                self._bent.append((f"{float(value):.6g}", "exp" if call.name == "exp" else "root"))
+                number = float(value)
+            if number not in {0.0, 1.0}:  # as of a temperature that begins at exp(0)
+                self._bent.append((f"{number:.6g}", "exp" if call.name == "exp" else "root"))
 
     def on_print(self, call: ProbedCall) -> Around:
         yield
@@ -117,7 +120,7 @@ class _NumbersWatcher:
         gathers = call.name.startswith("all_gather")
         given = call.argument(gathers, "obj" if "object" in call.name else "tensor")
         tensor = torch.tensor(given) if isinstance(given, float) else given
-        if not isinstance(tensor, Tensor) or not 0 < tensor.numel() <= _SMALL:
+        if not isinstance(tensor, Tensor) or not _is_readable(tensor):
             return
         op = call.argument(2 if call.name == "reduce" else 1, "op", dist.ReduceOp.SUM)
         with self._recorder.unwatched():
@@ -131,7 +134,8 @@ class _NumbersWatcher:
         try:
             yield
         finally:
-            self._summed = weakref.ref(tensor)
+            if not gathers:
+                self._summed = weakref.ref(tensor)
 
     def on_divide(self, call: ProbedCall) -> Around:
         """Note a sum over the ranks that becomes their mean, as in libraries."""
@@ -145,3 +149,12 @@ class _NumbersWatcher:
                 value = float(tensor.flatten()[0])
             if math.isfinite(value):
                 self._note(ev.NumberAveraged(value))
+
+
+def _is_readable(tensor: Tensor, most: int = _SMALL) -> bool:
+    """Whether it is a few real numbers to be read: not while a graph is traced or captured."""
+    traced = is_tracing() or torch._C._len_torch_dispatch_stack()  # noqa: SLF001
+    captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    if traced or captured or tensor.is_meta or tensor.is_complex():
+        return False
+    return 0 < tensor.numel() <= most

@@ -147,9 +147,9 @@ class _Models:
         number, step = self._weights.models[model], self._recorder.hooks.steps
         steps = self._inferred_after.setdefault(number, set())
         parameters = list(model.parameters())
-        sharded = any(hasattr(p, "to_local") or is_lazy(p) for p in parameters)
+        unlike = any(hasattr(p, "to_local") or is_lazy(p) or p.is_meta for p in parameters)
         later = (f for f in frames() if f.f_globals.get("__name__") == "torch.utils.checkpoint")
-        if step in steps or len(steps) >= _INFERENCES or sharded or any(later):
+        if step in steps or len(steps) >= _INFERENCES or unlike or any(later):
             yield
             return
         steps.add(step)

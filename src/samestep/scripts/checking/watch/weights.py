@@ -66,7 +66,7 @@ class WeightsWatcher:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.models, self.trained = Numbers(), Numbers()  # trained: called with gradients
-        self._optimizers, self._held = Numbers(), Numbers()
+        self._optimizers, self._held, self._loaded = Numbers(), Numbers(), Numbers()
         self._recent: set[int] = set()  # models called with gradients since the last step
         self._steps: Counter[int] = Counter()
         self._stepping: list[int] = []  # one optimizer may be within another
@@ -269,10 +269,12 @@ class WeightsWatcher:
             own = {p.data_ptr() for p in module.parameters()}
             if own and own <= held:
                 self._recorder.once(ev.LoadedItself(taken=where, at=step))
+        into = self._loaded[next(module.parameters(), module)]  # `assign=True` replaces them
         keys = yield
-        others, names = getattr(keys, "unexpected_keys", ()), dict(module.named_parameters())
+        others = getattr(keys, "unexpected_keys", ())
         strangers = list(others) if len(others) == len(state) else []
-        self._recorder.once(ev.NamesLoaded(strangers, [*names]))
+        names = [name for name, _ in module.named_parameters()] if strangers else []
+        self._recorder.note(ev.NamesLoaded(into, strangers, names))
 
     def _on_save(self, call: ProbedCall) -> None:
         with self._recorder.unwatched():
@@ -318,7 +320,7 @@ def sampled(step: int) -> bool:
 
 def print_of(gradient: Tensor | None) -> int | None:
     """Return a checksum that is 0 where all is zero, and None without a gradient."""
-    if gradient is None:
+    if gradient is None or gradient.is_meta:
         return None
     local = own_part(gradient)
     if local.layout != torch.strided:
