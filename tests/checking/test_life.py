@@ -110,7 +110,8 @@ def test_a_rank_that_fails_by_itself_is_told_with_its_own_traceback(tmp_path):
 
 COUNTS = """\
         batches = iter(list(iter(train_loader)) if epoch < 2 else iter(train_loader))
-        for _ in range(4): inputs, labels = next(batches)
+        for _ in range(4):
+            inputs, labels = next(batches)
 """
 
 
@@ -168,7 +169,8 @@ MANY = """\
         parts = [1 + rank] * 2, [1, 2]
         dist.all_to_all_single(torch.zeros(2 + 2 * rank), sent, *parts)
         try:
-            if epoch == 1: model(torch.zeros(1, 99))
+            if epoch == 1:
+                model(torch.zeros(1, 99))
         except RuntimeError as error:
             print("does without", error)
 """
