@@ -104,13 +104,13 @@ def make_scaler(
     return torch.amp.GradScaler(device.type, init_scale=2.0**16 * share)
 
 
-def share_of_scale(averaged: int) -> float:
+def share_of_scale(world_size: int, virtual_ranks: int) -> float:
     """Return which part of a single process's scale fp16 has where DDP averages gradients.
 
-    Each is `averaged` times as large as its part of the single process's, and would overflow
-    earlier. A power of two rounds nothing.
+    Each is `world_size` times as large as its part of the single process's, and would overflow
+    earlier; those of virtual ranks are added up. A power of two rounds nothing.
     """
-    return 2.0 ** -math.ceil(math.log2(averaged))
+    return 1.0 if virtual_ranks else 2.0 ** -math.ceil(math.log2(world_size))
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:

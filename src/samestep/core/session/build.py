@@ -289,7 +289,7 @@ def _make_learner(
     ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
     optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))
     initial = () if recipe.optimizer is None else groups_of(optimizer)  # what no scheduler has set
-    carried, share = None, share_of_scale(world.averaged)
+    carried, share = None, share_of_scale(world.world_size, world.virtual_ranks)
     if recipe.carry is not None:
         from samestep.core.learner.carried import carried_of  # noqa: PLC0415
 

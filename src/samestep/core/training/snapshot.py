@@ -31,7 +31,8 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     _check_stepped(work.learner, position.step)
     learner, plan, settings = work.learner, work.plan, work.settings
     scaler, average, virtual = learner.scaler, learner.average, settings.virtual_ranks is not None
-    scheduler, share = learner.scheduler, share_of_scale(work.world.averaged)
+    scheduler = learner.scheduler
+    share = share_of_scale(work.world.world_size, work.world.virtual_ranks)
     scheduled = {}
     if scheduler is None:
         next_lr = learning_rate(plan, settings, position.step, state.validated)
@@ -149,7 +150,7 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
                 f"The checkpoint was trained with {name} = {before}, now it is {now}: the order of "
                 "samples would change within the run. Start a new run instead."
             )
-    share = share_of_scale(work.world.averaged)
+    share = share_of_scale(work.world.world_size, work.world.virtual_ranks)
     _restore_learner(work.learner, saved, share, owned="optimizer" in kept_parts(work))
     if work.after_epoch is not None and "frozen" in saved:
         work.after_epoch.freeze(saved["frozen"])

@@ -177,8 +177,8 @@ class Objective:
         self._call_model = call_model or plain_call(learner)
         self._precision = settings.precision
         self._casts = settings.precision in AUTOCAST
-        self._divisor = world.averaged
-        """What DDP divides gradients by, which the weights undo."""
+        self._divisor = 1 if world.virtual_ranks else world.world_size
+        """What DDP divides gradients by, which the weights undo; virtual ranks' are added up."""
         self.agreed = False
         """Whether all ranks have computed a loss; until then, a mistake on one raises on all."""
         self.outputs: Any = None

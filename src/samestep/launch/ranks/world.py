@@ -104,11 +104,6 @@ class World(Launch):
         return self.virtual_ranks or self.world_size
 
     @property
-    def averaged(self) -> int:
-        """The number of gradients that DDP makes one of; those of virtual ranks are added up."""
-        return 1 if self.virtual_ranks else self.world_size
-
-    @property
     def is_main(self) -> bool:
         """Whether this rank prints, logs and writes the shared files."""
         return self.rank == 0
