@@ -152,7 +152,7 @@ class SweepPlan:
         if not before:
             (self.folder / LOGS).mkdir(parents=True, exist_ok=True)
             write_object(file, wanted)
-        elif before != wanted:  # one of them may have a key more, as that of words behind `--`
+        elif before != wanted:  # keys may be left out, such as script_args
             differs = [key for key in {**wanted, **before} if before.get(key) != wanted.get(key)]
             difference = f"({differs[0]!r} is not the same)"
             if differs == ["recipe_sha256"]:
