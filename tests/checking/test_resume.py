@@ -341,12 +341,16 @@ with samestep.open_run("out", seed=0, resume=True) as run:
             optimizer.step()
             run.log(loss=loss)
 """
+WAITS = 'if done == 6 and os.environ["START"] == "killed": time.sleep(60)'
+SLOW_STEP = ("        scaler.scale", f"        {WAITS}\n        scaler.scale")
+MADE = 'os.makedirs("out", exist_ok=True)\n'
 RIGHT = {
     "a loop of open_run": (LOOP, [], {"resume": "auto"}),
     "at an epoch's end, on other ranks, too": (PLAIN, [], {"nproc": 2, "resume_nproc": [1]}),
     "within an epoch": (WITHIN, [], {"resume": "auto"}),
     "a stream with its buffer": (STREAM, [], {"resume": "auto"}),
     "a file that may be torn is an error": (PLAIN, TORN, {}),
+    "ended by the clock amid a step, after a checkpoint": (PLAIN, [SLOW_STEP], {"seconds": 3.0}),
     "the newest of several": (PLAIN, at("-1"), {"resume": "auto"}),
     "a folder of shards": (SHARDED, [], {"resume": "--resume {checkpoint}"}),
     "a folder of two files": (
@@ -359,16 +363,7 @@ RIGHT = {
         ],
         {"resume": "--resume {checkpoint}"},
     ),
-    "its checkpoint is written anew": (
-        PLAIN,
-        [
-            (
-                'os.makedirs("out", exist_ok=True)\n',
-                'os.makedirs("out", exist_ok=True)\nsave("out/last.pt", first)\n',
-            )
-        ],
-        {},
-    ),
+    "its checkpoint is written anew": (PLAIN, [(MADE, MADE + 'save("out/last.pt", first)\n')], {}),
     "an older one, by the user's word": (PLAIN, at("-1")[:1], {"resume": "--resume out/1.pt"}),
     "copies in a thread": (PLAIN, threaded("copy.deepcopy(state)"), {}),
 }
@@ -380,9 +375,13 @@ def check(tmp_path, base, changes, **how):
     (project / "train.py").write_text(planted(*changes, base=base))
     resume = how.pop("resume", "--resume out/last.pt" if base is PLAIN else "auto")
     job = job_of(project / "train.py", [], nproc=how.pop("nproc", 1))
-    report = check_resume(job, resume=resume, start=forked, **how)
+    report = check_resume(job, resume=resume, start=told_its_name, **how)
     assert [path.name for path in project.iterdir()] == ["train.py"]
     return report
+
+
+def told_its_name(job, variables, cwd):
+    return forked(job, [own | {"START": job.parent.name} for own in variables], cwd)
 
 
 FAST = ("SS801", "SS803", "SS812", "SS831")
@@ -412,11 +411,7 @@ def test_nothing_is_found_in_a_resume_that_is_right(tmp_path, name):
 @pytest.mark.parametrize(
     ("changes", "how", "told"),
     [
-        (
-            [('    save("out/last.pt", epoch + 1)\n', "")],
-            {},
-            "took 18 steps and wrote no checkpoint",
-        ),
+        ([('    save("out/last.pt", epoch + 1)\n', "")], {}, "took 18 steps and wrote no check"),
         ([], {"resume": "--resume out/none.pt"}, r"no out/none.pt: it had saved out/last.pt"),
         ([], {"resume": "--go-on"}, "unrecognized arguments: --go-on"),
         ([("torch.manual_seed(rank)", "input()")], {}, "EOFError"),

@@ -7,6 +7,7 @@ each process notes its events under its process id until it joins a group and ha
 
 import contextlib
 import ctypes
+import functools
 import multiprocessing.spawn
 import os
 import signal
@@ -65,7 +66,7 @@ def watch(job: Job, rank: int) -> Recorder:
     hooks = Hooks(Phases(), several=False)
     scratch = Scratch(Path(job.place), Path(job.scratch.removeprefix(f"{job.place}/root")))
     recorder = Recorder(job, rank, hooks, scratch)
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, functools.partial(_end, recorder))
     # Another start of a training may look for its checkpoints in a folder of temporary files.
     _watching.enter_context(guarding(scratch, job.began, temporary=not job.resumes))
     _watching.enter_context(substituting(recorder))
@@ -108,7 +109,8 @@ def note_end(recorder: Recorder, code: int, text: str, error: BaseException | No
     recorder.pulse.ended(code)
 
 
-def _end(_signum: int, _frame: FrameType | None) -> None:
+def _end(recorder: Recorder, _signum: int, _frame: FrameType | None) -> None:
+    recorder.is_ended = True
     raise Done
 
 

@@ -46,6 +46,7 @@ class Recorder:
         self._began = time.perf_counter()
         self.quiet, self._watcher = 0, 0  # how deep watchers call PyTorch themselves; their thread
         self.is_cut = False  # whether an epoch ended earlier than its data
+        self.is_ended = False  # whether the script was ended before its own end
         self.at_end: list[Callable[[int], None]] = []
         """Called with the world size when the script has ended."""
 

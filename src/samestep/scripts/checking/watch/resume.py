@@ -94,7 +94,7 @@ def watching(recorder: Recorder) -> Iterator[None]:
         ),
     ):
         recorder.hooks.on_gradients = before_step
-        recorder.at_end.append(lambda _: recorder.note(training.state(ev.FinalState), where=""))
+        recorder.at_end.append(lambda _world_size: training.note_end())
         yield
 
 
@@ -198,6 +198,11 @@ class _TrainingWatcher:
         )
         self._begin, self._losses, self._rows = None, [], []
         return True
+
+    def note_end(self) -> None:
+        """Note the state after the last step, unless the script was ended amid one."""
+        if not self._recorder.is_ended:
+            self._recorder.note(self.state(ev.FinalState), where="")
 
     def parameters(self) -> list[Tensor]:
         """Return the optimizers' parameters, each once, in their order."""
