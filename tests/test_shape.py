@@ -62,6 +62,7 @@ SHORT_FILES = {
     "dist": "the public module of the process group",
     "base.counting": "a bar that readers of data share",
     "core.recipes.small_convnet": "a network, as recipes.resnet is",
+    "bridges.huggingface.trainer_script": "what lightning.trainer_script is there",
     "core.training.elastic_step": "only elastic trainings import it",
     "core.data.augment": "public functions for recipes",
     "scripts.checking.rank": "what `python -m` runs as a rank",

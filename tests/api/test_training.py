@@ -335,13 +335,9 @@ def modes() -> tuple:
     return (
         *(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
         *(torch.get_default_device(), torch.is_autocast_enabled("cpu")),
-        *(torch.is_autocast_cache_enabled(), nesting()),
+        *(torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()),
+        torch.autocast_decrement_nesting(),
     )
-
-
-def nesting() -> int:
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
 
 
 @pytest.fixture(scope="module")

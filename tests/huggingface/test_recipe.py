@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import samestep
-from samestep.base.file_kinds import trains_by_trainer
+from samestep.base.file_kinds import trainer_of
 from tests.command_line import call, run, train_here
 from tests.tiny import last_state
 
@@ -107,9 +107,8 @@ core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
 words = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="0", eos_token="1")
 text = lambda ids: "".join(f" {n}" for n in ids.tolist())
 def rows(data, *names):
-    parts = lambda ids: (text(ids[:3]), text(ids[3:6]), text(ids[5:]))
-    rows = (zip(("prompt", *names), parts(row["input_ids"])) for row in data)
-    return datasets.Dataset.from_list([*map(dict, rows)])
+    parts = ([text(row["input_ids"][a:b]) for a, b in ((0, 3), (3, 6), (5, 8))] for row in data)
+    return datasets.Dataset.from_list([dict(zip(("prompt", *names), part)) for part in parts])
 def trained(kind, config, *names, **more):
     sets = {"train_dataset": rows(train, *names), "eval_dataset": rows(validation, *names)}
     return kind(model=model, args=config(**args.to_dict()), processing_class=words, **sets, **more)
@@ -117,9 +116,8 @@ def trained(kind, config, *names, **more):
 SFT = f"""{TRL}trainer = trained(trl.SFTTrainer, trl.SFTConfig, "completion",
     compute_metrics=measure)
 """
-DPO = f"""{TRL}reference = copy.deepcopy(model)
-trainer = trained(trl.DPOTrainer, trl.DPOConfig, "chosen", "rejected", ref_model=reference)
-"""
+DPO = f"""{TRL}more = {{"ref_model": copy.deepcopy(model)}}
+trainer = trained(trl.DPOTrainer, trl.DPOConfig, "chosen", "rejected", **more)\n"""
 ALONE = ("--threads", "1", "--device", "cpu")
 
 
@@ -222,7 +220,7 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     train_here(written(tmp_path), *how, "--run-dir", str(tmp_path / "recipe"))
     imports = ("import samestep.huggingface\n", "")
     (tmp_path / "star.py").write_text(f"from transformers import *\n{SCRIPT}")
-    assert trains_by_trainer(tmp_path / "star.py", tmp_path)
+    assert trainer_of(tmp_path / "star.py", tmp_path)
     script = written(tmp_path, (OURS, SCRIPT), imports)
     Path(script).rename(tmp_path / "parts.py")  # what it needs is in a module beside it
     Path(script).write_text(f"from parts import *  # a recipe by others\n{SCRIPT}")

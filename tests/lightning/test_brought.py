@@ -1,6 +1,7 @@
 """A LightningModule as a recipe: the training of `Trainer.fit`, on any number of ranks."""
 
 import runpy
+import tomllib
 import warnings
 
 import pytest
@@ -25,6 +26,7 @@ class Own(DataLoader): __iter__ = None
 class Rows(TensorDataset):
     def __getitem__(self, k): return [t[k] if k < 123 else exit(9) for t in self.tensors]
 class Data(L.LightningDataModule):
+    batch_size = 8
     def prepare_data(self): torch.rand(1)  # on one rank of a node
     def setup(self, stage):
         assert vars(self).setdefault(stage, 1) == 1; vars(self)[stage] += 1  # once
@@ -84,6 +86,14 @@ class Net(L.LightningModule):
 torch.manual_seed(1); net = Net()
 recipe = samestep.lightning.recipe(net, Data, batch_size=8, epochs=3, order="sequential")
 """
+RECIPE = MODULE.splitlines(keepends=True)[-1]
+FIT = """if __name__ == "__main__":
+    L.seed_everything(2); of, watched = L.pytorch.callbacks, "val_loss/dataloader_idx_0"
+    stop, keep = of.EarlyStopping(watched, patience=7), of.ModelCheckpoint(monitor=watched)
+    trainer = L.Trainer(max_epochs=3, callbacks=[stop, keep], precision="bf16-mixed", devices=1)
+    trainer.fit(net, Data())
+    trainer.test(net, Data())
+"""
 ALONE = ("--threads", "1", "--device", "cpu")
 
 
@@ -106,23 +116,20 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(
 ):
     """With a schedule, hooks, a norm, a sampler of its own, and two validation loaders."""
     sampler = ("Subset(self.data, BACK), batch_size=8", "self.data, 8, sampler=Odd()")
-    drawn = (', order="sequential"', "")
+    fits = precision == "bf16"  # by a script that builds a Trainer
+    drawn = (RECIPE, FIT) if fits else (', order="sequential"', "")
     endless = ("= TensorDataset(", "= Rows(")  # one that is read whole never ends
-    several = (
-        "return DataLoader(self.data, batch",
-        "return DataLoader(self.data, 9), DataLoader(Subset(self.data, range(50)), batch",
-    )
-    asked = (
-        "step(self, batch):\n        x, y",
-        "step(self, batch, nth, dataloader_idx):\n        x, y",
-    )
+    several = ("(self.data, b", "(self.data, 9), DataLoader(Subset(self.data, range(50)), b")
+    asked = ("step(self, batch):\n        x", "step(self, batch, nth, dataloader_idx):\n        x")
     by_name = 'f"val_{dataloader_idx}_out", out.mean() * (1 + dataloader_idx)'
     weighed = ('"val_out": out.mean()})', f"}}); self.log({by_name}, add_dataloader_idx=False)")
     named = ('False, "val_out", "val_top"', 'True, "val_1_out", "val_1_out"')
     file = written(tmp_path, sampler, drawn, endless, several, asked, weighed, named, NO_END)
-    train_here(file, *ALONE, "--precision", precision, "--run-dir", str(tmp_path / "run"))
-    parts = dict.fromkeys(("enable_checkpointing", "enable_progress_bar"), False)
-    parts["precision"] = theirs
+    how = ("--run-dir", str(tmp_path / "run"), *(() if fits else ("--precision", precision)))
+    assert ("what follows it is not run" in train_here(file, *ALONE, *how)) is fits
+    settings = tomllib.loads((tmp_path / "run/settings.toml").read_text())
+    assert not fits or (settings["patience"], settings["seed"]) == (7, 2)
+    parts = {"enable_checkpointing": False, "enable_progress_bar": False, "precision": theirs}
     theirs = runpy.run_path(file)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -220,6 +227,11 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([("self.factor", f"{IN_EVAL}; self.factor")], "still into eval mode in one epoch"),
         ([("net = Net()", "net = lambda: Net().double()")], "precision='fp64'"),
         ([("(net, Data, batch", "(net, Own([1]), batch")], "way of its own"),
+        ([(RECIPE, FIT), ("max_epochs=3", "limit_val_batches=3")], "limit_val_batches=3"),
+        ([(RECIPE, FIT), ("max_epochs=3", "val_check_interval=9")], "check_val_every_n_epoch=None"),
+        ([(RECIPE, FIT), ("stop, keep]", "of.BackboneFinetuning()]")], "callback BackboneFine"),
+        ([(RECIPE, FIT), ("bf16-mixed", "16-true")], "Give one of 16, 16-mixed"),
+        ([(RECIPE, FIT), ("    batch_size = 8\n", "")], "attribute `batch_size`"),
     ],
 )
 def test_what_it_asks_in_vain_is_refused_by_name(tmp_path, refused, changes, told):

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,25 +120,18 @@ def fit(folder, trackers, environment, more=None, epochs=2, end_s=PATIENCE_S, fa
 def fits(folder, *args, world_size=1, **kwargs):
     """Fit on some ranks to a good end; return what each saw, the run directory, what was said."""
     output = folder / f"output-{len(list(folder.glob('output-*')))}"
-    values = run_ranks(_fit, world_size, output, str(folder), args, kwargs)
+    values = run_ranks(partial(fit, **kwargs), world_size, output, str(folder), *args)
     said = [(output / f"output-{rank}.txt").read_text() for rank in range(world_size)]
     return values, folder / values[0].directory, said
 
 
-def _fit(folder, args, kwargs):
-    return fit(folder, *args, **kwargs)
-
-
 def expected(logged):
     """Return what a tracker has to have of what was logged: (step, epoch, values), in order."""
-    return [
-        (
-            step,
-            row.get("epoch"),
-            {k: v for k, v in row.items() if k != "epoch" and math.isfinite(v)},
-        )
+    rows = (
+        (step, row.get("epoch"), row.items() - {("epoch", row.get("epoch"))})
         for step, row in logged
-    ]
+    )
+    return [(step, epoch, {k: v for k, v in row if math.isfinite(v)}) for step, epoch, row in rows]
 
 
 def arrived(run, service="service"):
@@ -215,8 +209,8 @@ def test_a_disk_that_is_full_is_warned_of_once_and_does_not_end_the_training(tmp
 def test_a_fit_that_fails_leaves_a_failed_run_and_its_own_error_and_waits_for_no_tracker(tmp_path):
     (hangs,) = faulty(tmp_path, ["finish:hang"]).values()
     told = ([TRACKER, str(hangs)], {"TRACKER_FAULT": "planted"})
-    in_a_step = {"faults": ("in a step",)}
-    ranks = start_ranks(_fit, 2, tmp_path / "out", str(tmp_path), told, in_a_step)
+    in_a_step = partial(fit, faults=("in a step",))
+    ranks = start_ranks(in_a_step, 2, tmp_path / "out", str(tmp_path), *told)
     assert ranks.wait() == [1, 1]
     for rank in range(2):
         assert "'no_such_thing'" in ranks.printed(rank)

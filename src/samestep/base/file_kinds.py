@@ -8,8 +8,12 @@ from pathlib import Path
 from samestep.base.errors import UserError
 from samestep.base.nearby import nearby
 
-_OF_TRAINERS = re.compile(r"(sentence_)?transformers|trl")
-"""Packages whose trainers are Transformers' Trainer or made from it."""
+_OF_TRAINERS = {
+    "huggingface": (re.compile(r"(sentence_)?transformers|trl"), ("Trainer", "*")),
+    "lightning": (re.compile(r"(pytorch_)?lightning"), ("Trainer", "LightningCLI", "*")),
+}
+"""The packages of each kind of Trainer, and the ends of names that are one or make one."""
+_TRAINS = {"huggingface": {"train"}, "lightning": {"fit", "LightningCLI"}}
 
 
 def names_recipe(tree: ast.Module) -> bool:
@@ -74,12 +78,12 @@ def _binds_recipe(node: ast.AST) -> bool:
     return False
 
 
-def trains_by_trainer(path: Path, folder: Path) -> bool:
-    """Whether a script without a recipe takes a Trainer of transformers and calls a `train`.
+def trainer_of(path: Path, folder: Path) -> str:
+    """Return "huggingface" or "lightning" for a script without a recipe that trains by a Trainer.
 
-    Either may be in modules of its own, from its `folder`.
+    It may do so in modules of its own, from its `folder`; "" for any other.
     """
-    takes = trains = False
+    takes, trains = set[str](), set[str]()
     waiting = [path]
     read = set[Path]()
     while waiting:
@@ -89,23 +93,32 @@ def trains_by_trainer(path: Path, folder: Path) -> bool:
         except (OSError, SyntaxError, ValueError):  # running it says more
             continue
         if file == path and any(_binds_recipe(node) for node in nodes):
-            return False
+            return ""
         modules: list[str] = []
+        packages: dict[str, str] = {}  # by the name that the file gives it
         for node in nodes:
             match node:
                 case ast.Import(names=names):
                     modules += [alias.name for alias in names]
+                    packages |= {alias.asname or alias.name: alias.name for alias in names}
                 case ast.ImportFrom(module=str(module), names=names):
                     modules.append(module)
-                    by_name = any(alias.name.endswith(("Trainer", "*")) for alias in names)
-                    takes |= by_name and _OF_TRAINERS.match(module) is not None
-                case ast.Attribute(value=ast.Name(id="transformers"), attr=name):
-                    takes |= name.endswith("Trainer")
-                case ast.Call(func=ast.Attribute(attr="train")):
-                    trains = True
+                    packages |= {alias.asname or alias.name: module for alias in names}
+                    takes |= {kind for alias in names for kind in _kinds(module, alias.name)}
+                case ast.Attribute(value=ast.Name(id=package), attr=name):
+                    takes |= _kinds(packages.get(package, ""), name)
+                case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
+                    trains |= {name}
         own = (folder / f"{name.replace('.', '/')}.py" for name in modules)
         waiting += [one for one in own if one not in read and one.is_file()]
-    return takes and trains
+    kinds = (kind for kind in _OF_TRAINERS if kind in takes)
+    return next((kind for kind in kinds if _TRAINS[kind] & trains), "")
+
+
+def _kinds(package: str, name: str) -> set[str]:
+    """Return of which kind the Trainer is that a name of a package is, if it is one."""
+    kinds = _OF_TRAINERS.items()
+    return {kind for kind, (of, ends) in kinds if of.match(package) and name.endswith(ends)}
 
 
 def loop_of(target: str | os.PathLike[str]) -> Path | None:

@@ -406,7 +406,7 @@ def find_recipe(name: str, original: str | None = None) -> Recipe:
     return replace(recipe, name=name)
 
 
-_OF_TRAINERS = "samestep.bridges.huggingface.trainer_script"
+_OF_TRAINERS = "samestep.bridges.{}.trainer_script"
 _being_read: list[Path] = []
 
 
@@ -432,7 +432,7 @@ def _from_file(path: Path, original: Path) -> Recipe:
             f"Start it as it is: python {path}, or torchrun --nproc-per-node 2 {path}. "
             "`samestep verify` and `samestep profile` take it as well; other verbs need a recipe."
         )
-    trains = _is_of_trainer(path, original, source)
+    trained_by = _trainer_of(path, original, source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -443,9 +443,10 @@ def _from_file(path: Path, original: Path) -> Recipe:
     _being_read.append(path)
     try:
         # Imported by name, too: before the script makes TrainingArguments, which connect ranks.
-        trainer = importlib.import_module(_OF_TRAINERS).as_recipe if trains else None
+        of_trainers = _OF_TRAINERS.format(trained_by)
+        trainer = importlib.import_module(of_trainers) if trained_by else None
         code = cast("Any", spec.loader).get_code(spec.name)
-        within = trainer(module, original) if trainer else nullcontext()
+        within = trainer.as_recipe(module, original) if trainer else nullcontext()
         with no_exit(), imports_of(path, original), within:
             exec(code, vars(module))  # noqa: S102 - the user's file, as an import runs it
     except SyntaxError as error:
@@ -473,15 +474,14 @@ def _from_file(path: Path, original: Path) -> Recipe:
     return replace(recipe, name=original.stem, file=file)
 
 
-def _is_of_trainer(path: Path, original: Path, source: bytes) -> bool:
-    """Whether a file is a script that trains by a Trainer; refuse others without a recipe."""
-    from samestep.base.file_kinds import cannot_have_recipe, trains_by_trainer  # noqa: PLC0415
+def _trainer_of(path: Path, original: Path, source: bytes) -> str:
+    """Return by whose Trainer a script trains, or ""; refuse others without a recipe."""
+    from samestep.base.file_kinds import cannot_have_recipe, trainer_of  # noqa: PLC0415
 
-    if trains_by_trainer(path, original.parent):  # it would train as it is imported
-        return True
-    if cannot_have_recipe(source):
+    kind = trainer_of(path, original.parent)  # it would train as it is imported
+    if not kind and cannot_have_recipe(source):
         raise _no_recipe(path, "no `recipe`", source)
-    return False
+    return kind
 
 
 def _no_recipe(path: Path, what: str, source: bytes) -> UserError:
@@ -490,6 +490,6 @@ def _no_recipe(path: Path, what: str, source: bytes) -> UserError:
         line = "recipe = samestep.lightning.recipe(YourModule, YourDataModule, epochs=…), after "
         line += "`import samestep.lightning`, and put Trainer.fit under `if __name__ == '__main__'`"
     return UserError(
-        f"{path} has {what}. End it with: {line}. If it is a training script, "
-        f"`samestep check {path}` looks for mistakes in it as it is."
+        f"{path} has {what}. End it with: {line}. A training script keeps its own loop with "
+        f"samestep.open_run; `samestep check {path}` looks for mistakes in it as it is."
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from samestep.base.errors import UserError, listed
-from samestep.base.file_kinds import names_recipe, trains_by_trainer
+from samestep.base.file_kinds import names_recipe, trainer_of
 from samestep.base.nearby import nearby
 from samestep.base.run import code_copy
 from samestep.base.run.directory import is_run, new_run_path
@@ -78,7 +78,7 @@ class Workload:
 def runs_trainer(workload: Workload) -> bool:
     """Whether a workload runs a script that trains by a Trainer of its own."""
     file = workload.file
-    return workload.kind == "script" and file is not None and trains_by_trainer(file, file.parent)
+    return workload.kind == "script" and file is not None and bool(trainer_of(file, file.parent))
 
 
 def find_workload(
@@ -118,8 +118,8 @@ def find_workload(
         as_recipe = not runs_trainer(as_it_is)
     if as_recipe:
         raise UserError(
-            "--as-recipe is for a script that builds a Hugging Face Trainer and calls its train(), "
-            f"and {text} does not. Leave it out."
+            "--as-recipe is for a script that trains by a Trainer of Hugging Face or Lightning: "
+            f"{text} does not. Leave it out."
         )
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     arguments, of_script = arguments[:cut], arguments[cut:]

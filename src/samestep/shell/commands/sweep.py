@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.base import flags
 from samestep.base.errors import UserError
-from samestep.base.file_kinds import trains_by_trainer
+from samestep.base.file_kinds import trainer_of
 from samestep.base.run.directory import is_run
 from samestep.base.run.files import shown_path
 from samestep.base.settings import Settings
@@ -222,7 +222,7 @@ def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, setting
     check_ranks(options, settings)
     show_notes(advice(options, "recipe"))
     file = Path(sweep.recipe)
-    of_trainer = sweep.recipe not in RECIPES and trains_by_trainer(file, file.parent)
+    of_trainer = sweep.recipe not in RECIPES and bool(trainer_of(file, file.parent))
     sweep.begin()
     with hold_sweep(sweep):
         going = {job.run.resolve() for job in my_jobs() if job.run and not job.ended}

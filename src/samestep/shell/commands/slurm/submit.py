@@ -73,7 +73,7 @@ class SubmitFlags(UncheckedOptions):
     """Submit a job array, each task with its own run directory: 0-9, or 0-9%2 for two at a time. %a
     in the arguments stands for the task's number: --array 0-4 -- --seed %a."""
     as_recipe: Switch = False
-    """Train what a script gives to a Hugging Face Trainer, as `samestep train` does, instead of
+    """Train what a script gives to its Trainer, as `samestep train` does, instead of
     running the script. Its own arguments follow a second `--`."""
     dry_run: Switch = False
     """Print the job's script instead of submitting it."""

@@ -1,0 +1,188 @@
+"""What becomes of each argument of Lightning's Trainer: a setting, nothing, or a refusal."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from samestep.base.errors import UserError, defined_at
+from samestep.bridges.lightning.logged import NTH, plain_name
+
+_TAKEN = {
+    *("max_epochs", "max_steps", "accumulate_grad_batches", "devices", "num_nodes", "callbacks"),
+    *("gradient_clip_val", "gradient_clip_algorithm", "log_every_n_steps", "sync_batchnorm"),
+    *("benchmark", "deterministic", "precision", "strategy", "accelerator"),
+    *("check_val_every_n_epoch", "val_check_interval"),
+}
+_WITHOUT_EFFECT = {
+    *("num_sanity_val_steps", "enable_checkpointing", "enable_progress_bar", "logger", "profiler"),
+    *("enable_model_summary", "inference_mode", "use_distributed_sampler", "default_root_dir"),
+    *("enable_autolog_hparams", "barebones", "limit_predict_batches", "model_registry"),
+}
+"""They change what a training shows, where it writes or how it shares out data."""
+_SHOWS = {
+    *("ProgressBar", "ModelSummary", "LearningRateMonitor", "DeviceStatsMonitor", "Timer"),
+    *("ThroughputMonitor", "SaveConfigCallback"),
+}
+"""Callbacks, or what they are made from, that change no training."""
+_SUBSET = "Give the loader of torch.utils.data.Subset(data, range(…))."
+_LEAVE_OUT = "Leave it out."
+_REFUSED = {
+    "fast_dev_run": "Leave it out, and add --max-steps 1.",
+    "min_epochs": _LEAVE_OUT,
+    "min_steps": _LEAVE_OUT,
+    "max_time": "Leave it out: samestep slurm submit --time ends a job in time, and resumes it.",
+    "limit_train_batches": _SUBSET,
+    "limit_val_batches": _SUBSET,
+    "limit_test_batches": _SUBSET,
+    "overfit_batches": _SUBSET,
+    "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True).",
+    "reload_dataloaders_every_n_epochs": "Let the data set read what it needs by its index.",
+    "plugins": _LEAVE_OUT,
+}
+_MIXED = {"32": None, "64": "fp64", "16": "fp16", "bf16": "bf16"}
+_PRECISIONS: dict[str, dict[str, Any]] = {
+    "None": {},
+    **{name: {"precision": value} for name, value in _MIXED.items()},
+    **{f"{name}-mixed": {"precision": _MIXED[name]} for name in ("16", "bf16")},
+    **{f"{name}-true": {"precision": _MIXED[name]} for name in ("32", "64")},
+    "bf16-true": {"precision": "bf16", "param_dtype": "bf16"},
+}
+_STRATEGIES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("auto", "ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")},
+    "ddp_find_unused_parameters_false": {},
+    "ddp_find_unused_parameters_true": {"find_unused": True},
+    "fsdp": {"strategy": "fsdp"},
+}
+_DEVICES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("auto", "gpu", "cuda")},
+    **{name: {"device": name} for name in ("cpu", "mps")},
+}
+
+
+def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[str, Any]:
+    """Return the settings that the arguments of a Trainer stand for.
+
+    Args:
+        given: the arguments that are not as by default, by their names.
+        loaders_batch: the samples in a batch of the training loader, of one rank.
+
+    Raises:
+        UserError: names the argument that has no counterpart, and what to do instead.
+    """
+    unknown = "samestep does not know what it changes. Leave it out."
+    for name in given.keys() - _TAKEN - _WITHOUT_EFFECT:
+        refuse(name, given[name], _REFUSED.get(name, unknown))
+    epochs, steps = given.get("max_epochs"), given.get("max_steps", -1)
+    per_rank = loaders_batch * (accumulated := given.get("accumulate_grad_batches") or 1)
+    settings: dict[str, Any] = {
+        "epochs": 1000 if epochs is None and steps == -1 else epochs,
+        "max_steps": None if steps == -1 else steps,
+        "batch_size": per_rank * _num_ranks(given),
+        "micro_batch_size": loaders_batch if accumulated > 1 else None,
+        "clip_norm": given.get("gradient_clip_val") or None,
+        "log_every": given.get("log_every_n_steps") or None,
+        "sync_batchnorm": given.get("sync_batchnorm") or None,
+        "cudnn_benchmark": given.get("benchmark") or None,
+        "deterministic": bool(given.get("deterministic")) or None,
+        **_chosen(given, "precision", "None", _PRECISIONS),
+        **_chosen(given, "strategy", "auto", _STRATEGIES),
+        **_chosen(given, "accelerator", "auto", _DEVICES),
+        **_evaluations(given, accumulated, epochs),
+    }
+    if epochs == -1:
+        if steps == -1:
+            refuse("max_epochs", -1, "Give a number of epochs, or max_steps.")
+        settings["epochs"] = None
+    if settings["clip_norm"] and given.get("gradient_clip_algorithm") not in (None, "norm"):
+        refuse("gradient_clip_algorithm", given["gradient_clip_algorithm"], "Clip by the norm.")
+    callbacks = given.get("callbacks") or ()
+    for callback in callbacks if isinstance(callbacks, Sequence) else (callbacks,):
+        for name, value in _of_callback(callback).items():
+            if settings.setdefault(name, value) != value:
+                raise UserError(
+                    f"Two callbacks of the Trainer have another {name}, {settings[name]!r} and "
+                    f"{value!r}: samestep follows one value.",
+                    remedy="Leave one of them out.",
+                )
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def refuse(name: str, value: Any, remedy: str) -> None:
+    """Refuse an argument of a Trainer."""
+    raise UserError(f"Trainer({name}={value!r:.60}) has no counterpart in samestep.", remedy=remedy)
+
+
+def _num_ranks(given: Mapping[str, Any]) -> int:
+    """Return for how many ranks the script asks; those of all devices are taken for one."""
+    devices = given.get("devices", "auto")
+    if isinstance(devices, str) and "," in devices:
+        devices = [part for part in devices.split(",") if part]
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
+        devices = len(devices)
+    number = int(devices) if str(devices).isdigit() else 1
+    return max(1, number) * int(given.get("num_nodes") or 1)
+
+
+def _chosen(
+    given: Mapping[str, Any], name: str, default: str, known: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    value = given.get(name, default)
+    of_ddp = getattr(value, "_ddp_kwargs", None)
+    if of_ddp is not None and not of_ddp.keys() - {"find_unused_parameters"}:
+        return {"find_unused": True} if of_ddp.get("find_unused_parameters") else {}
+    if str(value) not in known:
+        refuse(name, value, f"Give one of {', '.join(sorted(known.keys() - {'None'}))}.")
+    return known[str(value)]
+
+
+def _evaluations(given: Mapping[str, Any], accumulated: int, epochs: Any) -> dict[str, Any]:
+    every, interval = given.get("check_val_every_n_epoch", 1), given.get("val_check_interval")
+    if interval in (None, 1.0) and every is not None:
+        return {"eval_every_epochs": every}
+    if not isinstance(interval, int) or every is not None or interval % accumulated:
+        remedy = "Give check_val_every_n_epoch=None and a whole number of steps."
+        refuse("val_check_interval", interval, remedy)
+    steps = int(interval or 0) // accumulated
+    only_the_last = epochs if epochs not in (None, -1) else 10**6
+    return {"eval_every_steps": steps, "eval_every_epochs": only_the_last}
+
+
+def _of_callback(callback: Any) -> dict[str, Any]:
+    kind = type(callback)
+    names = {base.__name__ for base in kind.__mro__ if _is_lightnings(base)}
+    if _is_lightnings(kind) and kind.__name__ == "EarlyStopping":
+        delta = abs(callback.min_delta)
+        return {**_followed(callback), "patience": callback.patience, "min_delta": delta}
+    if _is_lightnings(kind) and kind.__name__ == "ModelCheckpoint":
+        return dict(_kept(callback))
+    if not _SHOWS & names:
+        raise UserError(
+            f"samestep does not call the Trainer's callback {kind.__name__}{defined_at(kind)}.",
+            remedy="Move what it does into the module's own hooks, or leave it out.",
+        )
+    return {}
+
+
+def _is_lightnings(own: Any) -> bool:
+    """Whether a class or a method is Lightning's own, of `lightning` or of `pytorch_lightning`."""
+    return re.match(r"(pytorch_)?lightning\.", own.__module__) is not None
+
+
+def _followed(callback: Any) -> dict[str, str]:
+    if callback.monitor.startswith("train"):
+        raise UserError(
+            f"{type(callback).__name__} follows {callback.monitor!r}, a value of the training.",
+            remedy="Let it follow one that validation_step logs.",
+        )
+    name, _, loader = callback.monitor.partition(f"/{NTH}")
+    of_loader = f"{NTH}{loader}/" if loader else ""
+    return {"monitor": of_loader + plain_name(name), "mode": callback.mode}
+
+
+def _kept(callback: Any) -> Iterator[tuple[str, Any]]:
+    if callback.monitor is not None:
+        yield from _followed(callback).items()
+        if callback.save_top_k > 0:
+            yield "keep_top_k", callback.save_top_k
+    if steps := callback._every_n_train_steps:  # noqa: SLF001 - it has no other name
+        yield "checkpoint_every_steps", steps

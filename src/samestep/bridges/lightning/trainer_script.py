@@ -1,0 +1,148 @@
+"""A training script that calls `fit` of Lightning's Trainer: its module and data, as a recipe."""
+
+import inspect
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from lightning import pytorch
+from torch.utils.data import SequentialSampler
+
+from samestep.base.errors import UserError, defined_at
+from samestep.base.patches import Patch, patched_when_imported
+from samestep.bridges.lightning.brought import recipe
+from samestep.bridges.lightning.trainer_arguments import settings_of_trainer
+from samestep.core.recipe import Recipe, Splits
+from samestep.core.taken_over import TrainingReached, note_on_the_rest, until_training
+
+_BY_ITSELF: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
+"""What a Trainer is made with that will not train: it looks for no GPU and no other rank."""
+_OTHERS = ("strategy", "num_nodes", "precision", "sync_batchnorm", "plugins", "benchmark")
+_SIZES = ("batch_size", "train_batch_size")
+
+
+@contextmanager
+def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
+    """Run a script within this, as the main program: at its `fit()` it gets a `recipe`.
+
+    Raises:
+        UserError: it has come to its end without that, or the Trainer's arguments, the module or
+            its data ask for what samestep does not do.
+    """
+    fits: list[Recipe] = []
+
+    def made(original: Any, trainer: Any, *_: Any, **given: Any) -> None:
+        known = inspect.signature(original).parameters
+        usual = {name: known[name].default for name in given if name in known}
+        unlike = {n: v for n, v in given.items() if n not in usual or v != usual[n]}
+        vars(trainer)["_given"] = unlike
+        own = {name: value for name, value in given.items() if name not in _OTHERS}
+        with _quiet():  # about devices that it does not use
+            original(trainer, **own | _BY_ITSELF)
+
+    def fit(original: Any, trainer: Any, *arguments: Any, **named: Any) -> NoReturn:
+        bound = inspect.signature(original).bind(trainer, *arguments, **named).arguments
+        rest = note_on_the_rest(trainer, sys._getframe(2), "fit()")  # noqa: SLF001 - its caller
+        fits.append(_recipe_of(trainer, bound, rest))
+        raise TrainingReached
+
+    def patches(package: Any) -> list[Patch]:
+        kind = package.Trainer
+        return [(kind, "__init__", made), (kind, "fit", fit)]
+
+    with (
+        patched_when_imported({"pytorch_lightning": patches}),
+        until_training(module, path, patches(pytorch), "a Trainer's fit()") as arguments,
+    ):
+        yield
+    if not fits:
+        raise UserError(
+            f"{path} names Lightning's Trainer, and has ended without calling its fit().",
+            remedy=f"It is run with {arguments}: name those that it needs to train, as in samestep "
+            f"train {path} -- fit; or end the file with: recipe = samestep.lightning.recipe(…)",
+        )
+    vars(module)["recipe"] = fits[0]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _recipe_of(trainer: Any, bound: dict[str, Any], rest: tuple[str, ...]) -> Recipe:
+    if bound.get("ckpt_path"):
+        raise UserError(
+            "trainer.fit(…, ckpt_path=…) cannot be taken over.",
+            remedy="Leave it out, and continue a run with: samestep train RUN --resume",
+        )
+    model, train = bound["model"], bound.get("train_dataloaders")
+    data = bound.get("datamodule")
+    if hasattr(train, "train_dataloader"):  # a datamodule in its place
+        data, train = train, None
+    if train is not None:
+        data = {"train": train, "validation": bound.get("val_dataloaders")}
+        data = {stage: loader for stage, loader in data.items() if loader is not None}
+    loader = _training_loader(model if data is None else data)
+    settings = settings_of_trainer(vars(trainer)["_given"], _batch_size_of(loader))
+    if type(getattr(loader, "sampler", None)) is SequentialSampler:
+        settings["order"] = "sequential"
+    if seed := os.environ.pop("PL_GLOBAL_SEED", ""):  # of seed_everything
+        settings["seed"] = int(seed)
+    brought = recipe(model, data, **settings)
+    notes, own = (*_notes(vars(trainer)["_given"], settings), *rest), brought.data
+
+    def noting(options: Any) -> Splits:
+        splits: Splits = own(options)
+        return replace(splits, notes=(*splits.notes, *notes))
+
+    return replace(brought, data=noting)
+
+
+def _training_loader(data: Any) -> Any:
+    """Return the training loader, or what makes one in its own time: after its setup."""
+    if isinstance(data, dict):
+        return data["train"]
+    hooks = (getattr(data, name).__module__ for name in ("setup", "prepare_data"))
+    return data.train_dataloader() if all(".core." in place for place in hooks) else data
+
+
+def _batch_size_of(loader: Any) -> int:
+    """Return the batch size of a training loader, or of what makes one."""
+    known = [getattr(loader, name, None) for name in _SIZES]
+    known += [getattr(loader, "hparams", {}).get(name) for name in _SIZES]
+    known.append(getattr(getattr(loader, "batch_sampler", None), "batch_size", None))
+    size = next((size for size in known if isinstance(size, int)), None)
+    if size is None:
+        raise UserError(
+            f"The batch size of {type(loader).__name__}{defined_at(type(loader))} is not known "
+            "before its setup().",
+            remedy="Let its attribute `batch_size` say it, or end the file with: recipe = "
+            "samestep.lightning.recipe(module, data, batch_size=…)",
+        )
+    return size
+
+
+def _notes(given: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    notes = []
+    if given.get("logger") not in (None, True, False):
+        notes.append("The Trainer's logger is not used: --track sends the records to a tracker.")
+    if given.get("devices", "auto") not in ("auto", 1, "1", -1, "-1"):
+        batch = settings["batch_size"]
+        notes.append(
+            f"devices={given['devices']} of the Trainer gives the batch, {batch} samples of all "
+            "ranks; --nproc says how many ranks train."
+        )
+    return notes

@@ -1,0 +1,67 @@
+"""A training script run as the main program, up to the call by which it would train."""
+
+import linecache
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, ModuleType
+
+from samestep.base.errors import UserError
+from samestep.base.patches import Patch, patched
+from samestep.core.recipe_checks import take_script_words
+
+_MORE = re.compile(
+    r"\.(train|fit|test|validate|evaluate|predict|save_model|save_pretrained|save_checkpoint)\("
+)
+
+
+class TrainingReached(BaseException):
+    """Ends the script where it would train; no `except Exception` of it keeps that."""
+
+
+@contextmanager
+def until_training(
+    module: ModuleType, path: Path, patches: Sequence[Patch], call: str
+) -> Iterator[str]:
+    """Run a script within this, as the main program, until a patch raises `TrainingReached`.
+
+    It sees the arguments after `--`, which are yielded as text: the others are samestep's. `call`
+    names what it has to call, as "a Trainer's train()".
+
+    Raises:
+        UserError: it ends itself before that.
+    """
+    name, arguments, module.__name__ = module.__name__, sys.argv, "__main__"
+    words = take_script_words()
+    sys.argv = [str(path), *words]
+    run_with = " ".join(words) or "no arguments"
+    try:
+        with patched(*patches):
+            yield run_with
+    except TrainingReached:
+        pass
+    except SystemExit as error:
+        raise UserError(
+            f"{path} ends itself by exit({error.code or ''}) before it calls {call}.",
+            remedy=f"It is run with {run_with}: give those that it parses a default, or name them: "
+            f"samestep train {path} -- …",
+        ) from error
+    finally:
+        sys.argv, module.__name__ = arguments, name
+    for own in vars(module).values():
+        # Loader workers look a class up where it says that it is.
+        if getattr(own, "__module__", "") == "__main__" and isinstance(own, type):
+            own.__module__ = name
+
+
+def note_on_the_rest(trainer: object, called: FrameType, call: str) -> tuple[str, ...]:
+    """Return a note on what a script does below the call, which is not run."""
+    while called.f_back and called.f_locals.get("self") is trainer:  # a method of its class
+        called = called.f_back
+    file, line = called.f_code.co_filename, called.f_lineno
+    if not _MORE.search("".join(linecache.getlines(file)[line:])):
+        return ()
+    note = f"The script ends at its {call}, {Path(file).name}:{line}: what follows it is not run. "
+    return (f"{note}samestep evaluate, predict and export use the weights of the run.",)
