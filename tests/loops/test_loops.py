@@ -275,7 +275,7 @@ with samestep.open_run("run", seed=3, resume=True, log_every=1, checkpoint_every
     model = run.place(nn.Sequential(nn.Linear(1, 8), nn.Dropout(DROPOUT), nn.Linear(8, 1)))
     unused = run.place(nn.Linear(1, 1))
     optimizer = torch.optim.Adam([*model.parameters(), *unused.parameters()], lr=0.01)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    schedule = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.005, 2, cycle_momentum=False)
     held_out = torch.rand(11, 4, 1)
     state = {"model": model, "unused": unused, "optimizer": optimizer, "schedule": schedule}
     data = Words()

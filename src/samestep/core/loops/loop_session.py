@@ -235,14 +235,15 @@ class LoopSession:
         options = self.options
         free = free_names(Settings).union(options.may_change, OF_A_RANK)
         kept_state.check_same_program(saved, options.name, options.settings, self.path, free)
-        kept_state.load_state(self.state, saved["state"], self.path)
         self.position = Position(**saved["position"])
         if self.position.step_in_epoch:
-            # Modules copy what they load; optimizers and objects of the user's keep it.
-            modules = [saved["state"][name] for name in self.modules()]
+            # Before it is loaded: an object may keep what it is given, or take things out of it.
+            # Modules copy theirs.
+            modules = [saved["state"].get(name) for name in self.modules()]
             shared = {id(t): t for t in tree_leaves(modules) if isinstance(t, Tensor)}
             parts = {"state": saved["state"], "own": saved.get("own", {})}
             self._within = copy.deepcopy(parts, shared)
+        kept_state.load_state(self.state, saved["state"], self.path)
         self.order = saved["order"]
         self.values.update(saved.get("own", {}))
         self.watch = Watch(**saved["watch"]) if saved.get("watch") else None
