@@ -210,6 +210,29 @@ def _simple(value: Any) -> str | int | float | None:
     return next((kind(value) for kind in (bool, int, float, str) if isinstance(value, kind)), None)
 
 
+def still_parts(module: nn.Module) -> list[str]:
+    """Name the weights that are not trained and the modules in evaluation mode.
+
+    No `state_dict` holds either, and a script may change both in any epoch.
+    """
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    return frozen + [name for name, part in module.named_modules() if not part.training]
+
+
+def keep_still(module: nn.Module, begun: Collection[str], saved: Mapping[str, Any]) -> None:
+    """Freeze these weights, and let these modules evaluate, as a checkpoint has it.
+
+    What the script began otherwise before (`begun` is that of now) was changed in it: it stays.
+    """
+    edited, still = {*begun} ^ {*saved["begun"]}, {*saved["now"]}
+    for name, parameter in module.named_parameters():
+        if name not in edited:
+            parameter.requires_grad_(name not in still)
+    for name, part in module.named_modules():
+        if name not in edited:
+            part.training = name not in still
+
+
 def checked_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `run.state` for a checkpoint."""
     simple = {str(name): _simple(value) for name, value in values.items()}
