@@ -14,7 +14,7 @@ from samestep.core.learner.agreement import check_same, random_numbers
 from samestep.core.learner.carried import Carry
 from samestep.core.learner.prepare import share_buffers
 from samestep.core.loops.epochs import LoopEpochs
-from samestep.core.loops.gradients import Passes
+from samestep.core.loops.gradients import Passes, meet
 from samestep.core.loops.kept_state import Means
 from samestep.core.loops.loop_data import Drawn, OpenedData, OwnBatch
 from samestep.core.loops.loop_session import LoopSession
@@ -61,6 +61,7 @@ class LoopBatches:
         parts = {"collate": collate, "weights": weights, "carry": carry}
         given: dict[str, Any] = {name: part is not None for name, part in parts.items()}
         given |= {"global_batch_size": global_batch_size, "drop_last": drop_last, "order": order}
+        meet(world, "run.batches")
         check_same(given, world, "The arguments of run.batches")
         reading = self._open("train", data, collate, num_workers, drawn)
         num_steps = reading.steps(global_batch_size, drop_last=drop_last)
@@ -116,7 +117,12 @@ class LoopBatches:
         if split not in ("validation", "test"):
             raise UserError(f"run.validation(split={split!r}): it is 'validation' or 'test'.")
         num_workers = _checked(num_workers, "run.validation")
-        with self._aside(split) if self._loop.place == IN_BATCHES else nullcontext():
+        within = self._loop.place == IN_BATCHES
+        if within:
+            self.passes.validate(self._opened.position.step)
+        else:
+            meet(self._opened.world, "run.validation")
+        with self._aside(split) if within else nullcontext():
             yield from self._validate(data, batch_size, split, collate, num_workers)
 
     @contextmanager

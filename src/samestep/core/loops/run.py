@@ -267,7 +267,7 @@ class OwnRun:
         """
         if not self._loop.is_open:
             self._loop.refuse_closed()
-        self._epochs.leave()
+        self._epochs.leave("run.load_best")
         self._loop.check_place("run.load_best", AFTER_EPOCHS)
         return self._opened.load_best()
 
