@@ -21,6 +21,7 @@ from samestep.core.loops.loop_session import LoopSession
 from samestep.core.loops.place import AFTER_BATCHES, AFTER_EPOCHS, IN_BATCHES, LoopState
 from samestep.core.recipe import Collate
 from samestep.core.session.declared import checked_settings
+from samestep.core.session.saver import say
 from samestep.launch.ranks import watched
 
 _VALIDATED = 3
@@ -64,6 +65,9 @@ class LoopBatches:
         meet(world, "run.batches")
         check_same(given, world, "The arguments of run.batches")
         reading = self._open("train", data, collate, num_workers, drawn)
+        if not opened.session.begun:
+            for note in reading.notes():
+                say(world, f"note: {note}")
         num_steps = reading.steps(global_batch_size, drop_last=drop_last)
         made_of = {
             "seed": seed,
@@ -119,7 +123,7 @@ class LoopBatches:
         num_workers = _checked(num_workers, "run.validation")
         within = self._loop.place == IN_BATCHES
         if within:
-            self.passes.validate(self._opened.position.step)
+            self.passes.call("run.validation", self._opened.position.step)
         else:
             meet(self._opened.world, "run.validation")
         with self._aside(split) if within else nullcontext():

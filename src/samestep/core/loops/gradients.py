@@ -25,8 +25,8 @@ _MOST_KEPT = 8
 """Sets of parameters of which the buckets are kept."""
 _COMPARED = 20
 """Steps in which ranks compare how often they go backward, once that number has changed."""
-_GATHERED, _VALIDATES = 1 << 20, 1 << 21
-"""Tell a gathering and a validation from a backward pass, where ranks compare which they are at."""
+_CALLS = {"samestep.gather": 1 << 20, "run.validation": 1 << 21}
+"""Tells these from a backward pass, where ranks compare which one they have come to."""
 _STEP_MODULUS = 1024
 """Ranks compare steps modulo this; sums of such numbers over the ranks are exact."""
 
@@ -108,15 +108,10 @@ class Passes:
         self._count += 1
         self._compare(self._count, step)
 
-    def gather(self, step: int) -> None:
-        """Count a gathering of rows as well, which waits for all ranks; all ranks call it."""
+    def call(self, name: str, step: int) -> None:
+        """Count another call that waits for all ranks as well; all ranks call it."""
         self._count += 1
-        self._compare(_GATHERED + self._count, step)
-
-    def validate(self, step: int) -> None:
-        """Count a validation within a batch as well; all ranks call it."""
-        self._count += 1
-        self._compare(_VALIDATES + self._count, step)
+        self._compare(_CALLS[name] + self._count, step)
 
     def end(self, step: int) -> None:
         """End a step; all ranks call it."""
@@ -130,7 +125,7 @@ class Passes:
         if not self._world.connected or self._to_compare <= 0:
             return
         most, least = self._world.reduce(torch.tensor([number, -number]), "max").tolist()
-        for call, tag in (("run.validation", _VALIDATES), ("samestep.gather", _GATHERED)):
+        for call, tag in reversed(_CALLS.items()):
             if most > tag > -least:
                 raise UserError(
                     f"{call} was called in step {step + 1} on some ranks, while others had gone on "
@@ -177,6 +172,15 @@ def check_loss(loss: Any) -> None:
             "that is trained. Leave out .detach(), .item(), torch.no_grad() and NumPy between the "
             "weights and the loss."
         )
+
+
+def is_sum(loss: Tensor, rows: int) -> bool:
+    """Whether a loss is a sum over its samples, of which backward takes the mean."""
+    made: Any = loss.grad_fn
+    sizes = getattr(made, "_saved_self_sym_sizes", ())
+    summed = made is not None and made.name() == "SumBackward0" and sizes[:1] == (rows,)
+    reduced = getattr(made, "_saved_reduction", 0) == 2
+    return rows > 1 and (summed or reduced)
 
 
 Kept = dict[tuple[int, ...], "_Sums"]
