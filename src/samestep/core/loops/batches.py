@@ -121,12 +121,9 @@ class LoopBatches:
         if split not in ("validation", "test"):
             raise UserError(f"run.validation(split={split!r}): it is 'validation' or 'test'.")
         num_workers = _checked(num_workers, "run.validation")
-        within = self._loop.place == IN_BATCHES
-        if within:
-            self.passes.call("run.validation", self._opened.position.step)
-        else:
+        if self._loop.place != IN_BATCHES:
             meet(self._opened.world, "run.validation")
-        with self._aside(split) if within else nullcontext():
+        with self._aside(split) if self._loop.place == IN_BATCHES else nullcontext():
             yield from self._validate(data, batch_size, split, collate, num_workers)
 
     @contextmanager
@@ -134,6 +131,7 @@ class LoopBatches:
         """Leave the training, within one of its batches, as if there had been no validation."""
         opened, loop = self._opened, self._loop
         batch, used = loop.batch, loop.used
+        self.passes.call("run.validation", opened.position.step)
         if opened.left_out.is_accumulating():
             raise UserError(
                 "run.validation was called between run.backward and the optimizer's step: the "

@@ -176,11 +176,9 @@ def check_loss(loss: Any) -> None:
 
 def is_sum(loss: Tensor, rows: int) -> bool:
     """Whether a loss is a sum over its samples, of which backward takes the mean."""
-    made: Any = loss.grad_fn
-    sizes = getattr(made, "_saved_self_sym_sizes", ())
+    made, sizes = loss.grad_fn, getattr(loss.grad_fn, "_saved_self_sym_sizes", ())
     summed = made is not None and made.name() == "SumBackward0" and sizes[:1] == (rows,)
-    reduced = getattr(made, "_saved_reduction", 0) == 2
-    return rows > 1 and (summed or reduced)
+    return rows > 1 and (summed or getattr(made, "_saved_reduction", 0) == 2)
 
 
 Kept = dict[tuple[int, ...], "_Sums"]

@@ -53,8 +53,8 @@ class LeftOut:
         self.passed: list[Sequence[Tensor] | torch.optim.Optimizer] = []
         """Of the running batch: what each `run.backward` was for, and which optimizers stepped."""
         self._stepped: set[int] = set()
-        self._sources: dict[str, tuple[Any, Any]] = {}
-        """What the script reads or draws from by itself, and where it was at the last look."""
+        self._sources: dict[str, tuple[int, Any]] = {}
+        """What the script reads or draws from by itself: its id, and where it is."""
         self._told: set[str] = set()
         self._others: list[tuple[weakref.ref[nn.Module], Tensor]] = []
         self._counts: dict[str, dict[str, str]] = {}
@@ -147,7 +147,7 @@ class LeftOut:
         """Say which generators and loaders of the script's have moved on since the last look."""
         before, self._sources = self._sources, _sources_of(self.state)
         for name, (source, place) in self._sources.items():
-            if name in before and before[name][0] is source and before[name][1] != place:
+            if before.get(name, (0, place))[0] == source and before[name][1] != place:
                 self.say(
                     f"note: {name} is used from step to step, and no checkpoint holds where it is: "
                     "a resumed run begins it anew. Draw from the generators of torch, NumPy and "
@@ -187,21 +187,21 @@ class LeftOut:
             self.say(f"note: {note}", *unkept.lost, *unkept.of_rank)
 
 
-def _sources_of(state: Mapping[str, Stateful]) -> dict[str, tuple[Any, Any]]:
+def _sources_of(state: Mapping[str, Stateful]) -> dict[str, tuple[int, Any]]:
     """Return the generators in the script's variables, and the loaders that are being read."""
-    found: dict[str, tuple[Any, Any]] = {}
+    found: dict[str, tuple[int, Any]] = {}
     if all(isinstance(entry, KNOWN) for entry in state.values()):  # another object may hold one
         frame = users_frame(sys._getframe())  # noqa: SLF001
         while frame is not None:
             for name, value in frame.f_locals.items():
                 if isinstance(value, GENERATORS):
-                    found[f"the generator {name}"] = value, content(value)
+                    found[f"the generator {name}"] = id(value), content(value)
             frame = users_frame(frame.f_back)
         for each in gc.get_objects():
             if issubclass(type(each), _BaseDataLoaderIter):
-                name = f"a DataLoader of {kind_of_data(each._dataset)}"  # noqa: SLF001
-                if not type(each._dataset).__module__.startswith("samestep."):  # noqa: SLF001
-                    found[name] = each, each._num_yielded  # noqa: SLF001
+                data, read = each._dataset, each._num_yielded  # noqa: SLF001
+                if not type(data).__module__.startswith("samestep."):
+                    found[f"a DataLoader of {kind_of_data(data)}"] = id(each), read
     return found
 
 

@@ -238,8 +238,7 @@ class LoopSession:
         kept_state.check_same_program(saved, options.name, options.settings, self.path, free)
         self.position = Position(**saved["position"])
         if self.position.step_in_epoch:
-            # Before it is loaded: an object may keep what it is given, or take things out of it.
-            # Modules copy theirs.
+            # Before it is loaded: an object may keep it, or take things out. Modules copy theirs.
             modules = [saved["state"].get(name) for name in self.modules()]
             shared = {id(t): t for t in tree_leaves(modules) if isinstance(t, Tensor)}
             parts = {name: saved.get(name, {}) for name in ("state", "own", "still")}
