@@ -112,16 +112,14 @@ def test_settings_may_change_where_the_script_says_so(tmp_path, capfd):
         plain = {"lr": lr, "workers": workers, "trees": trees, "sizes": [1, 2], "net": nested}
         return plain | one_process_only
 
-    train(settings())
-    train(settings())
+    [train(settings()) for _ in range(2)]
     train(settings(workers=2), may_change=["workers"])
     for other in (settings(workers=2), settings(trees=2), settings(lr=1)):
         with ended(2):
             train(other)
     assert "may_change=['lr']" in capfd.readouterr().err
     written = (tmp_path / "settings.toml").read_text()
-    assert "sizes" in written
-    assert "secret" not in written
+    assert ("sizes" in written, "secret" in written) == (True, False)
 
 
 MISTAKES = {
@@ -165,10 +163,8 @@ def test_in_a_job_the_run_is_where_the_job_looks(tmp_path, monkeypatch):
 
 
 LOOP = """
-import sys
-import torch
+import sys, torch, samestep
 from torch import nn
-import samestep
 text = torch.randint(0, 9, (4 * 47 + 1,), generator=torch.Generator().manual_seed(0))
 data = text[:-1].view(-1, 4), text[1:].view(-1, 4)
 def new_hidden(rows):

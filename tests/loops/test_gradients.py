@@ -142,11 +142,9 @@ def test_gradients_are_sent_while_backward_computes_others(monkeypatch):
 
 
 SCRIPT = """
-import sys
-import torch
+import sys, torch, samestep
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-import samestep
 with samestep.open_run("run", seed=3, resume=True, log_every=1, checkpoint_every_steps=1) as run:
     x = torch.randn(42, 4)
     y = x.sin().sum(1, keepdim=True)
@@ -199,11 +197,9 @@ def test_with_scaler_average_and_hooks_it_trains_alike_on_two_ranks_and_goes_on(
 
 
 LOOP = """
-import sys
-import torch
+import sys, torch, samestep
 import torch.nn.functional as F
 from torch import nn
-import samestep
 x = torch.randn(29, 2, 8, generator=torch.Generator().manual_seed(0))
 with samestep.open_run(sys.argv[1], log_every=1) as run:
     net = run.place(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)))

@@ -257,11 +257,9 @@ def test_normal_numbers_are_normal_and_belong_to_their_keys():
 
 # Words of different lengths, a loss per word, a validation, a schedule, draws at every place.
 SCRIPT = """
-import random, sys
-import torch
+import random, sys, torch, samestep
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-import samestep
 class Words(torch.utils.data.Dataset):
     def __len__(self):
         return 23
@@ -275,7 +273,7 @@ with samestep.open_run("run", seed=3, resume=True, log_every=1, checkpoint_every
     model = run.place(nn.Sequential(nn.Linear(1, 8), nn.Dropout(DROPOUT), nn.Linear(8, 1)))
     unused = run.place(nn.Linear(1, 1))
     optimizer = torch.optim.Adam([*model.parameters(), *unused.parameters()], lr=0.01)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    schedule = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.005, 2, cycle_momentum=False)
     held_out = torch.rand(11, 4, 1)
     state = {"model": model, "unused": unused, "optimizer": optimizer, "schedule": schedule}
     data = Words()
@@ -299,6 +297,7 @@ with samestep.open_run("run", seed=3, resume=True, log_every=1, checkpoint_every
             if DROPOUT:
                 run.log(own=torch.rand(()), also=random.random())
         schedule.step()
+        model[2].requires_grad_(epoch != 0 and model[2].bias.requires_grad)  # once, as in a warm-up
         shift = float(torch.rand(()))
         model.eval()
         with torch.no_grad():

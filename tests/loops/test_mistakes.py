@@ -6,13 +6,11 @@ import pytest
 
 from tests.command_line import RECIPE, read_json, refusal
 from tests.loops.scripts import refused, run, run_here, start
-from tests.tiny import all_records, files
+from tests.tiny import all_records, changed, files
 
 SCRIPT = """
-import os, sys
-import torch
+import os, sys, torch, samestep
 from torch import nn
-import samestep
 rank = int(os.environ.get("RANK", "0"))
 data = torch.arange(40.0, dtype=torch.float64).view(20, 2) / 40
 opened = {"path": "run", "seed": 0, "resume": True}
@@ -53,7 +51,7 @@ MISTAKES = [
     (LOG, "run.log(loss=batch.data)", "loss"),
     (LOG, "run.log(loss=loss, step=1)", "step"),  # a name of the records
     (LOG, "run.log(loss=loss * float('nan'))", "NaN"),
-    (LOG, "sys.exit(0)", "mine.py:19"),
+    (LOG, "sys.exit(0)", "mine.py:17"),
     (DATA, "torch.utils.data.DataLoader(data), size)", "DataLoader"),
     (DATA, "data, size, order='sorted')", "sequential"),
     (DATA, "data, size, order='weighted', weights=[1, 2])", "has 2 numbers"),
@@ -96,28 +94,36 @@ def test_after_a_with_that_failed_nothing_is_saved_any_more(tmp_path, refused_he
     assert "with samestep.open_run" in refused_here(path)
 
 
-def test_a_best_epoch_that_one_rank_alone_asks_for_is_told(tmp_path):
+@pytest.mark.parametrize(
+    ("asks", "named"),
+    [
+        ("        if run.is_main and run.best(): pass\n        break\n", "run.best"),
+        ("        rank or [*run.validation(data, 6)]\n", "run.validation on rank 0 and the end"),
+        ("            rank or [*run.validation(data, 6)]\n", "run.validation was called in step 1"),
+    ],
+)
+def test_what_one_rank_alone_asks_for_is_told(tmp_path, asks, named):
     log = f"            {LOG}\n"
-    asks = f"{log}        if run.is_main and run.best(): pass\n        break\n"
-    assert "run.best" in refused(script(tmp_path, log, asks), world_size=2, folder=tmp_path)
+    assert named in refused(script(tmp_path, log, log + asks), world_size=2, folder=tmp_path)
 
 
 @pytest.mark.parametrize("first", [0, 25])
 def test_backward_passes_of_one_rank_alone_are_told(tmp_path, first):
-    changed = script(
+    path = script(
         tmp_path,
         "run.backward(loss, model)",
         f"""for _ in range(1 + rank):
                 if rank == 0 or batch.step >= {first}:
                     run.backward(model(batch.data).square().mean(), model)""",
     )
-    changed.write_text(changed.read_text().replace("epochs(2", "epochs(9"))
+    path.write_text(path.read_text().replace("epochs(2", "epochs(9"))
     expected = "2 times in step 1 on some ranks, 1 on others" if first == 0 else "run.backward"
-    assert expected in refused(changed, world_size=2, folder=tmp_path)
+    assert expected in refused(path, world_size=2, folder=tmp_path)
 
 
 OF_RANKS = [
     ("run.batches(data,", "run.batches(data + rank,", "Rank 1 has other data"),
+    ("run.batches(data,", "run.batches([*data + rank],", "Rank 1 has other values"),
     ('"seed": 0', '"seed": rank', "seed is 0 on rank 0 and 1 on rank 1"),
     (
         '"resume": True',
@@ -243,7 +249,7 @@ def test_what_a_resumed_run_would_begin_anew_is_told_once(tmp_path, capfd, optim
     assert all(named in line for line in said)
 
 
-NAMES = ["calls", "codes", "drift,"]
+NAMES = ["calls", "codes", "data set Draws", "drift,", "generator rng", "given a sum"]
 DRIFTS = """class Net(nn.Linear):
     def __init__(self):
         super().__init__(2, 1)
@@ -255,17 +261,24 @@ DRIFTS = """class Net(nn.Linear):
         self.calls += self.training
         self.codes = 0.9 * self.codes + 0.1 * x.mean(0)
         return super().forward(x) + self.drift
+rng = __import__("random").Random(0)
+class Draws(list):
+    def __getitem__(self, index): return super().__getitem__(index) * rng.random()
 """
 
 
 def test_what_a_module_changes_and_no_checkpoint_holds_is_told(tmp_path, capfd):
     """A buffer of each rank's own samples is told on several ranks."""
     path = script(tmp_path, "data = torch", f"{DRIFTS}data = torch")
-    path.write_text(path.read_text().replace("run.place(nn.Linear(2, 1))", "run.place(Net())"))
+    new = {"nn.Linear(2, 1))": "Net())", "(data, size": "(Draws(data), size", "mean()": "sum()"}
+    path.write_text(changed(path.read_text(), *new.items()))
     assert run_here(path) == 0
     (tmp_path / "two").mkdir()
     ranks = run(path, world_size=2, folder=tmp_path / "two")
-    for output, named in ((capfd.readouterr().err, ["calls", "drift,"]), (ranks.output(), NAMES)):
+    for output, named in (
+        (capfd.readouterr().err, NAMES[:1] + NAMES[2:5]),
+        (ranks.output(), NAMES),
+    ):
         notes = [line for line in output.splitlines() if "note: " in line]
         assert sorted(n for line in notes for n in NAMES if f" {n}" in line) == named
 

@@ -54,7 +54,7 @@ MASKED = "kept = targets > 1; return (kept * (outputs - targets) ** 2).sum() / k
 OF_BATCH = "return (outputs @ outputs.T - targets @ targets.T).abs().mean()"
 BACKWARD, OPTIMIZER = "run.backward(loss, model)", "optimizer = torch"
 BATCHES = "run.batches((x, y), 11)"
-BY_RANK = "run.batches([(a + run.rank, b) for a, b in zip(x, y)], 11)"
+BY_RANK = "run.batches([*zip([*x[:9], *(x[9:] + run.rank)], y)], 11)"
 OWN_WEIGHTS = "torch.seed(); nn.init.normal_(model[0].weight); optimizer = torch"
 COUNTED = (
     "seen = vars(loss_of).setdefault('seen', []); seen.append(len(outputs)); "

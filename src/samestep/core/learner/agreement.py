@@ -62,9 +62,9 @@ def check_same_samples(marks: Sequence[Sequence[float]]) -> None:
         pairs = zip(first, marks_of_rank, strict=False)
         if any(abs(one - other) > allowed for one, other in pairs):  # NaN is not
             raise UserError(
-                f"Rank {rank} has other values of the training samples than rank 0. Let data() "
-                "read or make the same on all ranks, with a generator that is seeded, and leave it "
-                "to samestep to share them out.",
+                f"Rank {rank} has other values of the training samples than rank 0. Read or make "
+                "the same on all ranks (in data(), or within open_run), with a generator that is "
+                "seeded, and leave it to samestep to share them out.",
                 on_all_ranks=True,
             )
 

@@ -188,14 +188,14 @@ def _content_bytes(value: Any, depth: int, visited: set[int]) -> Iterator[bytes]
         yield repr(value).encode()
     elif id(value) not in visited:
         visited.add(id(value))
-        if (content := _content(value)) is not None:
-            yield content
+        if (own := content(value)) is not None:
+            yield own
         elif depth:
             for part in _contents_of(value):
                 yield from _content_bytes(part, depth - 1, visited)
 
 
-def _content(value: Any) -> bytes | None:
+def content(value: Any) -> bytes | None:
     """Return the content of a tensor, an array or a generator; None of anything else."""
     match value:
         case Tensor():

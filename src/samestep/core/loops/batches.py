@@ -14,13 +14,14 @@ from samestep.core.learner.agreement import check_same, random_numbers
 from samestep.core.learner.carried import Carry
 from samestep.core.learner.prepare import share_buffers
 from samestep.core.loops.epochs import LoopEpochs
-from samestep.core.loops.gradients import Passes
+from samestep.core.loops.gradients import Passes, meet
 from samestep.core.loops.kept_state import Means
 from samestep.core.loops.loop_data import Drawn, OpenedData, OwnBatch
 from samestep.core.loops.loop_session import LoopSession
 from samestep.core.loops.place import AFTER_BATCHES, AFTER_EPOCHS, IN_BATCHES, LoopState
 from samestep.core.recipe import Collate
 from samestep.core.session.declared import checked_settings
+from samestep.core.session.saver import say
 from samestep.launch.ranks import watched
 
 _VALIDATED = 3
@@ -61,8 +62,12 @@ class LoopBatches:
         parts = {"collate": collate, "weights": weights, "carry": carry}
         given: dict[str, Any] = {name: part is not None for name, part in parts.items()}
         given |= {"global_batch_size": global_batch_size, "drop_last": drop_last, "order": order}
+        meet(world, "run.batches")
         check_same(given, world, "The arguments of run.batches")
         reading = self._open("train", data, collate, num_workers, drawn)
+        if not opened.session.begun:
+            for note in reading.notes():
+                say(world, f"note: {note}")
         num_steps = reading.steps(global_batch_size, drop_last=drop_last)
         made_of = {
             "seed": seed,
@@ -116,6 +121,8 @@ class LoopBatches:
         if split not in ("validation", "test"):
             raise UserError(f"run.validation(split={split!r}): it is 'validation' or 'test'.")
         num_workers = _checked(num_workers, "run.validation")
+        if self._loop.place != IN_BATCHES:
+            meet(self._opened.world, "run.validation")
         with self._aside(split) if self._loop.place == IN_BATCHES else nullcontext():
             yield from self._validate(data, batch_size, split, collate, num_workers)
 
@@ -124,6 +131,7 @@ class LoopBatches:
         """Leave the training, within one of its batches, as if there had been no validation."""
         opened, loop = self._opened, self._loop
         batch, used = loop.batch, loop.used
+        self.passes.call("run.validation", opened.position.step)
         if opened.left_out.is_accumulating():
             raise UserError(
                 "run.validation was called between run.backward and the optimizer's step: the "

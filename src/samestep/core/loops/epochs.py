@@ -8,6 +8,7 @@ from samestep.base.run.files import read_object
 from samestep.core.data.keyed_random import mix, seed_alike
 from samestep.core.data.order import steps_per_epoch
 from samestep.core.learner.agreement import is_checked
+from samestep.core.loops.gradients import meet
 from samestep.core.loops.kept_state import Stateful
 from samestep.core.loops.loop_session import LoopSession
 from samestep.core.loops.place import (
@@ -56,6 +57,7 @@ class LoopEpochs:
             self.seed(_EPOCH_BEGINS)
             yield position.epoch
             loop.check_place("the next epoch", AFTER_BATCHES)
+            meet(opened.world, "the end of the epoch")
             self._close()
             if opened.world.connected and opened.agreement.on(int(opened.finished is not None)):
                 opened.finished = opened.finished or {"reason": "", "epochs": num_epochs}
@@ -117,9 +119,10 @@ class LoopEpochs:
             opened.watch = watch.after(opened.metric, opened.position.epoch + 1, 0.0)
         return opened.is_best()
 
-    def leave(self) -> None:
+    def leave(self, call: str = "the end of open_run") -> None:
         """Save where the script has left its loops, if it is not saved yet; all ranks call it."""
         opened, loop = self._opened, self._loop
+        meet(opened.world, call)
         if loop.place == AFTER_BATCHES:
             self._close()
             loop.place = AFTER_EPOCHS

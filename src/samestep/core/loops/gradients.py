@@ -25,8 +25,8 @@ _MOST_KEPT = 8
 """Sets of parameters of which the buckets are kept."""
 _COMPARED = 20
 """Steps in which ranks compare how often they go backward, once that number has changed."""
-_GATHERED = 1 << 20
-"""Tells a gathering from a backward pass, where ranks compare which one they have come to."""
+_CALLS = {"samestep.gather": 1 << 20, "run.validation": 1 << 21}
+"""Tells these from a backward pass, where ranks compare which one they have come to."""
 _STEP_MODULUS = 1024
 """Ranks compare steps modulo this; sums of such numbers over the ranks are exact."""
 
@@ -108,10 +108,10 @@ class Passes:
         self._count += 1
         self._compare(self._count, step)
 
-    def gather(self, step: int) -> None:
-        """Count a gathering of rows as well, which waits for all ranks; all ranks call it."""
+    def call(self, name: str, step: int) -> None:
+        """Count another call that waits for all ranks as well; all ranks call it."""
         self._count += 1
-        self._compare(_GATHERED + self._count, step)
+        self._compare(_CALLS[name] + self._count, step)
 
     def end(self, step: int) -> None:
         """End a step; all ranks call it."""
@@ -125,15 +125,28 @@ class Passes:
         if not self._world.connected or self._to_compare <= 0:
             return
         most, least = self._world.reduce(torch.tensor([number, -number]), "max").tolist()
-        if most > _GATHERED > -least:
-            raise UserError(
-                f"samestep.gather was called in step {step + 1} on some ranks, while others had "
-                "gone on without it. It waits for every rank: call it equally often on all of "
-                "them.",
-                on_all_ranks=True,
-            )
+        for call, tag in reversed(_CALLS.items()):
+            if most > tag > -least:
+                raise UserError(
+                    f"{call} was called in step {step + 1} on some ranks, while others had gone on "
+                    "without it. It waits for every rank: call it equally often on all of them.",
+                    on_all_ranks=True,
+                )
         if most != -least:
             raise _unequal(f"{most} times in step {step + 1} on some ranks, {most - 1} on others")
+
+
+def meet(world: World, call: str) -> None:
+    """Check, between the batches of two epochs, that all ranks have come to the same call."""
+    calls = world.gather(call)
+    if len(set(calls)) > 1:
+        at = [f"{each} on rank {calls.index(each)}" for each in dict.fromkeys(calls)]
+        raise UserError(
+            f"Ranks have come to different places: {' and '.join(at)}. Each waits for all ranks "
+            "there: call it equally often on all of them, and ask run.is_main only around what one "
+            "rank does, such as printing.",
+            on_all_ranks=True,
+        )
 
 
 def _unequal(times: str) -> UserError:
@@ -159,6 +172,13 @@ def check_loss(loss: Any) -> None:
             "that is trained. Leave out .detach(), .item(), torch.no_grad() and NumPy between the "
             "weights and the loss."
         )
+
+
+def is_sum(loss: Tensor, rows: int) -> bool:
+    """Whether a loss is a sum over its samples, of which backward takes the mean."""
+    made, sizes = loss.grad_fn, getattr(loss.grad_fn, "_saved_self_sym_sizes", ())
+    summed = made is not None and made.name() == "SumBackward0" and sizes[:1] == (rows,)
+    return rows > 1 and (summed or getattr(made, "_saved_reduction", 0) == 2)
 
 
 Kept = dict[tuple[int, ...], "_Sums"]

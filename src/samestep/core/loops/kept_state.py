@@ -27,6 +27,7 @@ from samestep.launch.ranks.world import World
 _STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """What holds no weights."""
 KNOWN = (nn.Module, *_STEPPING)
+_AS_SAVED = "Give it before run.epochs the layers, parameters and groups that it had when saved."
 _PER_EPOCH = ("num_samples", "data")
 """Parts of the order that each epoch may have of its own."""
 
@@ -140,13 +141,14 @@ def load_one(name: str, part: Stateful, saved: Any) -> None:
     """Load one entry of the state."""
     try:
         if isinstance(part, nn.Module):
-            load_model(part, {"model": saved})
+            load_model(part, {"model": saved}, remedy=_AS_SAVED)
         else:
             part.load_state_dict(saved)
     except UserError as error:
         raise UserError(f"state[{name!r}]: {error}") from error
     except Exception as error:
-        blame(f"state[{name!r}].load_state_dict() failed with what the checkpoint holds", error)
+        what = f"state[{name!r}].load_state_dict() failed with what the checkpoint holds"
+        blame(what, error, remedy=_AS_SAVED)
 
 
 def plain(value: Any, name: str = "", *, free: Collection[str] = ()) -> Any:
@@ -208,6 +210,26 @@ def _opened(value: Any) -> Any:
 def _simple(value: Any) -> str | int | float | None:
     """Return a number or a text without what a subclass adds, such as an enum's name; else None."""
     return next((kind(value) for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+
+
+def still_parts(module: nn.Module) -> list[str]:
+    """Name the weights that are not trained and the modules in evaluation mode.
+
+    No `state_dict` holds either, and a script may change both in any epoch.
+    """
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    return frozen + [name for name, part in module.named_modules() if not part.training]
+
+
+def keep_still(module: nn.Module, begun: Collection[str], saved: Mapping[str, Any]) -> None:
+    """Freeze weights and turn modules to evaluation as saved, but for what is `begun` otherwise."""
+    edited, still = {*begun} ^ {*saved["begun"]}, {*saved["now"]}
+    for name, parameter in module.named_parameters():
+        if name not in edited:
+            parameter.requires_grad_(name not in still)
+    for name, part in module.named_modules():
+        if name not in edited:
+            part.training = name not in still
 
 
 def checked_values(values: Mapping[str, Any]) -> dict[str, Any]:

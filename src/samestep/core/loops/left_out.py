@@ -2,17 +2,20 @@
 
 import gc
 import math
+import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from samestep.base.errors import UserError, listed
+from samestep.base.errors import UserError, kind_of_data, listed, users_frame
 from samestep.base.trees import tree_leaves
 from samestep.core.learner.agreement import bits_of
 from samestep.core.learner.optimizer_state import parameters_in, with_inner
+from samestep.core.learner.side_effects import GENERATORS, content
 from samestep.core.learner.unkept import Unkept, numbers_in, watched_buffers
 from samestep.core.loops.kept_state import KNOWN, Stateful
 from samestep.core.session.saver import say
@@ -50,6 +53,8 @@ class LeftOut:
         self.passed: list[Sequence[Tensor] | torch.optim.Optimizer] = []
         """Of the running batch: what each `run.backward` was for, and which optimizers stepped."""
         self._stepped: set[int] = set()
+        self._sources: dict[str, tuple[int, Any]] = {}
+        """What the script reads or draws from by itself: its id, and where it is."""
         self._told: set[str] = set()
         self._others: list[tuple[weakref.ref[nn.Module], Tensor]] = []
         self._counts: dict[str, dict[str, str]] = {}
@@ -59,7 +64,8 @@ class LeftOut:
         self._buffers: dict[str, dict[str, tuple[torch.Size, int]]] = {}
         """By module: the shape and the bits of each buffer at the last look, as `_counts`."""
 
-    def _say(self, text: str, *names: str) -> None:
+    def say(self, text: str, *names: str) -> None:
+        """Say something once, or once of each of these names."""
         if not self._told.issuperset(names or [text]):
             self._told |= {*(names or [text])}
             say(self._world, text)
@@ -70,7 +76,7 @@ class LeftOut:
         if self.state and id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
             if what := _left_out(self.state, optimizer, self._trained.values()):
-                self._say(
+                self.say(
                     f"warning: {what} is not in state=…, so checkpoints do not hold it, and a "
                     "resumed run would begin it anew. Name it in run.epochs(…, state={…})."
                 )
@@ -112,11 +118,13 @@ class LeftOut:
 
     def look(self, step: int) -> None:
         """Say what has changed, or waits for a later step; all ranks call it."""
+        if step <= 2:
+            self._look_at_sources()
         for reference, before in self._others:
             module = reference()
             own = [] if module is None else _tensors_of(module)
             if len(own) == len(before) and not torch.equal(bits_of(own), before):
-                self._say(
+                self.say(
                     f"warning: the weights of a {type(module).__name__} {tuple(own[0].shape)} not "
                     "in state=… have changed, and a resumed run would begin with its initial "
                     "ones. If training depends on it, as on a teacher or a target network, name it "
@@ -124,7 +132,7 @@ class LeftOut:
                     "others",
                 )
         if self.is_accumulating():
-            self._say(
+            self.say(
                 "warning: gradients of a batch wait for a later one, and a resumed run would lose "
                 "them. Take a larger global batch, call run.backward(losses.sum() / batch.rows, "
                 "model) for each part of it, and step once."
@@ -135,11 +143,23 @@ class LeftOut:
                 if step <= 2:  # the first may fill what later ones only read
                     self._look_at_counts(name, part)
 
+    def _look_at_sources(self) -> None:
+        """Say which generators and loaders of the script's have moved on since the last look."""
+        before, self._sources = self._sources, _sources_of(self.state)
+        for name, (source, place) in self._sources.items():
+            if before.get(name, (0, place))[0] == source and before[name][1] != place:
+                self.say(
+                    f"note: {name} is used from step to step, and no checkpoint holds where it is: "
+                    "a resumed run begins it anew. Draw from the generators of torch, NumPy and "
+                    "Python, or from the batch; read other data by batch.indices; or name an "
+                    "object with state_dict and load_state_dict in state=…."
+                )
+
     def _look_at_counts(self, name: str, module: nn.Module) -> None:
         now = numbers_in(module)
         before, self._counts[name] = self._counts.get(name, now), now
         if names := [n for n in now if n in before and before[n] != now[n]]:
-            self._say(
+            self.say(
                 f"note: state[{name!r}] counts {listed(names, 3)} in an attribute: a resumed run "
                 "begins it anew. Let a buffer, get_extra_state or run.state hold it."
             )
@@ -164,7 +184,25 @@ class LeftOut:
         resumed = "A resumed run gives rank 0's to all ranks."
         remedy = "Let samestep.dist.reduce_tensor add up what it is made of over all ranks."
         for note in unkept.notes(f"{resumed} {remedy}"):
-            self._say(f"note: {note}", *unkept.lost, *unkept.of_rank)
+            self.say(f"note: {note}", *unkept.lost, *unkept.of_rank)
+
+
+def _sources_of(state: Mapping[str, Stateful]) -> dict[str, tuple[int, Any]]:
+    """Return the generators in the script's variables, and the loaders that are being read."""
+    found: dict[str, tuple[int, Any]] = {}
+    if all(isinstance(entry, KNOWN) for entry in state.values()):  # another object may hold one
+        frame = users_frame(sys._getframe())  # noqa: SLF001
+        while frame is not None:
+            for name, value in frame.f_locals.items():
+                if isinstance(value, GENERATORS):
+                    found[f"the generator {name}"] = id(value), content(value)
+            frame = users_frame(frame.f_back)
+        for each in gc.get_objects():
+            if issubclass(type(each), _BaseDataLoaderIter):
+                data, read = each._dataset, each._num_yielded  # noqa: SLF001
+                if not type(data).__module__.startswith("samestep."):
+                    found[f"a DataLoader of {kind_of_data(data)}"] = id(each), read
+    return found
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
 from samestep.base.errors import UserError, did_you_mean
-from samestep.base.settings import OrderName
+from samestep.base.settings import OrderName, Settings
 from samestep.core.data.keyed_random import mix, normal, sample_keys, uniform
 from samestep.core.data.order import Ordering, group_steps, steps_per_epoch
 from samestep.core.data.prefetch import send
 from samestep.core.data.recipe_data import open_source, per_sample
 from samestep.core.data.source import OrderedSource
-from samestep.core.recipe import Collate, PerSample
+from samestep.core.learner.unkept import Unkept, of_data
+from samestep.core.recipe import Collate, PerSample, Recipe, Splits
 from samestep.launch.ranks.world import World
 
 Drawn = tuple[OrderName, PerSample | None]
@@ -132,6 +133,17 @@ class OpenedData:
                     "with a generator that is seeded.",
                     on_all_ranks=True,
                 )
+
+    def notes(self) -> list[str]:
+        """Return what to tell of samples that differ when they are read again; all ranks call it.
+
+        Raises:
+            UserError: another rank has other samples.
+        """
+        recipe = Recipe(model=torch.nn.Identity, data=Splits, collate=self._collate)
+        found = of_data(self.source, self._data, recipe, Settings(), self._world)
+        texts = "\n".join(Unkept(**found).notes(""))
+        return texts.replace("he recipe's", "he").replace("augment by its", "batch").splitlines()
 
     def is_of(
         self, data: Any, collate: Collate | None, workers: int, drawn: Drawn = ("shuffled", None)

@@ -205,6 +205,7 @@ class LoopSession:
         self._check_values()
         self.state = self.left_out.state = dict(state)
         self._trials = {name: ModelTrial(module) for name, module in self.modules().items()}
+        self._begun = {name: kept_state.still_parts(m) for name, m in self.modules().items()}
         for name, module in self.modules().items():  # all ranks begin with rank 0's weights
             check_same_model(module, world, f"{name}.")
             share_buffers(module, world)
@@ -235,19 +236,24 @@ class LoopSession:
         options = self.options
         free = free_names(Settings).union(options.may_change, OF_A_RANK)
         kept_state.check_same_program(saved, options.name, options.settings, self.path, free)
-        kept_state.load_state(self.state, saved["state"], self.path)
         self.position = Position(**saved["position"])
         if self.position.step_in_epoch:
-            # Modules copy what they load; optimizers and objects of the user's keep it.
-            modules = [saved["state"][name] for name in self.modules()]
+            # Before it is loaded: an object may keep it, or take things out. Modules copy theirs.
+            modules = [saved["state"].get(name) for name in self.modules()]
             shared = {id(t): t for t in tree_leaves(modules) if isinstance(t, Tensor)}
-            parts = {"state": saved["state"], "own": saved.get("own", {})}
+            parts = {name: saved.get(name, {}) for name in ("state", "own", "still")}
             self._within = copy.deepcopy(parts, shared)
+        self._load_state(saved)
         self.order = saved["order"]
-        self.values.update(saved.get("own", {}))
         self.watch = Watch(**saved["watch"]) if saved.get("watch") else None
         self.finished = saved.get("finished")
         self.carried_before = saved.get("carried")
+
+    def _load_state(self, saved: Mapping[str, Any]) -> None:
+        kept_state.load_state(self.state, saved["state"], self.path)
+        for name, still in saved.get("still", {}).items():
+            kept_state.keep_still(self.modules()[name], self._begun[name], still)
+        self.values.update(saved.get("own", {}))
 
     def carry(self, function: Carry, slots: int) -> None:
         """Carry state of each slot of the global batch, or of each rank, from now on."""
@@ -261,6 +267,10 @@ class LoopSession:
             "program": self.options.name,
             "settings": dict(self.options.settings),
             "state": {name: kept_state.state_of(name, part) for name, part in self.state.items()},
+            "still": {
+                name: {"begun": self._begun[name], "now": kept_state.still_parts(module)}
+                for name, module in self.modules().items()
+            },
             "position": asdict(self.position),
             "order": self.order,
             "sums": sums,
@@ -281,8 +291,7 @@ class LoopSession:
         if self._within:
             # What the script does before the batches it has done again: this state has it already.
             saved, self._within = self._within, {}
-            world.on_every(lambda: kept_state.load_state(self.state, saved["state"], self.path))
-            self.values.update(saved.get("own", {}))
+            world.on_every(lambda: self._load_state(saved))
         self.left_out.begin()
         if session.run is not None:
             self._describe(sizes)

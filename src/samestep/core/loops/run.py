@@ -21,6 +21,7 @@ from samestep.core.loops.gradients import (
     Trained,
     backward,
     check_loss,
+    is_sum,
     parameters_of,
     weight_of,
 )
@@ -267,7 +268,7 @@ class OwnRun:
         """
         if not self._loop.is_open:
             self._loop.refuse_closed()
-        self._epochs.leave()
+        self._epochs.leave("run.load_best")
         self._loop.check_place("run.load_best", AFTER_EPOCHS)
         return self._opened.load_best()
 
@@ -426,6 +427,12 @@ class OwnRun:
             named |= {f"{len(named) + n} {tuple(p.shape)}": p for n, p in enumerate(others)}
         check_loss(loss)
         world, step = opened.world, opened.position.step
+        if world.connected and terms is None and is_sum(loss, batch.rows):
+            opened.left_out.say(
+                "note: run.backward and run.log take a mean over the samples of batch.data, and "
+                "were given a sum: on another number of ranks this is another training. Give both "
+                "loss / batch.rows, or to keep the sum loss / batch.rows * batch.global_size."
+            )
         self._batches.passes.add(step)
         weight = weight_of(batch.weight, terms, loss, world)
         options: Any = {"step": step, "retain_graph": retain_graph, "kept": self._sums}
@@ -456,5 +463,5 @@ class OwnRun:
 
     def _world_of_step(self) -> tuple[World, bool]:
         batch = self._loop.use_batch("samestep.gather", trains=True)
-        self._batches.passes.gather(batch.step)
+        self._batches.passes.call("samestep.gather", batch.step)
         return self._opened.world, batch.weight > 0
