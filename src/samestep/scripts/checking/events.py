@@ -265,8 +265,8 @@ class OptimizerStep(Event):
     grads: Checksums = field(default_factory=dict)
     """Those before the step; 0 for one that is all zero."""
     still: list[str] = field(default_factory=list)  # what has a learning rate of 0
-    strangers: list[tuple[list[int], bool]] = field(default_factory=list)
-    """Shapes of what is held and of no model, and whether it has a gradient."""
+    strangers: list[tuple[list[int], int | None]] = field(default_factory=list)
+    """Shapes of what is held and of no model, and checksums of its gradients."""
     unheld: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     """Shapes of what no optimizer holds and has a gradient, by the model's number."""
     tensors_replaced: list[str] = field(default_factory=list)
@@ -344,6 +344,7 @@ class GradientCompared(Event):
     direction: float = 0.0
     scale: float = 1.0
     first: str = ""
+    averaged: bool = False  # whether it is the mean of what the ranks had
     sizes: list[int] = field(default_factory=list)
     rough: bool = False
     not_seen: str = ""  # why it could not be compared

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from math import prod
 
+from samestep.base.errors import listed
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
 from samestep.scripts.checking.rules.files import named
 from samestep.scripts.checking.seen import M, Seen, why_apart
 
-_FEW_SAMPLES = 16
+_FEW_SAMPLES, _STEPS = 16, 2
 _CLIPPED = 1.001  # factors are the same
 _NORMS = ("running_mean", "running_var", "num_batches_tracked")
 _INTEGERS = ("int", "uint", "bool")  # of random states, objects and counts
@@ -104,12 +106,11 @@ def _differing(sums: Sequence[ev.Checksums]) -> list[str]:
 @rule("SS201")
 def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
     """Nothing wraps the model, and no tensor as large as a weight goes from rank to rank."""
-    sends_rows = any(e.name.startswith("all_to_all") for e in seen.any(ev.CollectiveCalled))
-    if sends_rows or why_apart(seen) or _clipped_apart(seen) is not None:
+    if _shares_out(seen) or _clipped_apart(seen) is not None:
         return  # or what they share is exchanged: its gradients were equal on all ranks
     for trained in _trained(seen):
         wrapped = trained.wrap is not None or trained.is_wrapped
-        if wrapped or trained.is_exchanged or not trained.steps:
+        if wrapped or trained.is_exchanged or not trained.steps or _left_out(seen, trained):
             continue
         apart = [(w[0].step, _differing([e.parameters for e in w])) for w in trained.weights]
         if any(names for _, names in apart) and not apart[-1][1]:
@@ -167,8 +168,12 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
     if (apart_by := _clipped_apart(seen) or _stepped_apart(seen)) is not None:
         yield apart_by
         return
+    yield from _loose(seen)
     for trained in _trained(seen):
         apart = [(w, _differing([e.parameters for e in w])) for w in trained.weights]
+        if (left_out := _left_out(seen, trained)) is not None:
+            yield left_out
+            continue
         if not trained.is_one or apart[0][1] or not apart[-1][1]:
             continue
         weights, names = next(pair for pair in apart if pair[1])
@@ -205,6 +210,55 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
             "Let every rank change weights, gradients and learning rates in the same way.",
             comes_from={} if wrap is None else {"DDP is made": wrap.where},
         )
+
+
+def _left_out(seen: Seen, trained: Trained) -> Found | None:
+    """Return a finding if some gradients are made equal on all ranks, and others are not."""
+    apart = [_differing([e.parameters for e in sums]) for sums in trained.weights]
+    parts = [(step, _differing([rank.grads for rank in step])) for step in trained.steps]
+    late = [*dropwhile(lambda part: not part[1], parts)]
+    shared = all(any(step[0].grads[n] for n in {*step[0].grads} - {*own}) for step, own in late)
+    names = [n for n in apart[-1] if late and all(n in own for _, own in late)]
+    differ = [*dropwhile(lambda own: not own, apart)]  # else they are averaged now and then
+    if trained.wrap is not None or apart[0] or len(late) < _STEPS or not (names and shared):
+        return None
+    if not all(differ) or len(names) < len(apart[-1]) or _shares_out(seen):
+        return None
+    step = late[0][0][0]
+    calls = [c for c in seen.ranks[0].of(ev.CollectiveCalled) if c.time < step.time]
+    where = next((c.where for c in calls[::-1] if c.name.startswith("all_")), step.where)
+    return Found(
+        where,
+        f"in {len(late)} steps looked at from step {step.step} on, the gradients of "
+        f"{len(names)} of {len(step.grads)} parameters of {trained.name} differ between the "
+        f"{seen.world_size} ranks ({listed(names)}), and those of the others are equal",
+        "Exchange the gradients of all parameters that are trained in this step.",
+        comes_from={"the step is taken": step.where},
+    )
+
+
+def _loose(seen: Seen) -> Iterator[Found]:
+    """Yield parameters of no module that are stepped beside exchanged ones, and are not."""
+    loose: list[tuple[ev.OptimizerStep, list[int]]] = []
+    for steps in seen.together(ev.OptimizerStep):
+        own, apart = steps[0].grads, {*_differing([step.grads for step in steps])}
+        columns = [*zip(*(step.strangers for step in steps), strict=False)]
+        unlike = [each[0][0] for each in columns if len({g for _, g in each} | {None}) > 2]
+        if unlike and not apart and any(own.values()):
+            loose.append((steps[0], unlike[0]))
+    if len(loose) >= _STEPS and not _shares_out(seen):
+        step, shape = loose[0]
+        text = f"{step.optimizer} holds a parameter of no module (shape {shape}), whose gradient "
+        text += f"differs between the ranks in {len(loose)} steps looked at; those of the model "
+        text += "are equal"
+        yield Found(step.where, text, "Make it a parameter of the module that DDP wraps.")
+
+
+def _shares_out(seen: Seen) -> bool:
+    """Whether the ranks have parts of their own, as experts."""
+    return any(e.name.startswith("all_to_all") for e in seen.any(ev.CollectiveCalled)) or bool(
+        why_apart(seen)
+    )
 
 
 def _stepped_apart(seen: Seen) -> Found | None:

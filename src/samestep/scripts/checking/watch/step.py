@@ -435,7 +435,8 @@ def average_of(loss: Tensor) -> ev.LossAverage | None:
         if not number or not math.isfinite(number):
             return None
         weight = weight / number if name == "DivBackward0" else weight * number
-        if not number.is_integer():
+        # A world size is an integer; a weight of a loss is a float.
+        if not number.is_integer() or (name[0] == "M" and factor.dtype == torch.float64):
             other *= number
         elif name == "DivBackward0":
             by *= number
