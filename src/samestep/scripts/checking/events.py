@@ -363,7 +363,8 @@ class NumbersReduced(Event):  # a small tensor before its all-reduce, or before 
     op: str
     values: list[float]
     metric: bool  # whether it is more than what a library counts for itself
-    bent: list[str]  # "root" or "exp" for a value that is the root or exponential of another
+    bent: list[dict[str, float]]
+    """What a value is that may have no mean: "root", "exp", or a quotient, with its divisor."""
 
 
 class NumberAveraged(Event):
