@@ -127,6 +127,7 @@ class OrderDrawn(OfSampler):  # one pass over a loader, as its sampler gives it
     ended: bool
     truncated: bool
     left_out: int  # samples of a last batch that is not full
+    permuted: bool = False  # whether `torch.randperm` was called for it
 
 
 class BatchRead(OfLoader):  # a batch: how many samples it has, and a number for each of the first
@@ -145,6 +146,12 @@ class RandomDrawn(OfLoader):
 
     worker: int
     drew: dict[str, list[int]]
+
+
+class DrawnAgain(Event):
+    """Random numbers were drawn as in the steps before: in each, their source was set back."""
+
+    source: str
 
 
 class SamplesLost(OfLoader):  # a batch has no row for some of its samples
@@ -285,7 +292,8 @@ class GradientsUsed(Event):  # the gradients of an optimizer's step
     weights_grown: float | None = 1.0  # about what it multiplied weights by since the last step
 
 
-class LossReach(Event):  # what the graph of one of the first losses ends in
+class LossReach(Event):  # what the graph of one of the first losses ends in, and its value
+    value: float | None
     leaves: int
     parameters: int
 
@@ -335,6 +343,7 @@ class SchedulerStep(Event):  # a scheduler was stepped
     scheduler_id: int
     lr: float
     replaced: bool  # whether other optimizers step the weights of its own
+    metric: float | None = None  # the number that it follows
 
 
 class GradientCompared(Event):

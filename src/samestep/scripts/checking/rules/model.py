@@ -9,10 +9,11 @@ from samestep.base.errors import listed
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
 from samestep.scripts.checking.rules.files import named
+from samestep.scripts.checking.rules.step import by_step
 from samestep.scripts.checking.seen import M, Seen, why_apart
 
 _FEW_SAMPLES, _STEPS = 16, 2
-_CLIPPED = 1.001  # factors are the same
+_CLIPPED, _ABOUT = 1.001, 0.1  # factors are the same
 _NORMS = ("running_mean", "running_var", "num_batches_tracked")
 _INTEGERS = ("int", "uint", "bool")  # of random states, objects and counts
 _UNUSED = "Expected to have finished reduction in the prior iteration"
@@ -165,15 +166,15 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
         return
     if any(unused_parameters(seen)):
         return  # what shares a bucket with those is not all-reduced
-    if (apart_by := _clipped_apart(seen) or _stepped_apart(seen)) is not None:
+    each = [*_trained(seen)]
+    left_out = next(filter(None, (_left_out(seen, trained) for trained in each)), None)
+    alone = _clipped_apart(seen) or _stepped_apart(seen) or _scheduled_apart(seen)
+    apart_by = alone or left_out or _loose(seen)
+    if apart_by is not None:
         yield apart_by
         return
-    yield from _loose(seen)
-    for trained in _trained(seen):
+    for trained in each:
         apart = [(w, _differing([e.parameters for e in w])) for w in trained.weights]
-        if (left_out := _left_out(seen, trained)) is not None:
-            yield left_out
-            continue
         if not trained.is_one or apart[0][1] or not apart[-1][1]:
             continue
         weights, names = next(pair for pair in apart if pair[1])
@@ -237,21 +238,34 @@ def _left_out(seen: Seen, trained: Trained) -> Found | None:
     )
 
 
-def _loose(seen: Seen) -> Iterator[Found]:
-    """Yield parameters of no module that are stepped beside exchanged ones, and are not."""
+def _loose(seen: Seen) -> Found | None:
+    """Return a finding if a parameter of no module is not exchanged, as others of its step are."""
     loose: list[tuple[ev.OptimizerStep, list[int]]] = []
     for steps in seen.together(ev.OptimizerStep):
-        own, apart = steps[0].grads, {*_differing([step.grads for step in steps])}
-        columns = [*zip(*(step.strangers for step in steps), strict=False)]
+        shared = any(steps[0].grads.values()) and not _differing([step.grads for step in steps])
+        columns = zip(*(step.strangers for step in steps), strict=False)
         unlike = [each[0][0] for each in columns if len({g for _, g in each} | {None}) > 2]
-        if unlike and not apart and any(own.values()):
-            loose.append((steps[0], unlike[0]))
-    if len(loose) >= _STEPS and not _shares_out(seen):
-        step, shape = loose[0]
-        text = f"{step.optimizer} holds a parameter of no module (shape {shape}), whose gradient "
-        text += f"differs between the ranks in {len(loose)} steps looked at; those of the model "
-        text += "are equal"
-        yield Found(step.where, text, "Make it a parameter of the module that DDP wraps.")
+        loose += [(steps[0], shape) for shape in unlike[:1] if shared]
+    if len(loose) < _STEPS or _shares_out(seen):
+        return None
+    step, shape = loose[0]
+    text = f"{step.optimizer} holds a parameter of no module (shape {shape}), whose gradient "
+    text += f"differs between the ranks in {len(loose)} steps looked at; those of the model are "
+    text += "equal"
+    return Found(step.where, text, "Make it a parameter of the module that DDP wraps.")
+
+
+def _scheduled_apart(seen: Seen) -> Found | None:
+    """Return a finding if schedules follow another number on each rank, in a wrapped training."""
+    each = [[e for e in rank.of(ev.SchedulerStep) if e.metric is not None] for rank in seen.ranks]
+    for steps in zip(*each, strict=False) if seen.any(ev.ModelWrapped) else ():
+        least, *_, most = sorted(abs(event.metric or 0.0) for event in steps)
+        if most > _CLIPPED * least and len({event.step for event in steps}) == 1:
+            numbers = ", ".join(f"{event.metric:.5g}" for event in steps)
+            text = f"after step {steps[0].step} the ranks step their schedules by {numbers}, so "
+            text += "that one may reduce its learning rate while others do not"
+            return Found(steps[0].where, text, "All-reduce the number before.")
+    return None
 
 
 def _shares_out(seen: Seen) -> bool:
@@ -449,3 +463,18 @@ def gpu_of_global_rank(seen: Seen) -> Iterator[Found | NotSeen]:
             + (f" (also {', '.join(others)})" if others else ""),
             'Choose devices by int(os.environ["LOCAL_RANK"]), and data and files by the rank.',
         )
+
+
+@rule("SS210")
+def sums_weights(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for weights that collectives over them leave larger by the number of ranks."""
+    shapes = [event.shapes.values() for event in seen.ranks[0].of(ev.ModelTrained)[:1]]
+    whole = sum(prod(shape) for own in shapes for shape in own)
+    for calls, step in by_step(seen.ranks[0], ev.CollectiveCalled, ev.GradientsUsed):
+        sizes = [sum(map(prod, call.shapes)) for call in calls]
+        grown = step.weights_grown or 0.0
+        if sum(sizes) >= whole and abs(grown / seen.world_size - 1) < _ABOUT:
+            call = calls[sizes.index(max(sizes))]
+            text = f"{call.name} makes the weights of step {step.step} {grown:.3g} times as large"
+            yield Found(call.where, text, "Divide what comes back by the world size.")
+            return

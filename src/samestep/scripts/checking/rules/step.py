@@ -13,7 +13,7 @@ from samestep.scripts.checking.rules.data import uneven_batches
 from samestep.scripts.checking.seen import E, RankSeen, Seen
 
 _Step = TypeVar("_Step", bound=ev.Event)
-_FEW_STEPS, _FEW = 3, 8  # elements that are no batch
+_FEW_STEPS, _FEW = 3, 8  # the second: elements that are no batch
 _UNLIKE = 1.01  # weights of samples are the same within this factor
 _UNLIKE_COUNTS = 1.1  # counts in batches of one size, and weights of ranks, differ by chance too
 _EXACT_STEP, _ROUGH_STEP = 1e-3, 5e-2
@@ -35,7 +35,7 @@ def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
         yield Found(late[0].where, text, "Begin `with model.no_sync():` before the forward.")
         return
     steps_of: dict[str, Counter[int]] = defaultdict(Counter)
-    for passes, _ in _by_step(rank, ev.BackwardPass, ev.OptimizerStep):
+    for passes, _ in by_step(rank, ev.BackwardPass, ev.OptimizerStep):
         # Each call of a closure makes gradients of its own, at other weights.
         passes_at = Counter((event.where, event.closure) for event in passes if event.sync)
         for (where, _), times in passes_at.items():
@@ -123,21 +123,6 @@ def clips_too_late(seen: Seen) -> Iterator[Found]:
         if len(times) > 2 and all(times[1:]):  # before the first there was no step
             text = f"in {sum(times)} of {len(times)} calls, a step had taken its gradients already"
             yield Found(where, text, "Clip between the backward pass and the step.")
-
-
-@rule("SS210")
-def sums_weights(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for weights that collectives over them leave larger by the number of ranks."""
-    shapes = [event.shapes.values() for event in seen.ranks[0].of(ev.ModelTrained)[:1]]
-    whole = sum(math.prod(shape) for own in shapes for shape in own)
-    for calls, step in _by_step(seen.ranks[0], ev.CollectiveCalled, ev.GradientsUsed):
-        sizes = [sum(map(math.prod, call.shapes)) for call in calls]
-        grown = step.weights_grown or 0.0
-        if sum(sizes) >= whole and _close([grown, seen.world_size], _UNLIKE_COUNTS):
-            call = calls[sizes.index(max(sizes))]
-            text = f"{call.name} makes the weights of step {step.step} {grown:.3g} times as large"
-            yield Found(call.where, text, "Divide what comes back by the world size.")
-            return
 
 
 @rule("SS307")
@@ -231,24 +216,26 @@ def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
 
 def _scaled_by_ranks(seen: Seen, *, averaged: bool) -> Iterator[Found]:
     """Yield means that are divided or multiplied by the number of ranks, then averaged."""
-    rank, ranks, passes = seen.ranks[0], seen.world_size, list[ev.BackwardPass]()
-    losses, factors = _losses(rank), Counter[float]()
-    for passes, step in _by_step(rank, ev.BackwardPass, ev.GradientsUsed):
-        for average, n, synced in islice(losses, len(passes)):
+    rank, ranks, factors = seen.ranks[0], seen.world_size, Counter[float]()
+    losses, passes = _losses(rank), list[ev.BackwardPass]()
+    for passes, step in by_step(rank, ev.BackwardPass, ev.GradientsUsed):
+        for average, n, _ in islice(losses, len(passes)):
             if average is None or average.other != 1.0:
                 return
             own = average.count if average.count > 1 else n
             micro_batches = 1 if average.by == own else len(passes)
             factors[round(average.weight * own * micro_batches, 6)] += 1
-        # Of the first step it is not known what its gradients grew by.
-        if not passes or not (synced or averaged) or (synced and step.step and step.grown != 1.0):
+        if not passes or not (passes[-1].sync or averaged):
+            return
+        if passes[-1].sync and step.step and step.grown != 1.0:  # of the first it is not known
             return
     (usual, times), *_ = [*factors.most_common(1), (1.0, 0)]
-    divides, most = usual == round(1 / ranks, 6), 2 * times > factors.total()
+    divides = usual == round(1 / ranks, 6)
     met = (c for c in rank.of(ev.CollectiveCalled) if c.step and not c.evaluating)
     # A loss over gathered rows has but a part of its gradient on each rank.
     gathers = any("reduce" not in c.name and sum(map(math.prod, c.shapes)) > _FEW for c in met)
-    if times >= _FEW_STEPS and most and (divides or (usual == ranks and not gathers)):
+    scaled = divides or (usual == ranks and not gathers)
+    if scaled and times >= _FEW_STEPS and 2 * times > factors.total():
         does, size = ("divided", "smaller") if divides else ("multiplied", "larger")
         text = f"{times} losses are {does} by {ranks}, the number of ranks, although the gradients "
         text += f"are averaged: the step is that much {size}"
@@ -473,13 +460,13 @@ def _lengths(rank: RankSeen) -> list[int]:
             break
     whole = [order.batches for order in rank.of(ev.OrderDrawn) if order.loader_id == latest]
     run = sum(batch.loader_id == latest and batch.turn == 0 for batch in rank.of(ev.BatchRead))
-    passes = Counter(len(passes) for passes, _ in _by_step(rank, ev.BackwardPass, ev.OptimizerStep))
+    passes = Counter(len(passes) for passes, _ in by_step(rank, ev.BackwardPass, ev.OptimizerStep))
     micro_steps = passes.most_common(1)[0][0] if passes else 1
     steps = {batches // micro_steps for batches in (*whole[:1], run)}
     return [batches * rank.epochs for batches in steps if batches >= _FEW_STEPS]
 
 
-def _by_step(rank: RankSeen, kind: type[E], step: type[_Step]) -> Iterator[tuple[list[E], _Step]]:
+def by_step(rank: RankSeen, kind: type[E], step: type[_Step]) -> Iterator[tuple[list[E], _Step]]:
     """Yield the events of a kind that each step is taken with."""
     events: list[E] = []
     for event in rank.events:

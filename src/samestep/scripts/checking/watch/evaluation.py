@@ -10,6 +10,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import permutations
 from types import ModuleType
 from typing import Any
@@ -163,18 +164,17 @@ class _NumbersWatcher:
         real: dict[str, Any] = {name: vars(np).pop(name) for name in ("sqrt", "exp")}
         others = vars(np)["__getattr__"]
 
+        def bent(name: str, *args: Any, **kwargs: Any) -> Any:
+            value = real[name](*args, **kwargs)
+            if isinstance(value, np.floating):
+                self._bend(float(value), "exp" if name == "exp" else "root")
+            return value
+
         def getter(name: str) -> Any:
-            caller = sys._getframe(1).f_code.co_filename  # noqa: SLF001 - who asks
-            if name not in real or not is_users(caller):
-                return real[name] if name in real else others(name)
-
-            def bent(*args: Any, **kwargs: Any) -> Any:
-                value = real[name](*args, **kwargs)
-                if isinstance(value, np.floating):
-                    self._bend(float(value), "exp" if name == "exp" else "root")
-                return value
-
-            return bent
+            if name not in real:
+                return others(name)
+            asked = is_users(sys._getframe(1).f_code.co_filename)  # noqa: SLF001 - by whom
+            return partial(bent, name) if asked else real[name]
 
         vars(np)["__getattr__"] = getter
         try:
@@ -233,8 +233,12 @@ class _NumbersWatcher:
         own = (frame for frame in frames() if is_users(frame.f_code.co_filename))
         held = {**getattr(next(own, None), "f_locals", {})}
         with self._recorder.unwatched():
-            small = ((n, v) for n, v in held.items() if not isinstance(v, Tensor) or _is_readable(v, 1))
-            return {n: float(v) for n, v in small if isinstance(v, int | float | np.number | Tensor)}
+            small = (
+                (n, v) for n, v in held.items() if not isinstance(v, Tensor) or _is_readable(v, 1)
+            )
+            return {
+                n: float(v) for n, v in small if isinstance(v, int | float | np.number | Tensor)
+            }
 
     def on_divide(self, call: ProbedCall) -> Around:
         """Note a sum over the ranks that becomes their mean, as in libraries."""
