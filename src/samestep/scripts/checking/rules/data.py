@@ -389,7 +389,9 @@ def uneven_batches(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS717", least_ranks=1)
 def draws_again_in_each_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for lines that seed alike, or draw from the same state, in steps in a row."""
-    for event in {event.where: event for event in seen.ranks[0].of(ev.DrawnAgain)}.values():
+    # What follows with the same generator is the same, too.
+    events = {event.source: event for event in seen.ranks[0].of(ev.DrawnAgain)[::-1]}
+    for event in events.values():
         yield Found(
             event.where,
             f"by step {event.step + 1}, steps in a row have begun here with the same state of "

@@ -74,7 +74,7 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
             first, counts = events[0][0], [count for _, count in events]
             each = (zip(e.values, e.bent, strict=True) for e, _ in events)
             for values, kinds in (zip(*of_all, strict=True) for of_all in zip(*each, strict=False)):
-                bent = _of_the_part(kinds, even=len(set(counts)) == 1)
+                bent = _of_the_part(kinds, counts)
                 plain = all(value.is_integer() for value in values)  # counts of right answers
                 mean = sum(values) / len(values)
                 same = len(set(values)) == 1 or (len(set(counts)) == 1 and not bent)
@@ -91,13 +91,15 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
                 return
 
 
-def _of_the_part(kinds: Sequence[dict[str, float]], *, even: bool) -> str:
+def _of_the_part(kinds: Sequence[dict[str, float]], counts: Sequence[int]) -> str:
     """Return what each rank did of which the mean is not that of the whole; empty if nothing."""
     common = [kind for kind in kinds[0] if all(kind in own for own in kinds)]  # else it is chance
+    if f"mean of {counts[0]} quotients" in common:  # one for each sample
+        return ""
     divisors = {kind: {own[kind] for own in kinds} for kind in common}
     if bent := next((kind for kind in common if divisors[kind] == {0.0}), ""):
         return f"each rank took the {bent} of its own samples"
-    unlike = even and common and all(len(own) > 1 for own in divisors.values())
+    unlike = len(set(counts)) == 1 and common and all(len(own) > 1 for own in divisors.values())
     return f"each rank took a {common[0]} with a divisor of its own" if unlike else ""
 
 

@@ -219,11 +219,13 @@ def _left_out(seen: Seen, trained: Trained) -> Found | None:
     parts = [(step, _differing([rank.grads for rank in step])) for step in trained.steps]
     late = [*dropwhile(lambda part: not part[1], parts)]
     shared = all(any(step[0].grads[n] for n in {*step[0].grads} - {*own}) for step, own in late)
-    names = [n for n in apart[-1] if late and all(n in own for _, own in late)]
+    # Of what only one rank has gradients, such as the head of its own task, there is no mean.
+    each = [{n for step, _ in late for n in step[r].grads if step[r].grads[n]} for r in range(2)]
+    names = [n for n in apart[-1] if n in each[0] & each[1] and all(n in own for _, own in late)]
     differ = [*dropwhile(lambda own: not own, apart)]  # else they are averaged now and then
     if trained.wrap is not None or apart[0] or len(late) < _STEPS or not (names and shared):
         return None
-    if not all(differ) or len(names) < len(apart[-1]) or _shares_out(seen):
+    if not all(differ) or _shares_out(seen):
         return None
     step = late[0][0][0]
     calls = [c for c in seen.ranks[0].of(ev.CollectiveCalled) if c.time < step.time]

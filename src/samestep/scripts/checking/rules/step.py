@@ -13,7 +13,7 @@ from samestep.scripts.checking.rules.data import uneven_batches
 from samestep.scripts.checking.seen import E, RankSeen, Seen
 
 _Step = TypeVar("_Step", bound=ev.Event)
-_FEW_STEPS, _FEW = 3, 8  # the second: elements that are no batch
+_FEW_STEPS, _FEW = 3, 8  # the second: elements, fewer than in a batch
 _UNLIKE = 1.01  # weights of samples are the same within this factor
 _UNLIKE_COUNTS = 1.1  # counts in batches of one size, and weights of ranks, differ by chance too
 _EXACT_STEP, _ROUGH_STEP = 1e-3, 5e-2

@@ -142,10 +142,10 @@ class _NumbersWatcher:
                 self._bend(number, "quotient", count)
             if len(numbers) > 1:  # as of classes
                 whole = zlib.crc32(repr(counts).encode())
-                self._bend(sum(numbers) / len(numbers), "mean of quotients", whole)
+                self._bend(sum(numbers) / len(numbers), f"mean of {len(numbers)} quotients", whole)
 
     def scores_of(self, module: ModuleType) -> list[Patch]:
-        """Return patches of functions whose value for all samples is no mean of the parts'."""
+        """Return patches of functions whose value for all samples is not the mean of the parts'."""
 
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             value = original(*args, **kwargs)
@@ -224,8 +224,8 @@ class _NumbersWatcher:
 
     def _bent_of(self, value: float) -> dict[str, float]:
         known = {kind: by for number, kind, by in self._bent if _same(number, value)}
-        if "mean of quotients" in known:
-            del known["mean"]  # which is over the classes
+        if any(kind.endswith("quotients") for kind in known):
+            known.pop("mean", None)  # which is over the classes
         return known or _formulas(value, self._held())
 
     def _held(self) -> dict[str, float]:

@@ -181,7 +181,8 @@ class _Steps:
                 reached = set(map(id, leaves))
                 self._scaled = self._scaled | reached if is_scaled else self._scaled - reached
                 parameters = sum(isinstance(leaf, nn.Parameter) for leaf in leaves)
-                value = float(loss) if loss.numel() == 1 and loss.isfinite() else None
+                plain = loss.numel() == 1 and loss.is_floating_point() and not loss.is_meta
+                value = float(loss) if plain and loss.isfinite() else None
                 events.append(ev.LossReach(value, leaves=len(leaves), parameters=parameters))
             if (average := average_of(loss)) is not None and self._first_times("average", 200):
                 events.append(average)
