@@ -10,22 +10,18 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from itertools import permutations
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from samestep.base.errors import is_users
 from samestep.base.patches import Patch, patched_when_imported
 from samestep.scripts import probes
 from samestep.scripts.checking import events as ev
-from samestep.scripts.checking.recorder import Recorder, frames, is_tracing
+from samestep.scripts.checking.recorder import Recorder, is_tracing
 from samestep.scripts.probes import Around, Listener, Probe, ProbedCall, listening
 
 _SMALL = 8  # elements of a tensor that holds metrics rather than weights
@@ -60,7 +56,7 @@ def watching(recorder: Recorder) -> Iterator[None]:
         (_DIVIDE, numbers.on_divide),
     ]
     scores = {"sklearn.metrics": numbers.scores_of}
-    with listening(*pairs), patched_when_imported(scores), numbers.watching_numpy():
+    with listening(*pairs), patched_when_imported(scores):
         for place, name in _BENT[2:]:  # torch.jit finds them by what they are, pickle by their name
             function = getattr(place, name)
             function.__qualname__ = name
@@ -155,33 +151,6 @@ class _NumbersWatcher:
 
         return [(module, name, around) for name in _SCORED if hasattr(module, name)]
 
-    @contextmanager
-    def watching_numpy(self) -> Iterator[None]:
-        """Give the user's own code NumPy's roots and exponentials with a watcher.
-
-        Other code, such as Numba's, may know these functions by what they are.
-        """
-        real: dict[str, Any] = {name: vars(np).pop(name) for name in ("sqrt", "exp")}
-        others = vars(np)["__getattr__"]
-
-        def bent(name: str, *args: Any, **kwargs: Any) -> Any:
-            value = real[name](*args, **kwargs)
-            if isinstance(value, np.floating):
-                self._bend(float(value), "exp" if name == "exp" else "root")
-            return value
-
-        def getter(name: str) -> Any:
-            if name not in real:
-                return others(name)
-            asked = is_users(sys._getframe(1).f_code.co_filename)  # noqa: SLF001 - by whom
-            return partial(bent, name) if asked else real[name]
-
-        vars(np)["__getattr__"] = getter
-        try:
-            yield
-        finally:
-            vars(np).update(real, __getattr__=others)
-
     def on_print(self, call: ProbedCall) -> Around:
         yield
         # A tensor's text is that of the number in it; other objects may be large.
@@ -226,19 +195,7 @@ class _NumbersWatcher:
         known = {kind: by for number, kind, by in self._bent if _same(number, value)}
         if any(kind.endswith("quotients") for kind in known):
             known.pop("mean", None)  # which is over the classes
-        return known or _formulas(value, self._held())
-
-    def _held(self) -> dict[str, float]:
-        """Return the numbers that the user's function holds that reduces one, by name."""
-        own = (frame for frame in frames() if is_users(frame.f_code.co_filename))
-        held = {**getattr(next(own, None), "f_locals", {})}
-        with self._recorder.unwatched():
-            small = (
-                (n, v) for n, v in held.items() if not isinstance(v, Tensor) or _is_readable(v, 1)
-            )
-            return {
-                n: float(v) for n, v in small if isinstance(v, int | float | np.number | Tensor)
-            }
+        return known
 
     def on_divide(self, call: ProbedCall) -> Around:
         """Note a sum over the ranks that becomes their mean, as in libraries."""
@@ -252,18 +209,6 @@ class _NumbersWatcher:
                 value = float(tensor.flatten()[0])
             if math.isfinite(value):
                 self._note(ev.NumberAveraged(value))
-
-
-def _formulas(value: float, held: dict[str, float]) -> dict[str, float]:
-    """Return of what counts that are held a number may be the precision or F1, and their sum."""
-    counts = {name: number for name, number in held.items() if number.is_integer() and number > 0}
-    names, of = [*counts][-_SMALL:], dict[str, float]()
-    for hits, *misses in (*permutations(names, 2), *permutations(names, 3)):
-        right = len(misses) * counts[hits]  # an F1 counts them twice
-        whole = right + sum(counts[name] for name in misses)
-        if value not in {0.0, 1.0} and _same(value, right / whole):
-            of[f"share of {hits} in {', '.join([hits, *misses])}"] = whole
-    return of
 
 
 def _same(value: float, other: float) -> bool:
