@@ -115,6 +115,20 @@ LOADER_LINE, STREAM_LINE = "train_loader = ", "def __iter__"
 # What is wrong → the script, its code, a part of the line to blame, and of the evidence.
 EACH = "DataLoader(train_set, batch_size=8, sampler=DistributedSampler(train_set)):"
 EACH_EPOCH = planted((SET_EPOCH, ""), ("in train_loader:", f"in {EACH}"))
+JITTERS = "            inputs = inputs + torch.randn(inputs.shapeBY)\n"
+IN_LOOP = (f"        {LOOP}:\n", f"        {LOOP}:\n            torch.manual_seed(SEED)\n{JITTERS}")
+SEEDED_IN_STEPS = planted(IN_LOOP).replace("BY", "").replace("SEED", "rank")
+DRAWN_IN_STEPS = planted((IN_LOOP[0], f"{IN_LOOP[0]}{JITTERS}")).replace(
+    "BY", ", generator=torch.Generator().manual_seed(rank)"
+)
+OWN = """
+class Own(torch.utils.data.Sampler):
+    def __iter__(self):
+        order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+        return iter(order[dist.get_rank() :: 2].tolist())
+def main():
+"""
+OWN_ORDER = unsampled((MAIN, OWN), loader=SHUFFLED.replace("shuffle=True", "sampler=Own()"))
 SEEDED_AGAIN = unsampled(
     subset("range(rank, 64, 2)"),
     ("        model.train()\n", "        model.train(); torch.manual_seed(0)\n"),
@@ -128,6 +142,9 @@ PLANTED = {
     "no loader and one seed": (ALIKE, "SS101", "loss = loss_of", "same 8 samples"),
     "shares by subset": (BY_SUBSET, "SS102", LOADER_LINE, "both read 32 of their 48"),
     "shares by slice": (BY_SLICE, "SS102", LOADER_LINE, "both read 32 of their 48"),
+    "a seed for each step": (SEEDED_IN_STEPS, "SS717", "torch.manual_seed(rank)", "of torch"),
+    "a generator for each step": (DRAWN_IN_STEPS, "SS717", "torch.randn(inputs", "its generator"),
+    "a sampler with one seed": (OWN_ORDER, "SS103", f"{LOOP}:", "in the same order"),
     "a seed for each epoch": (SEEDED_AGAIN, "SS103", f"{LOOP}:", "in the same order"),
     "a loader for each epoch": (EACH_EPOCH, "SS103", EACH, "epochs 1 and 2", "was 0 and 0"),
     "no shuffling": (UNSHUFFLED, "SS104", "train_set, shuffle=False", "0, 2, 4, 6"),

@@ -36,6 +36,9 @@ def as_a_mean(number):
 
 OF_ROOTS = planted(*as_a_mean("(counts[0] / counts[1]) ** 0.5"))
 EXPONENTIALS = "dist.all_gather_object(both := [0, 0], math.exp(mean))\n        mean = sum(both)"
+SKLEARN = "from sklearn.metrics import f1_score\n"
+OF_SCORES = SKLEARN + planted(*as_a_mean("torch.tensor(f1_score([1, 0, 1, rank], [1, 1, 0, 1]))"))
+OF_QUOTIENTS = planted(*as_a_mean("counts[0] / (counts[0] + 3 + rank)"))
 OF_EXPONENTIALS = planted(
     *(NO_BEST, AS_A_MEAN),
     (REDUCE, MEAN.replace("dist.all_reduce(mean)", EXPONENTIALS)),
@@ -128,6 +131,8 @@ PLANTED = {
     "a teacher within the model": (TAUGHT_WITHIN, "SS707", "soft = self.teacher", "Sequential"),
     "an average of rank 0": (AVERAGED, "SS405", "right = average(", "in 3 evaluations"),
     "a mean of roots": (OF_ROOTS, "SS402", "dist.all_reduce(mean)", "the root of its own"),
+    "a mean of scores": (OF_SCORES, "SS402", "dist.all_reduce(mean)", "took the f1_score of its"),
+    "a mean of quotients": (OF_QUOTIENTS, "SS402", "dist.all_reduce(mean)", "a quotient with a"),
     "gathered exponentials": (OF_EXPONENTIALS, "SS402", "all_gather_obj", "the exp of its own"),
     "an average without statistics": (NO_STATISTICS, "SS716", "right = average(", "1 batch norm"),
     "a mean that is not shown": (IN_A_LIBRARY, "SS402", "dist.all_reduce(mean)", "8 and 24"),

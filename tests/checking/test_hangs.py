@@ -39,6 +39,11 @@ def test_a_rank_that_leaves_the_loop_and_meets_the_others_in_another_collective_
     assert found.evidence.startswith("Rank 1 left the loop after 5 ")
 
 
+def test_a_rank_that_returns_early_is_told_with_the_line_where_it_does(tmp_path):
+    text = planted((STEP, STEP + "            if rank == 1 and epoch:\n                return\n"))
+    found_in(tmp_path, text, "SS601", "return", "Rank 1 ended with exit code 0 after 5 steps")
+
+
 def test_a_rank_that_aborts_in_a_call_is_told_with_the_line_that_each_rank_waits_in(tmp_path):
     """As Gloo's own thread may, on a message of a wrong size: no exception is raised."""
     aborts = "[threading.Timer(0.5, os.abort).start(), dist.recv(torch.zeros(1), src=0)]"

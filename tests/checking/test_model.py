@@ -123,8 +123,24 @@ SUMMED = unwrapped(
 )
 OF_EACH = unwrapped(RANDOM, ("rank == 0:\n                t", "True:\n                t"))
 OF_EACH = OF_EACH.replace('"best.pt"', 'f"{rank}.pt"')
+HEADLESS = BY_HAND.replace("model.param", "model[0].param")
+WITHOUT_HEAD = unwrapped((BACKWARD, HEADLESS), RANDOM)
+TASK = f"{HEADLESS}            for p in model[2].parameters(): p.grad *= rank\n"
+OWN_TASK = planted((HEADLESS, TASK), base=WITHOUT_HEAD)
+LOOSE = planted(
+    ("    best = 0.0\n", "    best = 0.0\n    optimizer.add_param_group({'params': [scale]})\n"),
+    (OPTIMIZER, f"    scale = nn.Parameter(torch.ones(()))\n{OPTIMIZER}"),
+    ("model(inputs), labels", "scale * model(inputs), labels"),
+)
+PLATEAU = planted(
+    ("StepLR(optimizer, 1, gamma=0.9)", "ReduceLROnPlateau(optimizer)"),
+    ("scheduler.step()", "scheduler.step(float(loss.detach()))"),
+)
 # What is wrong → the script, its code, a part of the line to blame, and of the evidence.
 PLANTED = {
+    "a head that is not exchanged": (WITHOUT_HEAD, "SS203", "dist.all_reduce(p.grad)", "2.weight"),
+    "a parameter of no module": (LOOSE, "SS203", "optimizer.step()", "shape []"),
+    "schedules by own numbers": (PLATEAU, "SS203", "scheduler.step(", "step their schedules by"),
     "a model for each rank": (unwrapped(RANDOM), "SS201", LOSS_LINE, "4 of its 4 parameters"),
     "averaged over unequal weights": (OWN_WEIGHTS, "SS202", LOSS_LINE, "4 of 4 parameters"),
     "one rank loads late": (LOADED_LATE, "SS202", LOSS_LINE, "1 of 4 parameters", "0.bias"),
@@ -163,6 +179,7 @@ RIGHT = {
         base=CLIPPED_ALIKE,
     ),
     "experts inside of the model": EXPERTS_INSIDE,
+    "the head of each rank's own task": OWN_TASK,
     "master weights": unwrapped(
         ("\n\ndef main():\n", MASTERS),
         ("torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)", "Masters(model, 0.1)"),

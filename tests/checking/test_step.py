@@ -90,7 +90,7 @@ TWO_OPTIMIZERS = (OF_ALL, OF_EACH), ("optimizer.step()\n", f"optimizer.step()\n{
 MEETS_TWICE = planted(
     ("with contextlib.nullcontext() if last else model.no_sync():", "if True:"), base=ACCUMULATING
 )
-HALVED = f"{LOSS[:-1]} / 2\n"
+HALVED, DOUBLED = f"{LOSS[:-1]} / 2\n", f"{LOSS[:-1]} * 2\n"
 LATE = planted(
     (f"    {HALVED}", ""),
     ("            with contextlib", f"{HALVED}            with contextlib"),
@@ -151,7 +151,8 @@ PLANTED = {
     "clipping after a step by hand": (LATE_BY_HAND, "SS315", CLIP),
     "one autocast": (ONE_AUTOCAST, "SS312", STEPPED, "step 2 two steps"),
     "unequal shares": (UNEQUAL, "SS307", BACKWARD, "for batches of 4 and 8 samples"),
-    "divided by the ranks": (planted((LOSS, HALVED)), "SS309", BACKWARD, "is divided by 2"),
+    "divided by the ranks": (planted((LOSS, HALVED)), "SS309", BACKWARD, "are divided by 2"),
+    "multiplied by the ranks": (planted((LOSS, DOUBLED)), "SS309", BACKWARD, "are multiplied by 2"),
     "gradients that are added up": (by_hand(SUMMED), "SS309", BACKWARD, "is 2 times"),
 }
 
@@ -179,6 +180,7 @@ OUTER = """\
 """
 ALIKE = {
     "accumulation": COUNTED,
+    "a weight of 2": ((LOSS, DOUBLED.replace("2", "2.0")),),
     "a scheduler of what wraps the optimizer": (
         ("    scheduler =", f"{OUTER}    scheduler ="),
         ("StepLR(optimizer", "StepLR(outer"),

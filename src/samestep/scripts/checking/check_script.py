@@ -1,11 +1,13 @@
 """Check a script: run it in a scratch copy on a few ranks under watch, and judge what was seen."""
 
+import ast
 import functools
 import re
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 from msgspec import structs
 
@@ -175,12 +177,12 @@ def run_job(scratch: Scratch, job: Job, run: Run, *, asked: bool = True) -> tupl
         folder=Path(scratch.home),
         asked=asked,
         notes=list(dict.fromkeys(notes)),
-        stall=None if stall is None else _shown(stall, scratch),
+        stall=None if stall is None else _shown(stall, scratch, ranks),
     )
     return seen, output
 
 
-def _shown(stall: StallVerdict, scratch: Scratch) -> Stall:
+def _shown(stall: StallVerdict, scratch: Scratch, ranks: Sequence[RankSeen]) -> Stall:
     """Return a verdict on ranks that hang, with the user's own paths from the project's folder."""
 
     def name(text: str) -> str:
@@ -188,7 +190,35 @@ def _shown(stall: StallVerdict, scratch: Scratch) -> Stall:
 
     culprit = stall.culprits[0] if stall.culprits else min(stall.places)
     where, sentence = name(stall.places[culprit]), name(stall.sentence)
+    if stall.cause == "ended":
+        waits = next((n for r, n in stall.places.items() if r not in stall.culprits), "")
+        events = [event for rank in ranks if rank.rank == culprit for event in rank.events]
+        where = _left_at(Path(scratch.home), name(waits), events) or where
     return Stall(where=where, sentence=sentence, gone=stall.cause == "gone")
+
+
+def _left_at(folder: Path, waits: str, events: Sequence[ev.Event]) -> str:
+    """Return the line at which a rank seems to have left the loops that another waits in.
+
+    It is the first `break` or `return` there after what the rank did last, or that line itself.
+    """
+    file, _, line = waits.rpartition(":")
+    try:
+        nodes = [*ast.walk(ast.parse((folder / file).read_bytes()))]
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    loops = [n for n in nodes if isinstance(n, ast.For | ast.While)]
+    loops = [n for n in loops if n.lineno <= int(line) <= (n.end_lineno or 0)]
+    inside = {node.lineno for loop in loops for node in ast.walk(loop) if hasattr(node, "lineno")}
+    at = [int(e.where.rpartition(":")[2]) for e in events if e.where.startswith(f"{file}:")]
+    last = next((n for n in at[::-1] if n in inside), 0)
+    leaves = [n.lineno for loop in loops for n in ast.walk(loop) if _leaves(n) and n.lineno >= last]
+    return f"{file}:{min(leaves, default=last)}" if last else ""
+
+
+def _leaves(node: ast.AST) -> TypeGuard[ast.stmt | ast.expr]:
+    exits = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("exit")
+    return exits or isinstance(node, ast.Break | ast.Return)
 
 
 def _in_scratch(argument: str, cwd: Path, scratch: Scratch) -> str:

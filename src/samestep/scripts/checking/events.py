@@ -127,6 +127,7 @@ class OrderDrawn(OfSampler):  # one pass over a loader, as its sampler gives it
     ended: bool
     truncated: bool
     left_out: int  # samples of a last batch that is not full
+    permuted: bool = False  # whether `torch.randperm` was called for it
 
 
 class BatchRead(OfLoader):  # a batch: how many samples it has, and a number for each of the first
@@ -145,6 +146,12 @@ class RandomDrawn(OfLoader):
 
     worker: int
     drew: dict[str, list[int]]
+
+
+class DrawnAgain(Event):
+    """Random numbers were drawn as in the steps before: in each, their source was set back."""
+
+    source: str
 
 
 class SamplesLost(OfLoader):  # a batch has no row for some of its samples
@@ -265,8 +272,8 @@ class OptimizerStep(Event):
     grads: Checksums = field(default_factory=dict)
     """Those before the step; 0 for one that is all zero."""
     still: list[str] = field(default_factory=list)  # what has a learning rate of 0
-    strangers: list[tuple[list[int], bool]] = field(default_factory=list)
-    """Shapes of what is held and of no model, and whether it has a gradient."""
+    strangers: list[tuple[list[int], int | None]] = field(default_factory=list)
+    """Shapes of what is held and of no model, and checksums of its gradients."""
     unheld: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     """Shapes of what no optimizer holds and has a gradient, by the model's number."""
     tensors_replaced: list[str] = field(default_factory=list)
@@ -285,7 +292,8 @@ class GradientsUsed(Event):  # the gradients of an optimizer's step
     weights_grown: float | None = 1.0  # about what it multiplied weights by since the last step
 
 
-class LossReach(Event):  # what the graph of one of the first losses ends in
+class LossReach(Event):  # what the graph of one of the first losses ends in, and its value
+    value: float | None
     leaves: int
     parameters: int
 
@@ -335,6 +343,7 @@ class SchedulerStep(Event):  # a scheduler was stepped
     scheduler_id: int
     lr: float
     replaced: bool  # whether other optimizers step the weights of its own
+    metric: float | None = None  # the number that it follows
 
 
 class GradientCompared(Event):
@@ -344,6 +353,7 @@ class GradientCompared(Event):
     direction: float = 0.0
     scale: float = 1.0
     first: str = ""
+    averaged: bool = False  # whether it is the mean of what the ranks had
     sizes: list[int] = field(default_factory=list)
     rough: bool = False
     not_seen: str = ""  # why it could not be compared
@@ -362,7 +372,8 @@ class NumbersReduced(Event):  # a small tensor before its all-reduce, or before 
     op: str
     values: list[float]
     metric: bool  # whether it is more than what a library counts for itself
-    bent: list[str]  # "root" or "exp" for a value that is the root or exponential of another
+    bent: list[dict[str, float]]
+    """What a value is that may have no mean: "root", "exp", or a quotient, with its divisor."""
 
 
 class NumberAveraged(Event):

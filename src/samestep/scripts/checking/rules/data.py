@@ -48,7 +48,10 @@ def all_ranks_train_the_same_samples(seen: Seen) -> Iterator[Found | NotSeen]:
     if len(rows[0]) == 3 and all(own == rows[0] for own in rows) and len(distinct) > 1:
         text = f"all ranks were given the same {passes[0][0].n} samples in each of the first 3 "
         text += "forward passes"
-        # Noise in place of data, or one graph, of which each rank's loss may take a part.
+        losses = [[event.value for event in rank.of(ev.LossReach)] for rank in seen.ranks]
+        if rows[0].count(rows[0][0]) == len(rows[0]) and any(own != losses[0] for own in losses):
+            return  # of one graph, each rank's loss may take a part
+        # Noise in place of data, or all samples at once.
         demo = all(f.drawn for f in passes[0]) or rows[0].count(rows[0][0]) == len(rows[0])
         remedy = "Seed what draws the batches by the rank, or share out the data."
         yield Found(passes[0][0].where, text, remedy, "advice" if demo else None)
@@ -102,8 +105,10 @@ def same_order_in_every_epoch(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the first two passes of a sampler that shuffles."""
     each, models = [first for first, *_ in together(seen)], len(seen.ranks[0].of(ev.ModelTrained))
     for first in each:
-        shuffled = first.loader.shuffle and sorted(first.order) != first.order
-        draws = first.loader.sampler == "RandomSampler" and len(first.order) >= ENOUGH
+        permuted = bool(first.orders) and first.orders[0].permuted
+        shuffled = (first.loader.shuffle or permuted) and sorted(first.order) != first.order
+        draws = first.loader.sampler == "RandomSampler" or first.loader.set_epoch is None
+        draws &= len(first.order) >= ENOUGH
         if not shuffled or (first.loader.set_epoch is None and not draws):
             continue
         if len(first.orders) < 2 and not draws:
@@ -379,6 +384,21 @@ def uneven_batches(seen: Seen) -> Iterator[Found | NotSeen]:
         remedy = "Use a DistributedSampler, which gives all ranks equally many, or DDP's `Join`."
         origin = {"the loader is made": readings[0].made}
         yield Found(readings[0].loader.where, text, remedy, comes_from=origin)
+
+
+@rule("SS717", least_ranks=1)
+def draws_again_in_each_step(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for lines that seed alike, or draw from the same state, in steps in a row."""
+    # What follows with the same generator is the same, too.
+    events = {event.source: event for event in seen.ranks[0].of(ev.DrawnAgain)[::-1]}
+    for event in events.values():
+        yield Found(
+            event.where,
+            f"by step {event.step + 1}, steps in a row have begun here with the same state of "
+            f"{event.source}, and have drawn from it",
+            "Seed once, before the loop, or by the step: `seed + step`.",
+            "advice" if event.source not in ("torch", "numpy", "random") else None,
+        )
 
 
 @rule("SS711", least_ranks=1)

@@ -74,7 +74,7 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
             first, counts = events[0][0], [count for _, count in events]
             each = (zip(e.values, e.bent, strict=True) for e, _ in events)
             for values, kinds in (zip(*of_all, strict=True) for of_all in zip(*each, strict=False)):
-                bent = kinds[0] if len(set(kinds)) == 1 else ""  # on some ranks it is chance
+                bent = _of_the_part(kinds, counts)
                 plain = all(value.is_integer() for value in values)  # counts of right answers
                 mean = sum(values) / len(values)
                 same = len(set(values)) == 1 or (len(set(counts)) == 1 and not bent)
@@ -84,12 +84,23 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
                 numbers = " and ".join(f"{value:.4g}" for value in values)
                 samples = " and ".join(map(str, counts))
                 whole = sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
-                says = f"each rank took the {bent} of its own mean"
-                says = says if bent else f"where all samples together have {whole:.4g}"
+                says = bent or f"where all samples together have {whole:.4g}"
                 text = f"{numbers} of {samples} samples became {mean:.4g}, {says}"
                 remedy = "Reduce the sum and the count on every rank, then divide once."
                 yield Found(first.where, text, remedy)
                 return
+
+
+def _of_the_part(kinds: Sequence[dict[str, float]], counts: Sequence[int]) -> str:
+    """Return what each rank did of which the mean is not that of the whole; empty if nothing."""
+    common = [kind for kind in kinds[0] if all(kind in own for own in kinds)]  # else it is chance
+    if f"mean of {counts[0]} quotients" in common:  # one for each sample
+        return ""
+    divisors = {kind: {own[kind] for own in kinds} for kind in common}
+    if bent := next((kind for kind in common if divisors[kind] == {0.0}), ""):
+        return f"each rank took the {bent} of its own samples"
+    unlike = len(set(counts)) == 1 and common and all(len(own) > 1 for own in divisors.values())
+    return f"each rank took a {common[0]} with a divisor of its own" if unlike else ""
 
 
 def _divides_counts(seen: Seen) -> Iterator[Found]:

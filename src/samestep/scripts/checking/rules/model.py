@@ -2,15 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from math import prod
 
+from samestep.base.errors import listed
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
 from samestep.scripts.checking.rules.files import named
+from samestep.scripts.checking.rules.step import by_step
 from samestep.scripts.checking.seen import M, Seen, why_apart
 
-_FEW_SAMPLES = 16
-_CLIPPED = 1.001  # factors are the same
+_FEW_SAMPLES, _STEPS = 16, 2
+_CLIPPED, _ABOUT = 1.001, 0.1  # factors are the same
 _NORMS = ("running_mean", "running_var", "num_batches_tracked")
 _INTEGERS = ("int", "uint", "bool")  # of random states, objects and counts
 _UNUSED = "Expected to have finished reduction in the prior iteration"
@@ -104,12 +107,11 @@ def _differing(sums: Sequence[ev.Checksums]) -> list[str]:
 @rule("SS201")
 def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
     """Nothing wraps the model, and no tensor as large as a weight goes from rank to rank."""
-    sends_rows = any(e.name.startswith("all_to_all") for e in seen.any(ev.CollectiveCalled))
-    if sends_rows or why_apart(seen) or _clipped_apart(seen) is not None:
+    if _shares_out(seen) or _clipped_apart(seen) is not None:
         return  # or what they share is exchanged: its gradients were equal on all ranks
     for trained in _trained(seen):
         wrapped = trained.wrap is not None or trained.is_wrapped
-        if wrapped or trained.is_exchanged or not trained.steps:
+        if wrapped or trained.is_exchanged or not trained.steps or _left_out(seen, trained):
             continue
         apart = [(w[0].step, _differing([e.parameters for e in w])) for w in trained.weights]
         if any(names for _, names in apart) and not apart[-1][1]:
@@ -164,10 +166,14 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
         return
     if any(unused_parameters(seen)):
         return  # what shares a bucket with those is not all-reduced
-    if (apart_by := _clipped_apart(seen) or _stepped_apart(seen)) is not None:
+    each = [*_trained(seen)]
+    left_out = next(filter(None, (_left_out(seen, trained) for trained in each)), None)
+    alone = _clipped_apart(seen) or _stepped_apart(seen) or _scheduled_apart(seen)
+    apart_by = alone or left_out or _loose(seen)
+    if apart_by is not None:
         yield apart_by
         return
-    for trained in _trained(seen):
+    for trained in each:
         apart = [(w, _differing([e.parameters for e in w])) for w in trained.weights]
         if not trained.is_one or apart[0][1] or not apart[-1][1]:
             continue
@@ -205,6 +211,70 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
             "Let every rank change weights, gradients and learning rates in the same way.",
             comes_from={} if wrap is None else {"DDP is made": wrap.where},
         )
+
+
+def _left_out(seen: Seen, trained: Trained) -> Found | None:
+    """Return a finding if some gradients are made equal on all ranks, and others are not."""
+    apart = [_differing([e.parameters for e in sums]) for sums in trained.weights]
+    parts = [(step, _differing([rank.grads for rank in step])) for step in trained.steps]
+    late = [*dropwhile(lambda part: not part[1], parts)]
+    shared = all(any(step[0].grads[n] for n in {*step[0].grads} - {*own}) for step, own in late)
+    # Of what only one rank has gradients, such as the head of its own task, there is no mean.
+    each = [{n for step, _ in late for n in step[r].grads if step[r].grads[n]} for r in range(2)]
+    names = [n for n in apart[-1] if n in each[0] & each[1] and all(n in own for _, own in late)]
+    differ = [*dropwhile(lambda own: not own, apart)]  # else they are averaged now and then
+    if trained.wrap is not None or apart[0] or len(late) < _STEPS or not (names and shared):
+        return None
+    if not all(differ) or _shares_out(seen):
+        return None
+    step = late[0][0][0]
+    calls = [c for c in seen.ranks[0].of(ev.CollectiveCalled) if c.time < step.time]
+    where = next((c.where for c in calls[::-1] if c.name.startswith("all_")), step.where)
+    return Found(
+        where,
+        f"in {len(late)} steps looked at from step {step.step} on, the gradients of "
+        f"{len(names)} of {len(step.grads)} parameters of {trained.name} differ between the "
+        f"{seen.world_size} ranks ({listed(names)}), and those of the others are equal",
+        "Exchange the gradients of all parameters that are trained in this step.",
+        comes_from={"the step is taken": step.where},
+    )
+
+
+def _loose(seen: Seen) -> Found | None:
+    """Return a finding if a parameter of no module is not exchanged, as others of its step are."""
+    loose: list[tuple[ev.OptimizerStep, list[int]]] = []
+    for steps in seen.together(ev.OptimizerStep):
+        shared = any(steps[0].grads.values()) and not _differing([step.grads for step in steps])
+        columns = zip(*(step.strangers for step in steps), strict=False)
+        unlike = [each[0][0] for each in columns if len({g for _, g in each} | {None}) > 2]
+        loose += [(steps[0], shape) for shape in unlike[:1] if shared]
+    if len(loose) < _STEPS or _shares_out(seen):
+        return None
+    step, shape = loose[0]
+    text = f"{step.optimizer} holds a parameter of no module (shape {shape}), whose gradient "
+    text += f"differs between the ranks in {len(loose)} steps looked at; those of the model are "
+    text += "equal"
+    return Found(step.where, text, "Make it a parameter of the module that DDP wraps.")
+
+
+def _scheduled_apart(seen: Seen) -> Found | None:
+    """Return a finding if schedules follow another number on each rank, in a wrapped training."""
+    each = [[e for e in rank.of(ev.SchedulerStep) if e.metric is not None] for rank in seen.ranks]
+    for steps in zip(*each, strict=False) if seen.any(ev.ModelWrapped) else ():
+        least, *_, most = sorted(abs(event.metric or 0.0) for event in steps)
+        if most > _CLIPPED * least and len({event.step for event in steps}) == 1:
+            numbers = ", ".join(f"{event.metric:.5g}" for event in steps)
+            text = f"after step {steps[0].step} the ranks step their schedules by {numbers}, so "
+            text += "that one may reduce its learning rate while others do not"
+            return Found(steps[0].where, text, "All-reduce the number before.")
+    return None
+
+
+def _shares_out(seen: Seen) -> bool:
+    """Whether the ranks have parts of their own, as experts."""
+    return any(e.name.startswith("all_to_all") for e in seen.any(ev.CollectiveCalled)) or bool(
+        why_apart(seen)
+    )
 
 
 def _stepped_apart(seen: Seen) -> Found | None:
@@ -395,3 +465,18 @@ def gpu_of_global_rank(seen: Seen) -> Iterator[Found | NotSeen]:
             + (f" (also {', '.join(others)})" if others else ""),
             'Choose devices by int(os.environ["LOCAL_RANK"]), and data and files by the rank.',
         )
+
+
+@rule("SS210")
+def sums_weights(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for weights that collectives over them leave larger by the number of ranks."""
+    shapes = [event.shapes.values() for event in seen.ranks[0].of(ev.ModelTrained)[:1]]
+    whole = sum(prod(shape) for own in shapes for shape in own)
+    for calls, step in by_step(seen.ranks[0], ev.CollectiveCalled, ev.GradientsUsed):
+        sizes = [sum(map(prod, call.shapes)) for call in calls]
+        grown = step.weights_grown or 0.0
+        if sum(sizes) >= whole and abs(grown / seen.world_size - 1) < _ABOUT:
+            call = calls[sizes.index(max(sizes))]
+            text = f"{call.name} makes the weights of step {step.step} {grown:.3g} times as large"
+            yield Found(call.where, text, "Divide what comes back by the world size.")
+            return

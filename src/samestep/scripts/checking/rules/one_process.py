@@ -35,7 +35,7 @@ def _astray(
             continue
         changed = _changed(rank, model)
         shapes = {n: shape for n, shape in first[0].unheld[number].items() if n not in changed}
-        dead = {tuple(shape) for shape, has_gradient in first[0].strangers if not has_gradient}
+        dead = {tuple(shape) for shape, gradient in first[0].strangers if gradient is None}
         if shapes:
             yield first[0], model, shapes, not dead.isdisjoint(map(tuple, shapes.values()))
 

@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TypeVar
 
 from samestep.scripts.checking import events as ev
@@ -12,7 +13,7 @@ from samestep.scripts.checking.rules.data import uneven_batches
 from samestep.scripts.checking.seen import E, RankSeen, Seen
 
 _Step = TypeVar("_Step", bound=ev.Event)
-_FEW_STEPS = 3
+_FEW_STEPS, _FEW = 3, 8  # the second: elements, fewer than in a batch
 _UNLIKE = 1.01  # weights of samples are the same within this factor
 _UNLIKE_COUNTS = 1.1  # counts in batches of one size, and weights of ranks, differ by chance too
 _EXACT_STEP, _ROUGH_STEP = 1e-3, 5e-2
@@ -34,7 +35,7 @@ def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
         yield Found(late[0].where, text, "Begin `with model.no_sync():` before the forward.")
         return
     steps_of: dict[str, Counter[int]] = defaultdict(Counter)
-    for passes, _ in _by_step(rank, ev.BackwardPass, ev.OptimizerStep):
+    for passes, _ in by_step(rank, ev.BackwardPass, ev.OptimizerStep):
         # Each call of a closure makes gradients of its own, at other weights.
         passes_at = Counter((event.where, event.closure) for event in passes if event.sync)
         for (where, _), times in passes_at.items():
@@ -124,21 +125,6 @@ def clips_too_late(seen: Seen) -> Iterator[Found]:
             yield Found(where, text, "Clip between the backward pass and the step.")
 
 
-@rule("SS210")
-def sums_weights(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for weights that collectives over them leave larger by the number of ranks."""
-    shapes = [event.shapes.values() for event in seen.ranks[0].of(ev.ModelTrained)[:1]]
-    whole = sum(math.prod(shape) for own in shapes for shape in own)
-    for calls, step in _by_step(seen.ranks[0], ev.CollectiveCalled, ev.GradientsUsed):
-        sizes = [sum(map(math.prod, call.shapes)) for call in calls]
-        grown = step.weights_grown or 0.0
-        if sum(sizes) >= whole and _close([grown, seen.world_size], _UNLIKE_COUNTS):
-            call = calls[sizes.index(max(sizes))]
-            text = f"{call.name} makes the weights of step {step.step} {grown:.3g} times as large"
-            yield Found(call.where, text, "Divide what comes back by the world size.")
-            return
-
-
 @rule("SS307")
 def averages_unequal_shares(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the weight of a sample on each rank in steps whose batches differ in size."""
@@ -197,8 +183,8 @@ def _losses(rank: RankSeen) -> Iterator[tuple[ev.LossAverage | None, int, bool]]
 @rule("SS309", residual=True)
 def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare what the optimizer was given with the gradient of all parts in one process."""
-    yield from _divided_by_ranks(seen)
     event, backward = seen.ranks[0].first(ev.GradientCompared), seen.ranks[0].first(ev.BackwardPass)
+    yield from _scaled_by_ranks(seen, averaged=event is not None and event.averaged)
     met = (c.time for c in seen.ranks[0].of(ev.CollectiveCalled) if not c.step)
     if backward and not seen.any(ev.ModelWrapped) and max(met, default=0.0) < backward.time:
         yield NotSeen("no gradient was exchanged before the first step")
@@ -228,23 +214,34 @@ def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
     yield Found(event.where, text)
 
 
-def _divided_by_ranks(seen: Seen) -> Iterator[Found]:
-    """Yield losses that are divided by the number of ranks, before DDP averages as well."""
-    rank, ranks = seen.ranks[0], seen.world_size
-    steps = _by_step(rank, ev.BackwardPass, ev.GradientsUsed)
-    pairs = list(zip(_losses(rank), steps, strict=False))
-    for number, ((average, n, synced), (passes, step)) in enumerate(pairs):
-        if not synced or average is None or len(passes) != 1 or (number and step.grown != 1.0):
-            return  # of the first step it is not known what they grew by
-        own = average.count if average.count > 1 else n
-        if average.by != ranks * own or not math.isclose(average.weight * average.by, 1.0):
+def _scaled_by_ranks(seen: Seen, *, averaged: bool) -> Iterator[Found]:
+    """Yield means that are divided or multiplied by the number of ranks, then averaged."""
+    rank, ranks, factors = seen.ranks[0], seen.world_size, Counter[float]()
+    losses, passes = _losses(rank), list[ev.BackwardPass]()
+    for passes, step in by_step(rank, ev.BackwardPass, ev.GradientsUsed):
+        for average, n, _ in islice(losses, len(passes)):
+            if average is None or average.other != 1.0:
+                return
+            own = average.count if average.count > 1 else n
+            micro_batches = 1 if average.by == own else len(passes)
+            factors[round(average.weight * own * micro_batches, 6)] += 1
+        if not passes or not (passes[-1].sync or averaged):
             return
-    if len(pairs) >= _FEW_STEPS:
-        text = f"in each of {len(pairs)} steps the loss is divided by {ranks}, the number of "
-        text += "ranks, although DDP averages their gradients: the step is that much smaller"
+        if passes[-1].sync and step.step and step.grown != 1.0:  # of the first it is not known
+            return
+    (usual, times), *_ = [*factors.most_common(1), (1.0, 0)]
+    divides = usual == round(1 / ranks, 6)
+    met = (c for c in rank.of(ev.CollectiveCalled) if c.step and not c.evaluating)
+    # A loss over gathered rows has but a part of its gradient on each rank.
+    gathers = any("reduce" not in c.name and sum(map(math.prod, c.shapes)) > _FEW for c in met)
+    scaled = divides or (usual == ranks and not gathers)
+    if scaled and times >= _FEW_STEPS and 2 * times > factors.total():
+        does, size = ("divided", "smaller") if divides else ("multiplied", "larger")
+        text = f"{times} losses are {does} by {ranks}, the number of ranks, although the gradients "
+        text += f"are averaged: the step is that much {size}"
         maybe = ranks == 2 or step.optimizer != "SGD"  # a mean of two; Adam has its own size
-        remedy = "Leave out the division. If it has another reason, `--nproc 3` does not show this."
-        yield Found(passes[0].where, text, remedy, "advice" if maybe else None)
+        remedy = "Leave it out. If it has another reason, `--nproc 3` does not show this."
+        yield Found(passes[-1].where, text, remedy, "advice" if maybe else None)
 
 
 @rule("SS310", least_ranks=1)
@@ -463,13 +460,13 @@ def _lengths(rank: RankSeen) -> list[int]:
             break
     whole = [order.batches for order in rank.of(ev.OrderDrawn) if order.loader_id == latest]
     run = sum(batch.loader_id == latest and batch.turn == 0 for batch in rank.of(ev.BatchRead))
-    passes = Counter(len(passes) for passes, _ in _by_step(rank, ev.BackwardPass, ev.OptimizerStep))
+    passes = Counter(len(passes) for passes, _ in by_step(rank, ev.BackwardPass, ev.OptimizerStep))
     micro_steps = passes.most_common(1)[0][0] if passes else 1
     steps = {batches // micro_steps for batches in (*whole[:1], run)}
     return [batches * rank.epochs for batches in steps if batches >= _FEW_STEPS]
 
 
-def _by_step(rank: RankSeen, kind: type[E], step: type[_Step]) -> Iterator[tuple[list[E], _Step]]:
+def by_step(rank: RankSeen, kind: type[E], step: type[_Step]) -> Iterator[tuple[list[E], _Step]]:
     """Yield the events of a kind that each step is taken with."""
     events: list[E] = []
     for event in rank.events:

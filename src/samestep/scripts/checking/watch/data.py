@@ -6,13 +6,16 @@ Epochs are cut short: `job.steps` batches, then the last one; what lies between 
 
 import contextlib
 import itertools
+import random
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader, DistributedSampler, dataloader, get_worker_info
@@ -35,6 +38,14 @@ from samestep.scripts.probes import Around, Probe, ProbedCall, listening
 _SAMPLER_MADE = Probe((DistributedSampler, "__init__"))
 _FETCH = Probe((fetch._MapDatasetFetcher, "fetch"))  # noqa: SLF001 - there is no public place
 _JOIN = Probe((Join, "__enter__"))
+_SEEDS = {
+    "torch": Probe((torch, "manual_seed")),
+    "numpy": Probe((np.random, "seed")),
+    "random": Probe((random, "seed")),
+}
+_DRAWS = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")
+_DRAW = Probe(*((torch, name) for name in _DRAWS))
+_AGAIN = 3  # steps in a row that draw the same
 _WHOLE_TURNS = 2  # of each loader; what is read later is like that
 _MOST_INDICES = 20_000
 _MOST_S = 1.0
@@ -57,6 +68,8 @@ def watching(recorder: Recorder) -> Iterator[None]:
             (probes.ITERATOR_RESET, loaders.on_reset),
             (_FETCH, loaders.on_fetch),
             (_JOIN, lambda _call: recorder.note(ev.JoinEntered())),
+            (_DRAW, loaders.on_draw),
+            *((probe, partial(loaders.on_seed, name)) for name, probe in _SEEDS.items()),
         ),
         patched(
             (DataLoader, "__len__", loaders.around_length),
@@ -89,6 +102,16 @@ class _Turn:
     cut: bool = False
 
 
+@dataclass
+class _Drawn:
+    """What a line that draws or seeds began with in a step."""
+
+    value: int
+    step: int
+    times: int = 1
+    state: Any = None  # right after it was seeded
+
+
 class _Loaders:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._steps = recorder, recorder.job.steps
@@ -96,6 +119,8 @@ class _Loaders:
         self._count = 0
         self._starting: list[_Turn] = []
         self._shuffled: dict[int, str] = {}  # where a loader was asked to shuffle a data set
+        self._permutations = 0  # calls of `torch.randperm`
+        self._drawn: dict[tuple[str, str], _Drawn] = {}  # by source and line
 
     def on_made(self, call: ProbedCall) -> Around:
         owner = call.args[0]
@@ -190,7 +215,7 @@ class _Loaders:
             yield from itertools.islice(order, 1)
             return
         single = loader.batch_sampler is None
-        promised = _length(loader._index_sampler)  # noqa: SLF001 - what it reads by
+        promised, permutations = _length(loader._index_sampler), self._permutations  # noqa: SLF001
         batches: list[Any] = []
         count = 0
         ended = False
@@ -220,6 +245,7 @@ class _Loaders:
                 left_out=(_length(loader.sampler) or 0) - count
                 if loader.drop_last and ended
                 else 0,
+                permuted=self._permutations > permutations,
                 **_sampler(loader),
             )
         )
@@ -258,6 +284,38 @@ class _Loaders:
                 n, rows = rows_of(batch)
             self._recorder.note(ev.BatchRead(turn.group.number, turn=turn.number, n=n, rows=rows))
         return batch
+
+    def on_seed(self, source: str, call: ProbedCall) -> Around:
+        """Note seeds that are equal in each of some steps, with draws in between."""
+        if self._recorder.hooks.evaluating or get_worker_info() is not None:
+            return
+        where, state = self._recorder.where(), random_states(None).get(source)
+        before = self._drawn.get((source, where))
+        has_drawn = before is None or before.state != state
+        yield
+        self._follow(source, where, number_of((call.args, call.kwargs)), counts=has_drawn)
+        self._drawn[source, where].state = random_states(None).get(source)
+
+    def on_draw(self, call: ProbedCall) -> None:
+        """Note a generator that is in the same state in each of some steps."""
+        self._permutations += call.name == "randperm"
+        generator = call.kwargs.get("generator")
+        if generator is None or self._recorder.hooks.evaluating or self._recorder.quiet:
+            return
+        if self._recorder.is_direct() and get_worker_info() is None:
+            state = number_of(generator.get_state().tolist())
+            self._follow("its generator", self._recorder.where(), state, counts=True)
+
+    def _follow(self, source: str, where: str, value: int, *, counts: bool) -> None:
+        """Count the steps in a row that begin to draw at a line from the same."""
+        step = self._recorder.hooks.steps
+        drawn = self._drawn.setdefault((source, where), _Drawn(value, step))
+        if drawn.step != step:
+            again = counts and drawn.value == value and drawn.step == step - 1
+            drawn.times = drawn.times + 1 if again else 1
+            drawn.value, drawn.step = value, step
+            if drawn.times == _AGAIN:
+                self._recorder.note(ev.DrawnAgain(source))
 
     def on_fetch(self, call: ProbedCall) -> Around:
         """Record a process's draws for its first samples, and the samples that collating drops."""

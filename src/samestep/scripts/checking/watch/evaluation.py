@@ -6,19 +6,23 @@ import os
 import re
 import sys
 import weakref
+import zlib
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from samestep.base.patches import Patch, patched_when_imported
 from samestep.scripts import probes
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.recorder import Recorder, is_tracing
-from samestep.scripts.probes import Around, Probe, ProbedCall, listening
+from samestep.scripts.probes import Around, Listener, Probe, ProbedCall, listening
 
 _SMALL = 8  # elements of a tensor that holds metrics rather than weights
 _MOST_PER_LINE = 5  # events of one line between two optimizer steps
@@ -30,20 +34,29 @@ _JOIN = ("all_reduce", "reduce", "all_gather", "all_gather_object")
 _REDUCE = Probe(*((place, name) for place in (dist, c10d) for name in _JOIN), nested=False)
 _BENT = [(place, name) for place in (Tensor, torch, math) for name in ("sqrt", "exp")]
 _BEND = Probe(*_BENT, (Tensor, "__pow__"), (Tensor, "pow"))
+_QUOTIENT = Probe(*((Tensor, name) for name in ("__truediv__", "div", "mean")))
+_SCORES = (
+    *("average_precision", "balanced_accuracy", "f1", "fbeta", "jaccard", "precision", "r2"),
+    *("recall", "roc_auc", "cohen_kappa"),
+)
+_SCORED = (*(f"{name}_score" for name in _SCORES), "matthews_corrcoef", "root_mean_squared_error")
 
 
 @contextmanager
 def watching(recorder: Recorder) -> Iterator[None]:
     """Note numbers that are read, shown and reduced while inside."""
     numbers = _NumbersWatcher(recorder)
-    with listening(
+    pairs: list[tuple[Probe, Listener]] = [
         (_BEND, numbers.on_bend),
+        (_QUOTIENT, numbers.on_quotient),
         (_READ, numbers.on_read),
         (probes.PRINT, numbers.on_print),
         (probes.LOG, numbers.on_log),
         (_REDUCE, numbers.on_reduce),
         (_DIVIDE, numbers.on_divide),
-    ):
+    ]
+    scores = {"sklearn.metrics": numbers.scores_of}
+    with listening(*pairs), patched_when_imported(scores):
         for place, name in _BENT[2:]:  # torch.jit finds them by what they are, pickle by their name
             function = getattr(place, name)
             function.__qualname__ = name
@@ -60,7 +73,8 @@ class _NumbersWatcher:
         rank = recorder.rank
         self._label = re.compile(rf"{_LABEL}{rank}(?!\d)|[\[(<]{rank}[\])>]", re.IGNORECASE)
         self._summed: weakref.ref[Tensor] | None = None  # what was reduced last
-        self._bent = deque[tuple[str, str]](maxlen=64)
+        self._bent = deque[tuple[float, str, float]](maxlen=64)
+        """Numbers whose mean may not be that of the whole, what they are, and by what divided."""
         self._noted: Counter[tuple[type[ev.Event], str]] = Counter()
         self._step = -1
 
@@ -86,7 +100,7 @@ class _NumbersWatcher:
             self._note(ev.NumberRead(float(value)))
 
     def on_bend(self, call: ProbedCall) -> Around:
-        """Remember the root or exponential of one number: a mean of these is not of the whole."""
+        """Remember the root or exponential of one number."""
         value = yield
         power = call.argument(1, "exponent") if "pow" in call.name else 0.5
         bends = isinstance(power, float) and power == 0.5  # it may be a tensor
@@ -94,8 +108,48 @@ class _NumbersWatcher:
         if bends and (one or isinstance(value, float)):
             with self._recorder.unwatched():
                 number = float(value)
-            if number not in {0.0, 1.0}:  # as of a temperature that begins at exp(0)
-                self._bent.append((f"{number:.6g}", "exp" if call.name == "exp" else "root"))
+            self._bend(number, "exp" if call.name == "exp" else "root")
+
+    def _bend(self, number: float, kind: str, by: float = 0.0) -> None:
+        if number not in {0.0, 1.0}:  # as of a temperature that begins at exp(0)
+            self._bent.append((number, kind, by))
+
+    def on_quotient(self, call: ProbedCall) -> Around | None:
+        """Remember quotients of tensors with few elements, and means."""
+        by = call.args[1] if len(call.args) > 1 else call.args[0]
+        if call.name == "mean":
+            return self._around_mean(by) if type(by) is Tensor and not by.requires_grad else None
+        is_few = type(by) is Tensor and not by.requires_grad and _is_readable(by)
+        return self._around_quotient(by) if is_few else None
+
+    def _around_mean(self, values: Tensor) -> Around:
+        value = yield
+        if type(value) is Tensor and _is_readable(value, 1):
+            with self._recorder.unwatched():
+                self._bend(float(value), "mean", values.numel())
+
+    def _around_quotient(self, by: Tensor) -> Around:
+        value = yield
+        if type(value) is Tensor and not value.requires_grad and _is_readable(value):
+            with self._recorder.unwatched():
+                counts = by.expand_as(value).flatten().tolist()
+                numbers = value.flatten().tolist()
+            for number, count in zip(numbers, counts, strict=True):
+                self._bend(number, "quotient", count)
+            if len(numbers) > 1:  # as of classes
+                whole = zlib.crc32(repr(counts).encode())
+                self._bend(sum(numbers) / len(numbers), f"mean of {len(numbers)} quotients", whole)
+
+    def scores_of(self, module: ModuleType) -> list[Patch]:
+        """Return patches of functions whose value for all samples is not the mean of the parts'."""
+
+        def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            value = original(*args, **kwargs)
+            if isinstance(value, float) and kwargs.get("average") != "micro":
+                self._bend(float(value), original.__name__)
+            return value
+
+        return [(module, name, around) for name in _SCORED if hasattr(module, name)]
 
     def on_print(self, call: ProbedCall) -> Around:
         yield
@@ -128,7 +182,7 @@ class _NumbersWatcher:
         own = gathers or self._recorder.is_direct("torch", "accelerate")
         own |= tensor.is_floating_point()
         if all(map(math.isfinite, values)):  # NaN and infinity are not JSON
-            bent = [dict(self._bent).get(f"{value:.6g}", "") for value in values]
+            bent = [self._bent_of(value) for value in values]
             name = "GATHER" if gathers else getattr(op, "name", str(op))
             self._note(ev.NumbersReduced(name, values=values, metric=own, bent=bent))
         try:
@@ -136,6 +190,12 @@ class _NumbersWatcher:
         finally:
             if not gathers:
                 self._summed = weakref.ref(tensor)
+
+    def _bent_of(self, value: float) -> dict[str, float]:
+        known = {kind: by for number, kind, by in self._bent if _same(number, value)}
+        if any(kind.endswith("quotients") for kind in known):
+            known.pop("mean", None)  # which is over the classes
+        return known
 
     def on_divide(self, call: ProbedCall) -> Around:
         """Note a sum over the ranks that becomes their mean, as in libraries."""
@@ -149,6 +209,10 @@ class _NumbersWatcher:
                 value = float(tensor.flatten()[0])
             if math.isfinite(value):
                 self._note(ev.NumberAveraged(value))
+
+
+def _same(value: float, other: float) -> bool:
+    return math.isclose(value, other, rel_tol=1e-6)
 
 
 def _is_readable(tensor: Tensor, most: int = _SMALL) -> bool:

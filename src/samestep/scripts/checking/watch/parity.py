@@ -314,6 +314,7 @@ def _compared(part: _Part, folder: Path, world_size: int) -> ev.GradientCompared
         direction=_difference(given, joint),
         scale=along / factor,
         first=next(apart, ""),
+        averaged=abs(along - times) < _ROUGH * times,
         sizes=[_rows(p["arguments"]) for p in parts],
         rough=part.rough,
     )

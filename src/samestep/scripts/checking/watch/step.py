@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import lr_scheduler, swa_utils
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
 
 from samestep.base.trees import leaves_of, real_parts
@@ -181,7 +181,9 @@ class _Steps:
                 reached = set(map(id, leaves))
                 self._scaled = self._scaled | reached if is_scaled else self._scaled - reached
                 parameters = sum(isinstance(leaf, nn.Parameter) for leaf in leaves)
-                events.append(ev.LossReach(leaves=len(leaves), parameters=parameters))
+                plain = loss.numel() == 1 and loss.is_floating_point() and not loss.is_meta
+                value = float(loss) if plain and loss.isfinite() else None
+                events.append(ev.LossReach(value, leaves=len(leaves), parameters=parameters))
             if (average := average_of(loss)) is not None and self._first_times("average", 200):
                 events.append(average)
             sums = [(held, held.sums()) for held in self._held.values() if is_scaled]
@@ -402,7 +404,16 @@ class _Steps:
         if not self._schedules:
             lr = float(scheduler.optimizer.param_groups[0]["lr"])
             replaced = self._is_replaced(scheduler.optimizer)
-            self._recorder.note(ev.SchedulerStep(id(scheduler), lr=lr, replaced=replaced))
+            follows = isinstance(scheduler, ReduceLROnPlateau)
+            metric = float(call.argument(1, "metrics", math.inf)) if follows else math.inf
+            self._recorder.note(
+                ev.SchedulerStep(
+                    id(scheduler),
+                    lr=lr,
+                    replaced=replaced,
+                    metric=metric if math.isfinite(metric) else None,
+                )
+            )
 
     def _is_replaced(self, optimizer: Optimizer) -> bool:
         """Whether its weights are stepped, and only by optimizers that share no group with it."""
@@ -435,7 +446,8 @@ def average_of(loss: Tensor) -> ev.LossAverage | None:
         if not number or not math.isfinite(number):
             return None
         weight = weight / number if name == "DivBackward0" else weight * number
-        if not number.is_integer():
+        # A world size is an integer; a weight of a loss is a float.
+        if not number.is_integer() or (name[0] == "M" and factor.dtype == torch.float64):
             other *= number
         elif name == "DivBackward0":
             by *= number

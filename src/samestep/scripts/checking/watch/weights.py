@@ -221,7 +221,7 @@ class WeightsWatcher:
                 for p in group["params"]:
                     name = named.get(id(p))
                     if name is None:
-                        event.strangers.append(([*p.shape], p.grad is not None))
+                        event.strangers.append(([*p.shape], print_of(p.grad)))
                     else:
                         name = f"{name} " if name in event.grads else name  # of another model
                         event.grads[name] = print_of(p.grad)
