@@ -100,6 +100,16 @@ class Free(Slowing):
         self._move(False, 0.7)
 
 
+class Falling(Slowing):
+    """It lowers the rate that it is given, like SWATS."""
+
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        assert group["lr"] == pytest.approx({4: 0.05}.get(group["k"], group.get("next", 0.1)))
+        super().step()
+        group["next"] = group["lr"] = group["lr"] * 0.9
+
+
 class Relative(Slowing):
     """It finds its learning rate itself, like Adafactor."""
 
@@ -170,7 +180,7 @@ def take(model, update, steps):
         inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
         model.zero_grad()
         model(inputs.to(model.weight.dtype)).square().mean().backward()
-        update(0.1 / (step + 1))
+        update(0.1 / (step // 4 + 1))
 
 
 def test_a_run_with_an_optimizer_around_another_goes_on_from_its_own_form_of_state(tmp_path):
@@ -193,6 +203,7 @@ def several(params, lr):
 
 
 KINDS = {"groups": Slowing, "joint": Joint, "around": Around, "several": several, "rate": Relative}
+KINDS["falls"] = Falling
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])

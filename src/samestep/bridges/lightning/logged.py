@@ -2,7 +2,8 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.base.errors import UserError, defined_at
+from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.run.records import TAKEN_NAMES
 from samestep.core.learner.device import casting_anew
 from samestep.core.learner.model_state import modules_of
-from samestep.core.learner.side_effects import keep_buffers
+from samestep.core.learner.side_effects import keep_buffers, model_prints
 
 _STAGES = ("train_", "training_", "val_", "valid_", "validation_", "test_")
 NTH = "dataloader_idx_"
@@ -73,6 +74,26 @@ def noted(
         return function(*given), logged
     finally:
         _logged.reset(token)
+
+
+@contextmanager
+def gathering_nothing(module: Any, step: str) -> Iterator[None]:
+    """Refuse a step of a training that gathers what `on_train_epoch_end` reads, as a list."""
+    code = getattr(type(module).on_train_epoch_end, "__code__", None)
+    reads = vars(module).keys() & (() if code is None else code.co_names)
+    owned = {f"the model's {name}": name for name in reads}
+    before = model_prints(module) if owned else {}
+    yield
+    after = model_prints(module) if owned else {}
+    changed = [name for name in owned if before.get(name) != after.get(name)]
+    # A number may be one of the step's, such as a weight of the loss.
+    if held := [n for n in changed if not isinstance(vars(module)[owned[n]], int | float | str)]:
+        raise UserError(
+            f"{step} changes {listed(held)}, of which on_train_epoch_end would know one rank's "
+            "samples, and after a resume those since then.",
+            remedy="Leave it out: each epoch's record has the mean loss over all samples. Log "
+            "other values in validation_step.",
+        )
 
 
 @cache

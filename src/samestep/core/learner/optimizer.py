@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, blame, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.core.learner.optimizer_state import (
+    GIVEN,
     RATIO,
     Joint,
     joined,
@@ -40,6 +41,9 @@ _KERNELS: dict[type, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]]
     torch.optim.SGD: (torch._fused_sgd_, *_OF_SGD),
 }
 """Optimizer → its fused kernel, and what this takes of the state and of the group."""
+
+_OF_OPTIMIZERS = ("param_groups", "state", "step", "state_dict", "load_state_dict")
+"""What makes an optimizer, also one around another that is of no class of torch's."""
 
 _ALONE = contextlib.nullcontext()
 
@@ -127,12 +131,14 @@ def optimizer_of(
 
 
 def _check_kind(optimizer: Any, place: str) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not all(hasattr(optimizer, name) for name in _OF_OPTIMIZERS):
         raise UserError(
             f"The recipe's optimizer{place} returned a {type(optimizer).__name__}; it must return "
             "a torch.optim.Optimizer, or a list of several."
         )
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if isinstance(optimizer, torch.optim.Optimizer) and not hasattr(
+        optimizer, "_optimizer_step_pre_hooks"
+    ):
         # Many a Lookahead calls no super().__init__(): PyTorch adds what is missing.
         optimizer.__setstate__({"defaults": getattr(optimizer, "defaults", {})})
     if _needs_closure(optimizer.step):
@@ -202,9 +208,12 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         check_groups(optimizer, lr)
     rates = lr.each if isinstance(lr, GroupRates) else repeat(lr, len(optimizer.param_groups))
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if (ratio := group.get(RATIO, 1.0)) is not None:
-            held = group["lr"]  # some that hold a tensor refuse a number in its place
-            group["lr"] = held.fill_(rate * ratio) if isinstance(held, Tensor) else rate * ratio
+        if (ratio := group.get(RATIO, 1.0)) is None or group.get(GIVEN) == rate * ratio:
+            continue  # what an optimizer makes of it by itself stays, as it would in a plain loop
+        held = group["lr"]  # some that hold a tensor refuse a number in its place
+        group["lr"] = held.fill_(rate * ratio) if isinstance(held, Tensor) else rate * ratio
+        if RATIO in group:
+            group[GIVEN] = rate * ratio
 
 
 def rates_of(

@@ -24,13 +24,16 @@ from samestep.launch.ranks.mesh import sharded_as
 RATIO = "lr_ratio"
 """In each group of a recipe's own optimizer: its learning rate / --lr."""
 
+GIVEN = "lr_given"
+"""There, once it has taken a step: the newest rate that it was given."""
+
 _SETTINGS = ("weight_decay", "momentum", "decoupled_weight_decay")
 """What the settings say of an optimizer's groups, and a checkpoint keeps with its state."""
 
 _KERNELS = frozenset({"fused", "foreach", "capturable"})
 """What decides how an optimizer computes here, and where its step counts lie."""
 
-_SET_HERE = _KERNELS | {"params", "lr", RATIO}
+_SET_HERE = _KERNELS | {"params", "lr", RATIO, GIVEN}
 """Entries of a group that are never loaded, whatever has changed them; see `_set_here`."""
 
 _POLICY = "_process_value_according_to_param_policy"
@@ -139,7 +142,8 @@ def joined(
         owners |= dict.fromkeys(map(id, held), this)
     if not optimizers:
         raise UserError(f"The recipe's optimizer{place} returned an empty list.")
-    return Joint(optimizers) if len(optimizers) > 1 else optimizers[0]
+    alone = len(optimizers) == 1 and isinstance(optimizers[0], torch.optim.Optimizer)
+    return optimizers[0] if alone else Joint(optimizers)
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -184,8 +188,12 @@ def what_groups_keep(
 
 
 def _set_here(group: Group) -> frozenset[str]:
-    """Return the names in a group that are never loaded: `lr` only if it is given."""
-    return _SET_HERE if group.get(RATIO, 1.0) is not None else _SET_HERE - {"lr"}
+    """Return the names in a group that are never loaded: `lr` unless the optimizer changes it."""
+    lr, given = group.get("lr"), group.get(GIVEN)
+    if isinstance(lr, Tensor) and given is not None:
+        given = lr.new_tensor(given)
+    found = group.get(RATIO, 1.0) is None or (given is not None and lr != given)
+    return _SET_HERE - {"lr", GIVEN} if found else _SET_HERE
 
 
 def _dtypes(group: Group) -> list[str]:
@@ -272,8 +280,9 @@ def _has_its_own(optimizer: torch.optim.Optimizer) -> bool:
 
 def _gathered(initial: Sequence[Group], kept: Sequence[Group] | None) -> list[set[str]]:
     """Return the names accumulated in a checkpoint's groups; refuse another kind of optimizer's."""
-    names = [{*group} - _KERNELS - {"params"} for group in initial]
-    if kept is None or [{*group["made"]} - _KERNELS for group in kept] != names:
+    ours = _KERNELS | {"params", GIVEN}
+    names = [{*group} - ours for group in initial]
+    if kept is None or [{*group["made"]} - ours for group in kept] != names:
         raise UserError(
             "The checkpoint was written by another kind of optimizer, and what it has gathered "
             "does not fit this one. Use the optimizer of the run that wrote it, or start a new "

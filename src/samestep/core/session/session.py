@@ -374,9 +374,9 @@ def _bytes(tensor: Tensor) -> int:
 def _copies(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> int:
     name = type(optimizer).__name__
     if name == "SGD":
-        return int(bool(group["momentum"]))
+        return int(bool(group.get("momentum")))
     if name == "RMSprop":
-        return 1 + bool(group["momentum"]) + bool(group["centered"])
+        return 1 + bool(group.get("momentum")) + bool(group.get("centered"))
     return _COPIES.get(name, _USUAL_COPIES) + bool(group.get("amsgrad"))
 
 
