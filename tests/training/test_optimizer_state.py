@@ -3,15 +3,25 @@
 import inspect
 import random
 import signal
+from collections import deque
+from enum import IntEnum
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from samestep import Recipe, Settings
 from samestep.base.errors import UserError
+from samestep.base.run.checkpoints import why_not_kept
 from samestep.core.learner.optimizer import Update, optimizer_of
-from samestep.core.learner.optimizer_state import Trial, groups_of, load_state, what_groups_keep
+from samestep.core.learner.optimizer_state import (
+    Trial,
+    groups_of,
+    load_state,
+    state_of,
+    what_groups_keep,
+)
 from samestep.core.session.trained_model import evaluate_run, open_checkpoint
 from tests import tiny
 from tests.command_line import read_json
@@ -110,6 +120,50 @@ class Falling(Slowing):
         group["next"] = group["lr"] = group["lr"] * 0.9
 
 
+class Kind(IntEnum):
+    SECOND = 2
+
+
+class Outer:
+    """Around another one and of no class of PyTorch's, like a schedule-free wrapper."""
+
+    param_groups = property(lambda self: self.base.param_groups)
+    state = property(lambda self: self.base.state)
+
+    def __init__(self, params, lr):
+        self.base = Slowing(params, lr)
+
+    def step(self):
+        self.base.step()
+
+    def state_dict(self):
+        return self.base.state_dict()
+
+    def load_state_dict(self, state):
+        self.base.load_state_dict(state)
+
+
+class Held:
+    """What an optimizer keeps as an object of its own, as GaLore its projections."""
+
+    factor = torch.ones(1)
+
+
+class Holding(Slowing):
+    """Its state has an object, a queue and a number of NumPy; it may share the object."""
+
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            held = self.state[p].setdefault("held", Held())
+            held.factor, held.kind = held.factor * 0.5, Kind.SECOND
+            kept = self.state[p].setdefault("kept", deque(maxlen=2))
+            kept.append(np.float32(held.factor.item()))
+            p.data.mul_(1 - held.factor - sum(kept))
+            if "share" in self.param_groups[0]:
+                self.state[p]["held"] = self.param_groups[0].setdefault("held", held)
+
+
 class Relative(Slowing):
     """It finds its learning rate itself, like Adafactor."""
 
@@ -203,7 +257,7 @@ def several(params, lr):
 
 
 KINDS = {"groups": Slowing, "joint": Joint, "around": Around, "several": several, "rate": Relative}
-KINDS["falls"] = Falling
+KINDS |= {"falls": Falling, "objects": Holding, "outer": Outer}
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
@@ -213,7 +267,8 @@ def test_a_resume_is_the_same_to_the_last_bit(kind, weights):
     take(straight, whole[2], range(6))
     before, optimizer, update, groups = made(kind, weights)
     take(before, update, range(3))
-    saved, kept = optimizer.state_dict(), what_groups_keep(optimizer, groups)
+    saved, kept = state_of(optimizer), what_groups_keep(optimizer, groups)
+    assert why_not_kept(saved) == ""
     model, optimizer, update, groups = made(kind, weights)
     model.load_state_dict(before.state_dict())
     load_state(optimizer, saved, groups, kept)
@@ -243,6 +298,9 @@ def test_an_optimizer_that_a_checkpoint_would_not_bring_back_is_told_in_the_firs
     with pytest.raises(
         UserError, match=r"Slowing \+ Counting.* attribute steps, .*--no-self-check"
     ):
+        take(model, update, range(1))
+    model, _, update, _ = made(Holding, torch.float32, share=True)
+    with pytest.raises(UserError, match=r"Holding.* cannot: objects of .*\.Held"):
         take(model, update, range(1))
     for kept, change in KEPT:
         model, _, update, _ = made(Keeping, torch.float32, kept=kept, change=change)

@@ -302,6 +302,7 @@ class Update:
         `checks`: whether what an optimizer counts in its attributes is looked at.
         """
         self._optimizer, self._scaler, self._maker = optimizer, scaler, maker
+        self._checks = checks
         self._scheduled = scheduled
         self._parameters: list[nn.Parameter] = optimizer.param_groups[0]["params"]
         self._sharded = any(is_sharded(p) for p in self._parameters)
@@ -344,7 +345,7 @@ class Update:
             from samestep.core.learner.sharded_update import sharded_update  # noqa: PLC0415
 
             looks = self._trial is not None and self._trial.is_new
-            update = sharded_update(what, looks=looks)
+            update = sharded_update(what, looks=looks, may_draw=not self._checks)
         try:
             with update:
                 self._ordinary_step()

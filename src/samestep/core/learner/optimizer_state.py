@@ -6,7 +6,7 @@ gathered is loaded.
 """
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from samestep.base.errors import UserError, blame, error_text, listed
 from samestep.base.run.checkpoints import own_memory
 from samestep.base.trees import map_tensors
 from samestep.base.words import count
+from samestep.core.learner.kept_objects import packed, unpacked
 from samestep.core.learner.model_state import Hollowing, difference, hollow
 from samestep.launch.ranks.mesh import sharded_as
 
@@ -205,6 +206,14 @@ def equal_values(first: Any, other: Any) -> bool:
     return not difference(first, other) and not difference(other, first)
 
 
+def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's `state_dict` as a checkpoint holds it."""
+    if isinstance(optimizer, Joint):
+        return {"optimizers": [state_of(member) for member in optimizer]}
+    state: dict[str, Any] = packed(optimizer.state_dict(), optimizer)
+    return state
+
+
 def load_state(
     optimizer: torch.optim.Optimizer,
     saved: dict[str, Any],
@@ -217,7 +226,7 @@ def load_state(
 
     Args:
         optimizer: a new one.
-        saved: what its `state_dict` returned.
+        saved: what `state_of` returned.
         initial: what `groups_of` returned when it was new.
         kept: of a recipe's own, what `what_groups_keep` returned; None of a built-in one.
 
@@ -309,22 +318,24 @@ def _load(
 ) -> None:
     """Load a state: torch's ordinary one, or one of the optimizer's own form as it is."""
     if len(own) != len(its) or "state" not in saved:
-        optimizer.load_state_dict(own_memory(saved))
+        optimizer.load_state_dict(unpacked(own_memory(saved), optimizer))
         return
     groups = [
         group | {name: mine[name] for name in _KERNELS if name in mine}
         for mine, group in zip(own, map(dict, its), strict=True)
     ]
-    saved = {**saved, "state": _sharded_state(optimizer, saved)}
+    saved = unpacked({**saved, "state": _sharded_state(optimizer, saved)}, optimizer)
     optimizer.load_state_dict({**saved, "param_groups": groups})
     # Torch casts all but the step count to the type of the weight; single numbers, such as NAdam's
-    # product of momenta, have one of their own.
+    # product of momenta, have one of their own. Of a deque it loses the length.
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, parameters_in(optimizer), strict=True):
         state = optimizer.state[parameter] if number in saved["state"] else {}
         for name, value in saved["state"].get(number, {}).items():
             if name != "step" and isinstance(value, Tensor) and value.dim() == 0 < parameter.dim():
                 state[name] = value.to(state[name].device, copy=True)
+            elif isinstance(value, deque):
+                state[name] = deque(state[name], value.maxlen)
 
 
 def _sharded_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[Any, Any]:
@@ -378,7 +389,7 @@ class Trial:
             with torch.random.fork_rng(devices=[]):
                 load_state(twin, saved, self._made, in_groups)
                 take_settings(twin, optimizer.param_groups, [g["gathered"] for g in in_groups])
-                back = map_tensors(hollow, twin.state_dict())
+                back = map_tensors(hollow, state_of(twin))
         except Exception as error:
             cause = error.__cause__ or error
             # Its code may read numbers in tensors, which these have not.
