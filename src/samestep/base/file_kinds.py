@@ -91,6 +91,8 @@ def trains_by_trainer(path: Path, folder: Path) -> bool:
         if file == path and any(_binds_recipe(node) for node in nodes):
             return False
         modules: list[str] = []
+        imported = (alias for node in nodes if isinstance(node, ast.Import) for alias in node.names)
+        of_trainers = {one.asname or one.name for one in imported if _OF_TRAINERS.match(one.name)}
         for node in nodes:
             match node:
                 case ast.Import(names=names):
@@ -99,9 +101,9 @@ def trains_by_trainer(path: Path, folder: Path) -> bool:
                     modules.append(module)
                     by_name = any(alias.name.endswith(("Trainer", "*")) for alias in names)
                     takes |= by_name and _OF_TRAINERS.match(module) is not None
-                case ast.Attribute(value=ast.Name(id="transformers"), attr=name):
-                    takes |= name.endswith("Trainer")
-                case ast.Call(func=ast.Attribute(attr="train")):
+                case ast.Attribute(value=ast.Name(id=name), attr=attribute):
+                    takes |= name in of_trainers and attribute.endswith("Trainer")
+                case ast.Call(func=ast.Attribute(attr="train" | "hyperparameter_search")):
                     trains = True
         own = (folder / f"{name.replace('.', '/')}.py" for name in modules)
         waiting += [one for one in own if one not in read and one.is_file()]

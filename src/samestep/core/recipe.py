@@ -486,10 +486,12 @@ def _is_of_trainer(path: Path, original: Path, source: bytes) -> bool:
 
 def _no_recipe(path: Path, what: str, source: bytes) -> UserError:
     line = "recipe = Recipe(model=…, data=…), after `from samestep import Recipe`"
-    if re.search(rb"^\s*(import|from) (pytorch_)?lightning\b(?!\.fabric)", source, re.MULTILINE):
+    lightning = rb"^\s*(import|from) ([\w., ]*, *)?(pytorch_)?lightning\b(?!\.fabric)"
+    if re.search(lightning, source, re.MULTILINE) and b"Fabric(" not in source:
         line = "recipe = samestep.lightning.recipe(YourModule, YourDataModule, epochs=…), after "
         line += "`import samestep.lightning`, and put Trainer.fit under `if __name__ == '__main__'`"
     return UserError(
         f"{path} has {what}. End it with: {line}. If it is a training script, "
-        f"`samestep check {path}` looks for mistakes in it as it is."
+        f"`samestep check {path}` looks for mistakes in it as it is, and samestep.open_run keeps "
+        "its loop (page “Port your loop”)."
     )

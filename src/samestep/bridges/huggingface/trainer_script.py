@@ -23,6 +23,14 @@ class _FoundTrainer(BaseException):
     """Ends the script where it would train; no `except Exception` of it keeps that."""
 
 
+def _search(*_: Any, **__: Any) -> NoReturn:
+    raise UserError(
+        "trainer.hyperparameter_search(…) cannot be taken over.",
+        remedy="Call trainer.train() in its place, and try settings with: samestep sweep SCRIPT "
+        "--lr 1e-4,1e-3",
+    )
+
+
 @contextmanager
 def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
     """Run a script within this, as the main program: at its `train()` it gets a `recipe`.
@@ -56,7 +64,7 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
     words = take_script_words()
     sys.argv = [str(path), *words]
     try:
-        with patched((Trainer, "train", train)):
+        with patched((Trainer, "train", train), (Trainer, "hyperparameter_search", _search)):
             yield
     except _FoundTrainer:
         pass
