@@ -6,7 +6,6 @@ import signal
 from collections import deque
 from enum import IntEnum
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,14 +13,9 @@ from torch import nn
 from samestep import Recipe, Settings
 from samestep.base.errors import UserError
 from samestep.base.run.checkpoints import why_not_kept
+from samestep.core.learner.kept_objects import packed
 from samestep.core.learner.optimizer import Update, optimizer_of
-from samestep.core.learner.optimizer_state import (
-    Trial,
-    groups_of,
-    load_state,
-    state_of,
-    what_groups_keep,
-)
+from samestep.core.learner.optimizer_state import Trial, groups_of, load_state, what_groups_keep
 from samestep.core.session.trained_model import evaluate_run, open_checkpoint
 from tests import tiny
 from tests.command_line import read_json
@@ -150,7 +144,7 @@ class Held:
 
 
 class Holding(Slowing):
-    """Its state has an object, a queue and a number of NumPy; it may share the object."""
+    """Its state has an object and a queue; it may share the object."""
 
     def step(self, closure=None):
         super().step()
@@ -158,7 +152,7 @@ class Holding(Slowing):
             held = self.state[p].setdefault("held", Held())
             held.factor, held.kind = held.factor * 0.5, Kind.SECOND
             kept = self.state[p].setdefault("kept", deque(maxlen=2))
-            kept.append(np.float32(held.factor.item()))
+            kept.append(held.factor.item())
             p.data.mul_(1 - held.factor - sum(kept))
             if "share" in self.param_groups[0]:
                 self.state[p]["held"] = self.param_groups[0].setdefault("held", held)
@@ -267,7 +261,7 @@ def test_a_resume_is_the_same_to_the_last_bit(kind, weights):
     take(straight, whole[2], range(6))
     before, optimizer, update, groups = made(kind, weights)
     take(before, update, range(3))
-    saved, kept = state_of(optimizer), what_groups_keep(optimizer, groups)
+    saved, kept = packed(optimizer), what_groups_keep(optimizer, groups)
     assert why_not_kept(saved) == ""
     model, optimizer, update, groups = made(kind, weights)
     model.load_state_dict(before.state_dict())

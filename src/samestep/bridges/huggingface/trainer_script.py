@@ -25,9 +25,8 @@ class _FoundTrainer(BaseException):
 
 def _search(*_: Any, **__: Any) -> NoReturn:
     raise UserError(
-        "trainer.hyperparameter_search(…) cannot be taken over.",
-        remedy="Call trainer.train() in its place, and try settings with: samestep sweep SCRIPT "
-        "--lr 1e-4,1e-3",
+        "trainer.hyperparameter_search(…) cannot be taken over: call train() in its place.",
+        remedy="Try several settings with: samestep sweep SCRIPT --lr 1e-4,1e-3",
     )
 
 

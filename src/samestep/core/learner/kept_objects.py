@@ -10,7 +10,6 @@ from enum import Enum
 from functools import partial, reduce
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,42 +20,43 @@ _KIND, _HELD = "object of", "holds"
 """The two entries of a dict that stands for an object."""
 
 
-def packed(state: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Return a state with plain values in place of objects, but for those of other packages.
+def packed(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the state of one or several, with plain values in place of their packages' objects.
 
     One that is at two places, or shares a tensor, stays as it is: it would come back as two.
     """
-    seen = _ids([state, *(group["params"] for group in optimizer.param_groups)])
+    state, held = optimizer.state_dict(), [group["params"] for group in optimizer.param_groups]
+    seen = {id(leaf) for leaf in tree_leaves([state, held]) if isinstance(leaf, Tensor)}
     return map_leaves(partial(_packed, packages=_packages(optimizer), seen=seen), state)
 
 
 def unpacked(state: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Return what `packed` was given; tensors in objects are put to where the parameters are."""
+    """Return what `packed` began with; tensors in objects are put to where the parameters are."""
     devices = (p.device for group in optimizer.param_groups for p in group["params"])
     return _unpacked(state, _packages(optimizer), next(devices, None))
 
 
 def _packages(optimizer: torch.optim.Optimizer) -> set[str]:
-    return {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__[:-1]} - {"torch"}
-
-
-def _ids(tree: Any) -> set[int]:
-    return {id(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+    kinds = (
+        kind
+        for one in getattr(optimizer, "optimizers", [optimizer])
+        for kind in type(one).__mro__[:-1]
+    )
+    return {kind.__module__.partition(".")[0] for kind in kinds} - {"torch"}
 
 
 def _packed(value: Any, packages: set[str], seen: set[int]) -> Any:
     kind, again = type(value), partial(_packed, packages=packages, seen=seen)
     if kind is deque:
         held: Any = [map_leaves(again, [*value]), value.maxlen]
-    elif isinstance(value, np.generic):
-        held = value.item()
     elif kind.__module__.partition(".")[0] not in packages:
         return value
     elif isinstance(value, Enum):
         held = value.value
     else:
         inside = getattr(value, "__dict__", None)
-        new = {id(value), *_ids(inside)}
+        tensors = (leaf for leaf in tree_leaves(inside) if isinstance(leaf, Tensor))
+        new = {id(value), *map(id, tensors)}
         if inside is None or seen & new:
             return value
         seen |= new
@@ -75,16 +75,13 @@ def _unpacked(value: Any, packages: set[str], device: torch.device | None) -> An
         return parts
     (module, _, name), held = value[_KIND].partition(":"), parts[_HELD]
     package, loaded = module.partition(".")[0], sys.modules.get(module)
-    if package not in packages | {"collections", "numpy"} or loaded is None:
-        raise UserError(
-            f"The checkpoint's optimizer holds an object of {value[_KIND]}, which is not in the "
-            "package of this optimizer. Use the optimizer of the run that wrote it."
-        )
+    if package not in packages | {"collections"} or loaded is None:
+        raise UserError(f"it holds an object of {value[_KIND]}, of another package")
     kind = reduce(getattr, name.split("."), cast("Any", loaded))
     if kind is deque:
         return deque(*held)
-    if package not in packages or issubclass(kind, Enum):
-        return kind(held) if issubclass(kind, np.generic | Enum) else parts
+    if issubclass(kind, Enum):
+        return kind(held)
     made = object.__new__(kind)
     vars(made).update(map_tensors(lambda tensor: tensor.to(device), held))
     return made

@@ -42,9 +42,6 @@ _KERNELS: dict[type, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]]
 }
 """Optimizer → its fused kernel, and what this takes of the state and of the group."""
 
-_OF_OPTIMIZERS = ("param_groups", "state", "step", "state_dict", "load_state_dict")
-"""What makes an optimizer, also one around another that is of no class of torch's."""
-
 _ALONE = contextlib.nullcontext()
 
 
@@ -131,14 +128,14 @@ def optimizer_of(
 
 
 def _check_kind(optimizer: Any, place: str) -> None:
-    if not all(hasattr(optimizer, name) for name in _OF_OPTIMIZERS):
+    has = ("param_groups", "state", "step", "state_dict", "load_state_dict")  # so do wrappers
+    if not all(hasattr(optimizer, name) for name in has):
         raise UserError(
             f"The recipe's optimizer{place} returned a {type(optimizer).__name__}; it must return "
             "a torch.optim.Optimizer, or a list of several."
         )
-    if isinstance(optimizer, torch.optim.Optimizer) and not hasattr(
-        optimizer, "_optimizer_step_pre_hooks"
-    ):
+    of_torch = isinstance(optimizer, torch.optim.Optimizer)
+    if of_torch and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         # Many a Lookahead calls no super().__init__(): PyTorch adds what is missing.
         optimizer.__setstate__({"defaults": getattr(optimizer, "defaults", {})})
     if _needs_closure(optimizer.step):
@@ -212,7 +209,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             continue  # what an optimizer makes of it by itself stays, as it would in a plain loop
         held = group["lr"]  # some that hold a tensor refuse a number in its place
         group["lr"] = held.fill_(rate * ratio) if isinstance(held, Tensor) else rate * ratio
-        if RATIO in group:
+        if RATIO in group and not isinstance(held, Tensor):
             group[GIVEN] = rate * ratio
 
 

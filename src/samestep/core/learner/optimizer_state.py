@@ -190,11 +190,8 @@ def what_groups_keep(
 
 def _set_here(group: Group) -> frozenset[str]:
     """Return the names in a group that are never loaded: `lr` unless the optimizer changes it."""
-    lr, given = group.get("lr"), group.get(GIVEN)
-    if isinstance(lr, Tensor) and given is not None:
-        given = lr.new_tensor(given)
-    found = group.get(RATIO, 1.0) is None or (given is not None and lr != given)
-    return _SET_HERE - {"lr", GIVEN} if found else _SET_HERE
+    finds = group.get(RATIO, 1.0) is None or (GIVEN in group and group["lr"] != group[GIVEN])
+    return _SET_HERE - {"lr", GIVEN} if finds else _SET_HERE
 
 
 def _dtypes(group: Group) -> list[str]:
@@ -204,14 +201,6 @@ def _dtypes(group: Group) -> list[str]:
 def equal_values(first: Any, other: Any) -> bool:
     """Whether two values of a state are equal, NaN with NaN, too."""
     return not difference(first, other) and not difference(other, first)
-
-
-def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's `state_dict` as a checkpoint holds it."""
-    if isinstance(optimizer, Joint):
-        return {"optimizers": [state_of(member) for member in optimizer]}
-    state: dict[str, Any] = packed(optimizer.state_dict(), optimizer)
-    return state
 
 
 def load_state(
@@ -226,7 +215,7 @@ def load_state(
 
     Args:
         optimizer: a new one.
-        saved: what `state_of` returned.
+        saved: what `packed` returned.
         initial: what `groups_of` returned when it was new.
         kept: of a recipe's own, what `what_groups_keep` returned; None of a built-in one.
 
@@ -389,7 +378,7 @@ class Trial:
             with torch.random.fork_rng(devices=[]):
                 load_state(twin, saved, self._made, in_groups)
                 take_settings(twin, optimizer.param_groups, [g["gathered"] for g in in_groups])
-                back = map_tensors(hollow, state_of(twin))
+                back = map_tensors(hollow, packed(twin))
         except Exception as error:
             cause = error.__cause__ or error
             # Its code may read numbers in tensors, which these have not.

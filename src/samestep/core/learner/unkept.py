@@ -18,7 +18,8 @@ from samestep.base.trees import has_packed, map_tensors, real_parts, tree_leaves
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.source import Batch, OrderedSource, Source
 from samestep.core.learner.agreement import check_same_samples, random_numbers
-from samestep.core.learner.optimizer_state import Trial, kind_of, state_of, with_inner
+from samestep.core.learner.kept_objects import packed
+from samestep.core.learner.optimizer_state import Trial, kind_of, with_inner
 from samestep.core.learner.side_effects import (
     GENERATORS,
     batch_norms,
@@ -260,7 +261,7 @@ class OptimizerTrial:
         return before is not None or not now
 
     def _check_state(self) -> None:
-        state = state_of(self._optimizer)
+        state = packed(self._optimizer)
         # Tensors may be large, and it is the rest that can be of any type.
         if why := why_not_kept(state):
             raise UserError(

@@ -14,14 +14,10 @@ from samestep.core.data.keyed_random import mix, seed_rank
 from samestep.core.data.order import held_parts
 from samestep.core.learner.agreement import check_weights, may_draw, rng_state, set_rng_state
 from samestep.core.learner.device import share_of_scale
+from samestep.core.learner.kept_objects import packed
 from samestep.core.learner.model_state import load_model
 from samestep.core.learner.optimizer import set_lr
-from samestep.core.learner.optimizer_state import (
-    load_state,
-    parameters_in,
-    state_of,
-    what_groups_keep,
-)
+from samestep.core.learner.optimizer_state import load_state, parameters_in, what_groups_keep
 from samestep.core.learner.prepare import match_layouts
 from samestep.core.plan import learning_rate, warmup_steps
 from samestep.core.training.stopping import Watch
@@ -73,7 +69,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         **({"weights_sha256": weights_sha256(learner.model)} if virtual else {}),
         **({} if average is None else {"ema": average.state()}),
         **carried,
-        "optimizer": state_of(learner.optimizer),
+        "optimizer": packed(learner.optimizer),
         **groups,
         "scaler": None if scaler is None else _rescaled(scaler.state_dict(), 1 / share),
         "schedule": {
