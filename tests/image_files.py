@@ -51,16 +51,10 @@ def _bad_checksum(path: Path) -> None:
 
 
 def _too_large(path: Path) -> None:
-    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    chunk = b"IHDR" + header
-    path.write_bytes(
-        b"\x89PNG\r\n\x1a\n"
-        + struct.pack(">I", 13)
-        + chunk
-        + struct.pack(">I", zlib.crc32(chunk))
-        + b"\0\0\0\0IDAT"
-        + b"\0" * 8
-    )
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    length, checksum = struct.pack(">I", 13), struct.pack(">I", zlib.crc32(chunk))
+    header = b"\x89PNG\r\n\x1a\n" + length + chunk + checksum
+    path.write_bytes(header + b"\0\0\0\0IDAT" + b"\0" * 8)
 
 
 BROKEN = {

@@ -153,16 +153,13 @@ def command_of_the_handbook(folder: Path) -> str:
     return line.replace("/shared", str(folder))
 
 
-def own_signals(sandbox) -> str:
-    submit = ("slurm", "submit", "spiral", "--time", "10:00", "--dry-run")
-    lines = sandbox.run("samestep", *submit).splitlines()
-    return "\n".join(line for line in lines if line.startswith(("#SBATCH --signal", "trap ")))
-
-
 def test_a_healthy_job_has_no_red_row_and_tells_of_its_nodes_and_settings(sandbox, tmp_path):
     options = (*TWO_EACH, "--time=10", "--requeue")
     command = command_of_the_handbook(tmp_path)
-    code, rows = in_script(sandbox, tmp_path, command, *options, head=own_signals(sandbox))
+    submit = ("slurm", "submit", "spiral", "--time", "10:00", "--dry-run")
+    lines = sandbox.run("samestep", *submit).splitlines()
+    own = "\n".join(line for line in lines if line.startswith(("#SBATCH --signal", "trap ")))
+    code, rows = in_script(sandbox, tmp_path, command, *options, head=own)
     assert str(tmp_path / "runs") in rows["run directory"]["found"]
     assert (code, reds(rows)) == (0, set()), rows
     assert rows["launcher"]["found"] == "srun: 4 ranks on 2 nodes"

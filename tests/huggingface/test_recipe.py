@@ -19,12 +19,12 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.xdist_group("what a Trainer takes")
 
 FILE = """
-import json, sys
+import functools, json, sys
 import torch
 import samestep.huggingface
 from transformers import (BartConfig, BartForConditionalGeneration, BertConfig, LlamaConfig,
     BertForSequenceClassification, LlamaForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments,
-    Trainer, TrainerCallback, TrainingArguments)
+    PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments)
 TOKENS = True
 draw = torch.Generator().manual_seed(0)
 def row(_):
@@ -95,7 +95,30 @@ class Logs(TrainerCallback):
         with open(args.output_dir + ".log", "a") as file:
             file.write(json.dumps([state.global_step, state.epoch, logs]) + "\\n")
     on_epoch_end = lambda self, *known, **_: self.on_log(*known, {})
+def patch(net, forward):  # functions that hold the model itself
+    net.forward = functools.wraps(forward)(lambda **given: forward(**given))
+    net.classifier.register_forward_hook(lambda *_: _[2] * (1 + net.classifier.bias[0]))
+patch(model, model.forward)
 trainer = Own(model, args, callbacks=[Logs], **given)
+"""
+TRL = """import copy, datasets, tokenizers, trl
+core = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(n): n for n in range(30)}, "0"))
+core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+words = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="0", eos_token="1")
+text = lambda ids: "".join(f" {n}" for n in ids.tolist())
+def rows(data, *names):
+    parts = lambda ids: (text(ids[:3]), text(ids[3:6]), text(ids[5:]))
+    rows = (zip(("prompt", *names), parts(row["input_ids"])) for row in data)
+    return datasets.Dataset.from_list([*map(dict, rows)])
+def trained(kind, config, *names, **more):
+    sets = {"train_dataset": rows(train, *names), "eval_dataset": rows(validation, *names)}
+    return kind(model=model, args=config(**args.to_dict()), processing_class=words, **sets, **more)
+"""
+SFT = f"""{TRL}trainer = trained(trl.SFTTrainer, trl.SFTConfig, "completion",
+    compute_metrics=measure)
+"""
+DPO = f"""{TRL}reference = copy.deepcopy(model)
+trainer = trained(trl.DPOTrainer, trl.DPOConfig, "chosen", "rejected", ref_model=reference)
 """
 ALONE = ("--threads", "1", "--device", "cpu")
 
@@ -121,17 +144,17 @@ def records(folder, event):
 
 
 @pytest.mark.parametrize(
-    "kind", ["tokens", "classes", "own optimizer", "own methods", "stream", "generates"]
+    "kind",
+    ["tokens", "classes", "own optimizer", "own methods", "stream", "generates", "sft", "dpo"],
 )
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL
 def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
-    """Padded tokens in micro-steps, or classes with smoothed labels; schedule, decay, metrics.
-
-    A callback that only logs is given what the Trainer gives it.
-    """
-    tokens = kind in ("tokens", "stream", "generates")
+    """Padded tokens in micro-steps, or classes with smoothed labels; a callback that only logs."""
+    tokens = kind in ("tokens", "stream", "generates", "sft", "dpo")
     changes = [("TOKENS = True", f"TOKENS = {tokens}")]
     changes += [("label_smoothing_factor=0.1, ", "")] * tokens
     own = {"own optimizer": OWN, "own methods": METHODS, "stream": STREAM, "generates": GENERATES}
+    own |= {"sft": SFT, "dpo": DPO}
     changes += [(OURS, own[kind] + FROM if kind in own else OURS)]
     changes += [('"train_sampling_strategy": "sequential", ', "")] * (kind == "own methods")
     by_name = kind == "classes"
@@ -162,6 +185,8 @@ def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
     np.testing.assert_allclose(losses, logs, atol=1e-6)
     steps = {one["step"] for one in trainer.state.log_history if "eval_runtime" in one}
     assert {one["step"] for one in records(tmp_path / "run", "evaluation")} >= steps
+    if kind == "dpo":
+        return
     last, log = records(tmp_path / "run", "evaluation")[-1], trainer.evaluate()
     of = ("a/", "eval_a_eval_") if by_name else ("", "eval_")
     assert last[f"{of[0]}accuracy"] == pytest.approx(log[f"{of[1]}accuracy"], abs=1e-12)
@@ -219,18 +244,16 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     assert call(*sweep, "7") == 0
     assert "seed = 7" in (tmp_path / "sweep/lr=0.2/settings.toml").read_text()
     assert "another sweep ('script_args'" in refused(*sweep, "8")
-    for ending, says in {
-        "train(resume_from_checkpoint=True)": "--resume",
-        "train": "-- --do_train",
-        "train(exit(2))": "no arguments",
-    }.items():
+    says = {"train(resume_from_checkpoint=True)": "--resume", "train": "-- --do_train"}
+    for ending, told in (says | {"train(exit(2))": "no arguments"}).items():
         changed = SCRIPT.replace("train(resume_from_checkpoint=None)", ending)
         file = written(tmp_path, (OURS, changed), imports)
-        assert says in refused("train", file, "--run-dir", str(tmp_path / "other"))
+        assert told in refused("train", file, "--run-dir", str(tmp_path / "other"))
 
 
 OwnSteps = type("OwnSteps", (transformers.Trainer,), {"training_step": print})
 OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {"on_step_end": print})
+PaddingFree = type("PaddingFree", (transformers.Trainer,), {"padding_free": True})
 WITH_MODEL = {"__init__": lambda own: vars(own).update(net=torch.nn.Linear(1, 1)), "on_log": print}
 Held = type("Held", (transformers.TrainerCallback,), WITH_MODEL)
 
@@ -250,6 +273,7 @@ Held = type("Held", (transformers.TrainerCallback,), WITH_MODEL)
         ({}, {"callbacks": [Held()]}, "Held.*uses self.net, a Linear"),
         ({}, {"test_dataset": {"one": [], "other": []}}, "a dict of 2 data sets"),
         ({}, {"eval_dataset": iter([])}, "is a stream"),
+        ({}, {"trainer": PaddingFree}, "padding_free=True.*packing_strategy"),
         ({}, {"trainer": OwnSteps}, "its own training_step.*open_run"),
     ],
 )

@@ -91,12 +91,6 @@ def curves(run):
             yield name, [(e if series == "epoch" else step, value) for _, step, e, value in own]
 
 
-def mlflow_run(run):
-    store = readers.mlflow_store(run)
-    (found,) = store.search_runs([store.get_experiment_by_name("odd ones").experiment_id])
-    return store, found
-
-
 def names_of(artifacts):
     return {Path(one.path).name for one in artifacts}
 
@@ -219,7 +213,8 @@ def test_tensorboard_has_every_value_at_its_step_or_epoch(tracked):
 
 
 def test_mlflow_has_one_run_with_every_value_at_its_step_or_epoch(tracked):
-    store, run = mlflow_run(tracked.path)
+    store = readers.mlflow_store(tracked.path)
+    (run,) = store.search_runs([store.get_experiment_by_name("odd ones").experiment_id])
     assert (run.info.run_name, run.info.status) == ("the first", "FINISHED")
     assert run.data.params["lr"] == "0.01"
     assert run.data.tags["tags"] == "a, b"

@@ -32,7 +32,7 @@ from transformers.utils import find_labels
 
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
-from samestep.base.trees import num_rows
+from samestep.base.trees import num_rows, tree_leaves
 from samestep.bridges.huggingface.callbacks import (
     LoggingCallbacks,
     check_held,
@@ -42,11 +42,13 @@ from samestep.bridges.huggingface.predictions import Predictions, generated, pre
 from samestep.bridges.huggingface.trainer_methods import (
     OF_OPTIMIZER,
     check_methods,
+    check_of_trl,
     has_own,
     noting_uncalled,
     optimizer_of,
     ordered_by,
     schedule_of,
+    take_model,
     with_length,
 )
 from samestep.bridges.huggingface.training_arguments import (
@@ -60,6 +62,7 @@ from samestep.bridges.huggingface.training_arguments import (
 )
 from samestep.core.data.recipe_data import is_stream
 from samestep.core.learner.after_epoch import keeps_trained
+from samestep.core.learner.model_state import copied
 from samestep.core.recipe import Recipe, Splits
 from samestep.launch.ranks.world import in_process_group
 
@@ -183,6 +186,7 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
     """
     kind = type(trainer)
     check_methods(kind)
+    check_of_trl(trainer)
     init = getattr(trainer, "model_init", None)
     base = recipe(
         init if init is not None else trainer.model,
@@ -201,6 +205,9 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
     )
     given: _ForTrainer = cast("Any", base.model).__self__
     parts: dict[str, Any] = {"data": functools.partial(noting_uncalled, trainer, base.data)}
+    if has_own(kind, "_set_signature_columns_if_needed"):
+        trainer._set_signature_columns_if_needed()  # noqa: SLF001 - the user's method
+        given.about.kept = frozenset(trainer._signature_columns or ())  # noqa: SLF001
     if has_own(kind, "compute_loss"):
         parts["forward"] = given.computed_by(trainer)
     if has_own(kind, "_get_train_sampler"):
@@ -246,6 +253,8 @@ class _About:
 
     columns: frozenset[str] = frozenset()
     """What its forward takes."""
+    kept: frozenset[str] = frozenset()
+    """The columns that a Trainer's own method names instead."""
     labels: tuple[str, ...] = ("labels",)
     shifts: bool = False
     """Whether position i predicts label i + 1."""
@@ -274,7 +283,7 @@ class _ForTrainer:
     def build(self) -> nn.Module:
         """Make the model, or copy it."""
         given, args = self.model, self.args
-        model: Any = copy.deepcopy(given) if isinstance(given, nn.Module) else None
+        model: Any = copied(given) if isinstance(given, nn.Module) else None
         if model is None:
             model = given(None) if "trial" in inspect.signature(given).parameters else given()
         if args.gradient_checkpointing:
@@ -328,7 +337,7 @@ class _ForTrainer:
     def collate(self, samples: list[Any]) -> Any:
         """Put samples into a batch, without columns that the model does not take."""
         if self.args.remove_unused_columns and isinstance(samples[0], Mapping):
-            kept = self.about.columns
+            kept = self.about.kept or self.about.columns
             samples = [{n: value for n, value in sample.items() if n in kept} for sample in samples]
             if not samples[0]:
                 raise UserError(
@@ -349,7 +358,8 @@ class _ForTrainer:
         """Return how many labels a batch has, -100 left out; without them its samples."""
         labels = batch.get("shift_labels", batch.get("labels"))
         if not isinstance(labels, Tensor) or labels.is_floating_point():
-            return num_rows(batch)
+            rows = num_rows(batch)  # None: of pairs that are put one below the other, with scores
+            return rows or min(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         if self.about.shifts and "shift_labels" not in batch:
             labels = labels[..., 1:]
         return labels.ne(_IGNORED).sum()
@@ -371,13 +381,14 @@ class _ForTrainer:
         def forward(model: nn.Module, batch: Any, *, step: int) -> dict[str, Any]:
             taken, state = step + (not model.training), trainer.state  # an evaluation follows it
             state.global_step, state.epoch = taken, taken / self.about.steps_per_epoch
-            trainer.model = trainer.model_wrapped = model
+            take_model(trainer, model)
             if (tokens := self.generated(model, batch)) is not None:
                 return tokens
             items = self._items(batch) if "num_items_in_batch" in takes else {}
+            predicts = self.predicts and not model.training
             with keeps_trained(model, "compute_loss", trainer.compute_loss):
-                found = trainer.compute_loss(model, dict(batch), return_outputs=True, **items)
-            return self.found(model, batch, *found)
+                given = trainer.compute_loss(model, dict(batch), return_outputs=predicts, **items)
+            return self.found(model, batch, *(given if predicts else (given, None)))
 
         return forward
 

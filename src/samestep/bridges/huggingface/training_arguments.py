@@ -77,27 +77,29 @@ def check_arguments(args: TrainingArguments) -> None:
     """
     unknown = "samestep does not know what it changes. Leave it out."
     for name, value in _unlike_default(args):
-        _refuse(name, value, _REFUSED.get(name, unknown))
+        refuse(name, value, _REFUSED.get(name, unknown))
     if args.optim not in _OPTIMIZERS:
-        _refuse("optim", str(args.optim.value), _OWN_OPTIMIZER)
+        refuse("optim", str(args.optim.value), _OWN_OPTIMIZER)
     if args.data_seed not in (None, args.seed):
-        _refuse("data_seed", args.data_seed, "--seed decides all random numbers.")
+        refuse("data_seed", args.data_seed, "--seed decides all random numbers.")
     if args.accelerator_config.split_batches:
-        _refuse("accelerator_config", "split_batches", "Give batch_size=….")
+        refuse("accelerator_config", "split_batches", "Give batch_size=….")
     if args.max_steps <= 0 and args.num_train_epochs != int(args.num_train_epochs):
-        _refuse("num_train_epochs", args.num_train_epochs, "Give max_steps=….")
+        refuse("num_train_epochs", args.num_train_epochs, "Give max_steps=….")
     for name in ("eval", "save"):
         every = getattr(args, f"{name}_steps")
         if getattr(args, f"{name}_strategy") == "steps" and every != int(every):
-            _refuse(f"{name}_steps", every, "Give the number of steps.")
+            refuse(f"{name}_steps", every, "Give the number of steps.")
     if args.lr_scheduler_type == "greedy":
-        _refuse("lr_scheduler_type", "greedy", "reduce_lr_on_plateau follows --monitor.")
+        refuse("lr_scheduler_type", "greedy", "reduce_lr_on_plateau follows --monitor.")
     if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
-        _refuse("train_sampling_strategy", "batch_rebalance", "group_by_length pads little, too.")
+        refuse("train_sampling_strategy", "batch_rebalance", "group_by_length pads little, too.")
 
 
 def _unlike_default(args: TrainingArguments) -> Iterator[tuple[str, Any]]:
-    for f in (field for field in fields(args) if field.init):
+    # What a class of the user's or of TRL's adds is read by its own Trainer only.
+    of_transformers = (k for k in type(args).__mro__ if k.__module__.startswith("transformers."))
+    for f in (field for field in fields(next(of_transformers)) if field.init):
         value, default = getattr(args, f.name, None), f.default
         if default is MISSING:
             default = f.default_factory() if f.default_factory is not MISSING else None
@@ -105,7 +107,8 @@ def _unlike_default(args: TrainingArguments) -> Iterator[tuple[str, Any]]:
             yield f.name, value
 
 
-def _refuse(name: str, value: Any, remedy: str) -> None:
+def refuse(name: str, value: Any, remedy: str) -> None:
+    """Refuse an argument of a Trainer."""
     what = f"samestep.huggingface.recipe(…) does not take TrainingArguments({name}={value!r:.80})."
     raise UserError(what, remedy=remedy)
 

@@ -5,7 +5,6 @@ The module is called as Lightning calls it: `training_step` in training, `valida
 shares, seeds, precision and checkpoints are samestep's; what would need more is refused by name.
 """
 
-import copy
 import dis
 import inspect
 import warnings
@@ -58,6 +57,7 @@ from samestep.core.data.recipe_data import Unpacked, as_pytorch, reads_each_once
 from samestep.core.data.samplers import SamplerOrder
 from samestep.core.learner.after_epoch import keeps_trained
 from samestep.core.learner.agreement import rng_state, set_rng_state
+from samestep.core.learner.model_state import copied
 from samestep.core.recipe import Recipe, Splits
 
 _ALONE: AbstractContextManager[None] = nullcontext()
@@ -446,7 +446,7 @@ class _Brought:
 def _made(given: Any) -> Any:
     """Return a function's result, a copy of a module, or data as it is."""
     if isinstance(given, nn.Module):
-        return copy.deepcopy(given)
+        return copied(given)
     return given if hasattr(given, "prepare_data") and not inspect.isclass(given) else given()
 
 

@@ -2,8 +2,11 @@
 
 import contextlib
 import copy
+import functools
+from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from types import CellType, FunctionType, MethodType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from samestep.base.trees import map_tensors
 from samestep.launch.ranks.mesh import is_sharded, sharded_as
 
 EXTRA_STATE = "_extra_state"
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
@@ -37,6 +41,39 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
         return [*module.parameters()]
     tables = (part._parameters for part in modules_of(module))  # noqa: SLF001
     return [p for table in tables for p in table.values() if p is not None]
+
+
+def copied(model: _Model, memo: dict[int, Any] | None = None) -> _Model:
+    """Return a deep copy of a model; as of `copy.deepcopy`, `memo` says what is not copied.
+
+    `net.forward = wrapped(net.forward)` puts a function in the place of a method, whose closure
+    holds the module itself: a copy by `copy.deepcopy` would call the original.
+    """
+    known: dict[int, Any] = {} if memo is None else memo
+    twin = copy.deepcopy(model, known)
+    for module in twin.modules() if twin is not model else ():
+        hooks = [own for own in vars(module).values() if isinstance(own, OrderedDict)]
+        for place in (vars(module), *hooks):
+            place.update({name: _of_copy(own, known) for name, own in place.items()})
+    return twin
+
+
+def _of_copy(own: Any, known: dict[int, Any]) -> Any:
+    """Return a function, a method or a module that belongs to the copies known by their ids."""
+    if isinstance(own, MethodType):
+        return MethodType(_of_copy(own.__func__, known), _of_copy(own.__self__, known))
+    if isinstance(own, nn.Module):
+        return known.get(id(own), own)
+    if not isinstance(own, FunctionType) or own.__closure__ is None or id(own) in known:
+        return known.get(id(own), own) if isinstance(own, FunctionType) else own
+    cells = tuple(known.setdefault(id(cell), CellType()) for cell in own.__closure__)
+    twin = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, cells)
+    twin.__kwdefaults__ = own.__kwdefaults__
+    known[id(own)] = functools.update_wrapper(twin, own)
+    for cell, new in zip(own.__closure__, cells, strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell: it is not assigned yet
+            new.cell_contents = _of_copy(cell.cell_contents, known)
+    return twin
 
 
 def hooked_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -112,7 +149,7 @@ class ModelTrial:
         }
         self._new: nn.Module | None = None
         with contextlib.suppress(Exception), Hollowing():  # it may hold locks or streams
-            self._new = copy.deepcopy(model, memo)
+            self._new = copied(model, memo)
 
     def check(self, model: nn.Module, what: str, *, of_loop: bool = False) -> None:
         """Check that loading restores the state of a model; `what` begins the message.
@@ -136,9 +173,9 @@ class ModelTrial:
         self._form = form
 
     def _why_lost(self, state: dict[str, Any]) -> str:
+        assert self._new is not None
         with Hollowing():
-            twin = copy.deepcopy(self._new)
-        assert twin is not None
+            twin = copied(self._new)
         try:
             load_model(twin, {"model": state})
             return difference(state, map_tensors(hollow, dict(twin.state_dict())))

@@ -32,6 +32,7 @@ from samestep.core.learner.apply import (
     total_of,
 )
 from samestep.core.learner.device import autocast, count_flops
+from samestep.core.learner.model_state import copied
 from samestep.core.learner.side_effects import batch_norms, keep_buffers
 from samestep.core.learner.unkept import Unkept, of_buffers, of_forward, of_loss
 from samestep.core.plan import Plan
@@ -168,12 +169,11 @@ def _copied(
     """Return copies; None if some part cannot be copied, and is first tried when it counts."""
     try:
         uncopied = (takes, model) if any_sharded(model) else model.parameters()
-        shared: dict[int, object] = {id(copied): copied for copied in uncopied}
-        copied: nn.Module
-        others: Any
-        copied, *others = copy.deepcopy((model, loss, judged, dict(metrics)), shared)
-        takes = takes if copied is model else applied(copied, recipe)
-        return _Trial(copied, takes, *others)
+        shared: dict[int, object] = {id(part): part for part in uncopied}
+        twin = copied(model, shared)
+        others: Any = copy.deepcopy((loss, judged, dict(metrics)), shared)
+        takes = takes if twin is model else applied(twin, recipe)
+        return _Trial(twin, takes, *others)
     except Exception as error:
         if measures:
             raise UserError(

@@ -15,6 +15,7 @@ from samestep.base.settings import Precision, Settings
 from samestep.base.trees import map_leaves, map_tensors, tree_leaves
 from samestep.core.learner.apply import call, takes_keywords
 from samestep.core.learner.device import autocast, is_small
+from samestep.core.learner.model_state import copied
 from samestep.core.learner.side_effects import closure_prints, differing, model_prints
 from samestep.core.training.metrics import StepOutputs
 from samestep.core.training.step import check_loss
@@ -438,7 +439,8 @@ def why_only_eager(learner: Learner, inputs: Any, targets: Any, precision: Preci
     trained = {name: p for name, p in weights.items() if p.requires_grad}
     try:
         shared = {id(p): p for p in weights.values()}
-        model, loss_of = copy.deepcopy((learner.model, learner.loss), shared)
+        model = copied(learner.model, shared)
+        loss_of = copy.deepcopy(learner.loss, shared)
     except Exception:
         return "the model cannot be copied to try a step"
     before, state = _buffers_and_attributes(model), torch.get_rng_state()
