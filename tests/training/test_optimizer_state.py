@@ -114,27 +114,19 @@ class Falling(Slowing):
         group["next"] = group["lr"] = group["lr"] * 0.9
 
 
-class Kind(IntEnum):
-    SECOND = 2
+Kind = IntEnum("Kind", ["FIRST"])
 
 
 class Outer:
     """Around another one and of no class of PyTorch's, like a schedule-free wrapper."""
 
-    param_groups = property(lambda self: self.base.param_groups)
-    state = property(lambda self: self.base.state)
-
     def __init__(self, params, lr):
         self.base = Slowing(params, lr)
 
-    def step(self):
-        self.base.step()
-
-    def state_dict(self):
-        return self.base.state_dict()
-
-    def load_state_dict(self, state):
-        self.base.load_state_dict(state)
+    param_groups, state, step, state_dict, load_state_dict = (
+        property(lambda self, name=name: getattr(self.base, name))
+        for name in ("param_groups", "state", "step", "state_dict", "load_state_dict")
+    )
 
 
 class Held:
@@ -150,7 +142,7 @@ class Holding(Slowing):
         super().step()
         for p in self.param_groups[0]["params"]:
             held = self.state[p].setdefault("held", Held())
-            held.factor, held.kind = held.factor * 0.5, Kind.SECOND
+            held.factor, held.kind = held.factor * 0.5, Kind.FIRST
             kept = self.state[p].setdefault("kept", deque(maxlen=2))
             kept.append(held.factor.item())
             p.data.mul_(1 - held.factor - sum(kept))

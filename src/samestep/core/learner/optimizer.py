@@ -209,7 +209,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             continue  # what an optimizer makes of it by itself stays, as it would in a plain loop
         held = group["lr"]  # some that hold a tensor refuse a number in its place
         group["lr"] = held.fill_(rate * ratio) if isinstance(held, Tensor) else rate * ratio
-        if RATIO in group and not isinstance(held, Tensor):
+        if RATIO in group:
             group[GIVEN] = rate * ratio
 
 
