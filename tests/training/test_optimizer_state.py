@@ -3,7 +3,6 @@
 import inspect
 import random
 import signal
-from collections import deque
 from enum import IntEnum
 
 import pytest
@@ -114,9 +113,6 @@ class Falling(Slowing):
         group["next"] = group["lr"] = group["lr"] * 0.9
 
 
-Kind = IntEnum("Kind", ["FIRST"])
-
-
 class Outer:
     """Around another one and of no class of PyTorch's, like a schedule-free wrapper."""
 
@@ -129,23 +125,19 @@ class Outer:
     )
 
 
-class Held:
-    """What an optimizer keeps as an object of its own, as GaLore its projections."""
-
-    factor = torch.ones(1)
+Kind = IntEnum("Kind", ["FIRST"])
+Held = type("Held", (), {"factor": torch.ones(1)})  # as GaLore has projections
 
 
 class Holding(Slowing):
-    """Its state has an object and a queue; it may share the object."""
+    """Its state has an object; it may share the object."""
 
     def step(self, closure=None):
         super().step()
         for p in self.param_groups[0]["params"]:
             held = self.state[p].setdefault("held", Held())
             held.factor, held.kind = held.factor * 0.5, Kind.FIRST
-            kept = self.state[p].setdefault("kept", deque(maxlen=2))
-            kept.append(held.factor.item())
-            p.data.mul_(1 - held.factor - sum(kept))
+            p.data.mul_(1 - held.factor)
             if "share" in self.param_groups[0]:
                 self.state[p]["held"] = self.param_groups[0].setdefault("held", held)
 

@@ -492,6 +492,5 @@ def _no_recipe(path: Path, what: str, source: bytes) -> UserError:
         line += "`import samestep.lightning`, and put Trainer.fit under `if __name__ == '__main__'`"
     return UserError(
         f"{path} has {what}. End it with: {line}. If it is a training script, "
-        f"`samestep check {path}` looks for mistakes in it as it is, and samestep.open_run keeps "
-        "its loop (page “Port your loop”)."
+        f"`samestep check {path}` looks for mistakes in it, and samestep.open_run keeps its loop."
     )

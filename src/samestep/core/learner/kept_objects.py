@@ -5,7 +5,6 @@ object its class and attributes. It is made again only if its class is of the op
 """
 
 import sys
-from collections import deque
 from enum import Enum
 from functools import partial, reduce
 from typing import Any, cast
@@ -37,31 +36,24 @@ def unpacked(state: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _packages(optimizer: torch.optim.Optimizer) -> set[str]:
-    kinds = (
-        kind
-        for one in getattr(optimizer, "optimizers", [optimizer])
-        for kind in type(one).__mro__[:-1]
-    )
+    members = getattr(optimizer, "optimizers", [optimizer])
+    kinds = (kind for one in members for kind in type(one).__mro__[:-1])
     return {kind.__module__.partition(".")[0] for kind in kinds} - {"torch"}
 
 
 def _packed(value: Any, packages: set[str], seen: set[int]) -> Any:
     kind, again = type(value), partial(_packed, packages=packages, seen=seen)
-    if kind is deque:
-        held: Any = [map_leaves(again, [*value]), value.maxlen]
-    elif kind.__module__.partition(".")[0] not in packages:
+    if kind.__module__.partition(".")[0] not in packages:
         return value
-    elif isinstance(value, Enum):
-        held = value.value
+    if isinstance(value, Enum):
+        inside, new = value.value, set[int]()
     else:
         inside = getattr(value, "__dict__", None)
-        tensors = (leaf for leaf in tree_leaves(inside) if isinstance(leaf, Tensor))
-        new = {id(value), *map(id, tensors)}
-        if inside is None or seen & new:
-            return value
-        seen |= new
-        held = map_leaves(again, inside)
-    return {_KIND: f"{kind.__module__}:{kind.__qualname__}", _HELD: held}
+        new = {id(value), *(id(leaf) for leaf in tree_leaves(inside) if isinstance(leaf, Tensor))}
+    if inside is None or seen & new:
+        return value
+    seen |= new
+    return {_KIND: f"{kind.__module__}:{kind.__qualname__}", _HELD: map_leaves(again, inside)}
 
 
 def _unpacked(value: Any, packages: set[str], device: torch.device | None) -> Any:
@@ -75,11 +67,9 @@ def _unpacked(value: Any, packages: set[str], device: torch.device | None) -> An
         return parts
     (module, _, name), held = value[_KIND].partition(":"), parts[_HELD]
     package, loaded = module.partition(".")[0], sys.modules.get(module)
-    if package not in packages | {"collections"} or loaded is None:
+    if package not in packages or loaded is None:
         raise UserError(f"it holds an object of {value[_KIND]}, of another package")
     kind = reduce(getattr, name.split("."), cast("Any", loaded))
-    if kind is deque:
-        return deque(*held)
     if issubclass(kind, Enum):
         return kind(held)
     made = object.__new__(kind)

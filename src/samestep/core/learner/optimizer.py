@@ -299,8 +299,7 @@ class Update:
         `checks`: whether what an optimizer counts in its attributes is looked at.
         """
         self._optimizer, self._scaler, self._maker = optimizer, scaler, maker
-        self._checks = checks
-        self._scheduled = scheduled
+        self._scheduled, self._checks = scheduled, checks
         self._parameters: list[nn.Parameter] = optimizer.param_groups[0]["params"]
         self._sharded = any(is_sharded(p) for p in self._parameters)
         self._own = RATIO in optimizer.param_groups[0]

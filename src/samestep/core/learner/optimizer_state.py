@@ -6,7 +6,7 @@ gathered is loaded.
 """
 
 import copy
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from samestep.base.errors import UserError, blame, error_text, listed
 from samestep.base.run.checkpoints import own_memory
 from samestep.base.trees import map_tensors
 from samestep.base.words import count
-from samestep.core.learner.kept_objects import packed, unpacked
 from samestep.core.learner.model_state import Hollowing, difference, hollow
 from samestep.launch.ranks.mesh import sharded_as
 
@@ -306,6 +305,8 @@ def _load(
     its: Sequence[Group],
 ) -> None:
     """Load a state: torch's ordinary one, or one of the optimizer's own form as it is."""
+    from samestep.core.learner.kept_objects import unpacked  # noqa: PLC0415 - to resume only
+
     if len(own) != len(its) or "state" not in saved:
         optimizer.load_state_dict(unpacked(own_memory(saved), optimizer))
         return
@@ -316,15 +317,13 @@ def _load(
     saved = unpacked({**saved, "state": _sharded_state(optimizer, saved)}, optimizer)
     optimizer.load_state_dict({**saved, "param_groups": groups})
     # Torch casts all but the step count to the type of the weight; single numbers, such as NAdam's
-    # product of momenta, have one of their own. Of a deque it loses the length.
+    # product of momenta, have one of their own.
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, parameters_in(optimizer), strict=True):
         state = optimizer.state[parameter] if number in saved["state"] else {}
         for name, value in saved["state"].get(number, {}).items():
             if name != "step" and isinstance(value, Tensor) and value.dim() == 0 < parameter.dim():
                 state[name] = value.to(state[name].device, copy=True)
-            elif isinstance(value, deque):
-                state[name] = deque(state[name], value.maxlen)
 
 
 def _sharded_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[Any, Any]:
@@ -372,6 +371,8 @@ class Trial:
         """Return the first part of a state that loading would lose; "" if none, or if unknown."""
         if self._twin is None:
             return ""
+        from samestep.core.learner.kept_objects import packed  # noqa: PLC0415 - of one's own
+
         twin, saved = self._twin, map_tensors(hollow, state)
         in_groups = what_groups_keep(optimizer, self._made)
         try:

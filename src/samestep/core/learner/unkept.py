@@ -18,7 +18,6 @@ from samestep.base.trees import has_packed, map_tensors, real_parts, tree_leaves
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.source import Batch, OrderedSource, Source
 from samestep.core.learner.agreement import check_same_samples, random_numbers
-from samestep.core.learner.kept_objects import packed
 from samestep.core.learner.optimizer_state import Trial, kind_of, with_inner
 from samestep.core.learner.side_effects import (
     GENERATORS,
@@ -261,6 +260,8 @@ class OptimizerTrial:
         return before is not None or not now
 
     def _check_state(self) -> None:
+        from samestep.core.learner.kept_objects import packed  # noqa: PLC0415 - of one's own
+
         state = packed(self._optimizer)
         # Tensors may be large, and it is the rest that can be of any type.
         if why := why_not_kept(state):

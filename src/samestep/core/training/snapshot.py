@@ -14,7 +14,6 @@ from samestep.core.data.keyed_random import mix, seed_rank
 from samestep.core.data.order import held_parts
 from samestep.core.learner.agreement import check_weights, may_draw, rng_state, set_rng_state
 from samestep.core.learner.device import share_of_scale
-from samestep.core.learner.kept_objects import packed
 from samestep.core.learner.model_state import load_model
 from samestep.core.learner.optimizer import set_lr
 from samestep.core.learner.optimizer_state import load_state, parameters_in, what_groups_keep
@@ -59,6 +58,9 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     carried = {} if learner.carried is None else {"carried": learner.carried.state()}
     groups = {}
     if learner.made:
+        from samestep.core.learner.kept_objects import packed  # noqa: PLC0415 - of one's own
+
+        groups["optimizer"] = packed(learner.optimizer)
         sets = () if scheduler is None else scheduler.sets
         groups["optimizer_groups"] = what_groups_keep(learner.optimizer, learner.made, sets)
     return {
@@ -69,7 +71,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         **({"weights_sha256": weights_sha256(learner.model)} if virtual else {}),
         **({} if average is None else {"ema": average.state()}),
         **carried,
-        "optimizer": packed(learner.optimizer),
+        "optimizer": learner.optimizer.state_dict(),
         **groups,
         "scaler": None if scaler is None else _rescaled(scaler.state_dict(), 1 / share),
         "schedule": {
