@@ -221,6 +221,11 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     imports = ("import samestep.huggingface\n", "")
     (tmp_path / "star.py").write_text(f"from transformers import *\n{SCRIPT}")
     assert trainer_of(tmp_path / "star.py", tmp_path)
+    text = "import transformers as hf\nhf.Trainer(hf.AutoModel()).hyperparameter_search()\n"
+    (tmp_path / "search.py").write_text(text)
+    assert trainer_of(tmp_path / "search.py", tmp_path)
+    search = (OURS, SCRIPT.replace("train(resume_from_checkpoint=None)", "hyperparameter_search()"))
+    assert "samestep sweep" in refused("train", written(tmp_path, search, imports), *how)
     script = written(tmp_path, (OURS, SCRIPT), imports)
     Path(script).rename(tmp_path / "parts.py")  # what it needs is in a module beside it
     Path(script).write_text(f"from parts import *  # a recipe by others\n{SCRIPT}")

@@ -197,6 +197,9 @@ FREEZES = "self.net[3].requires_grad_(self.current_epoch < 1)"
 NO_END = ("def on_validation_epoch_end", "def not_a_hook")
 LATE = [("self.loss, self", "self.late = MeanMetric(); self.loss, self")]
 LATE += [('self.log("val_top', 'self.late(1.0); self.log("val_top')]
+SEEN = [("self.loss, self", "self.seen = []; self.loss, self")]
+SEEN += [("loss = loss", "self.seen.append(loss.detach()); loss = loss")]
+SEEN += [("m = self.tr", "self.seen.clear(); m = self.tr")]
 TWO = ("return DataLoader(self.data, batch_size=8)", "return 2 * [DataLoader(self.data)]")
 IN_EVAL = "self.still.train(self.current_epoch != 1)"
 
@@ -212,6 +215,7 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([("def on_train_epoch_start", "def on_validation_start")], "on_validation_start"),
         (LATE, "updates late"),
         ([('"val_step", 2.0)', '"val_step", 2.0); self.kept = [2.0]')], "changes the model's kept"),
+        (SEEN, "seen, of which on_train_epoch_end would know one rank's"),
         ([TWO], "validation loaders"),
         ([("self.net[1].bias.sum() +", "self.accuracy.compute() +")], "has no samples there"),
         ([("return {", "return None and {")], "returned no loss"),

@@ -188,6 +188,7 @@ OPTIMIZERS = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
     "adagrad": torch.optim.Adagrad,
     "nadam": torch.optim.NAdam,
+    "another": type("SGD", (torch.optim.AdamW,), {}),
 }
 
 

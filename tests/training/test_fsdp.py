@@ -198,6 +198,7 @@ class Halved(torch.optim.SGD):
                 p.grad.bfloat16().T @ p.grad.bfloat16()
 recipe = replace(recipe, optimizer=lambda model, settings: Halved(model.parameters()))
 """
+DRAWS = PRODUCTS.replace("p.grad.bfloat16().T @ p.grad.bfloat16()", "torch.randn_like(p)")
 
 
 def test_muon_takes_the_step_of_ddp_to_the_last_bit(tmp_path):
@@ -232,6 +233,7 @@ REFUSED = {
     "absent": (ABSENT, (), ("TransformerEncoderLayer", "Block")),
     "offload": ("", ("--cpu-offload",), ("--cpu-offload",)),
     "products": (PRODUCTS, (), ("Halved", "bfloat16", "--strategy ddp")),
+    "draws": (DRAWS, (), ("Halved", "draws random numbers", "--strategy ddp")),
 }
 
 
@@ -246,7 +248,9 @@ def test_what_fsdp_cannot_train_is_refused_by_name(tmp_path, what):
     shown = ranks.printed(0)
     assert all(name in shown for name in named), shown
     assert "Traceback" not in shown
-    assert (tmp_path / "run").exists() == (what in ("products", "writes"))  # which a step shows
+    assert (tmp_path / "run").exists() == (
+        what in ("products", "writes", "draws")
+    )  # which a step shows
 
 
 class Skips(nn.Module):

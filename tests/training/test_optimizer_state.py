@@ -3,6 +3,7 @@
 import inspect
 import random
 import signal
+from enum import IntEnum
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 from samestep import Recipe, Settings
 from samestep.base.errors import UserError
+from samestep.base.run.checkpoints import why_not_kept
+from samestep.core.learner.kept_objects import packed
 from samestep.core.learner.optimizer import Update, optimizer_of
 from samestep.core.learner.optimizer_state import Trial, groups_of, load_state, what_groups_keep
 from samestep.core.session.trained_model import evaluate_run, open_checkpoint
@@ -100,6 +103,45 @@ class Free(Slowing):
         self._move(False, 0.7)
 
 
+class Falling(Slowing):
+    """It lowers the rate that it is given, like SWATS."""
+
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        assert group["lr"] == pytest.approx({4: 0.05}.get(group["k"], group.get("next", 0.1)))
+        super().step()
+        group["next"] = group["lr"] = group["lr"] * 0.9
+
+
+class Outer:
+    """Around another one and of no class of PyTorch's, like a schedule-free wrapper."""
+
+    def __init__(self, params, lr):
+        self.base = Slowing(params, lr)
+
+    param_groups, state, step, state_dict, load_state_dict = (
+        property(lambda self, name=name: getattr(self.base, name))
+        for name in ("param_groups", "state", "step", "state_dict", "load_state_dict")
+    )
+
+
+Kind = IntEnum("Kind", ["FIRST"])
+Held = type("Held", (), {"factor": torch.ones(1)})  # as GaLore has projections
+
+
+class Holding(Slowing):
+    """Its state has an object; it may share the object."""
+
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            held = self.state[p].setdefault("held", Held())
+            held.factor, held.kind = held.factor * 0.5, Kind.FIRST
+            p.data.mul_(1 - held.factor)
+            if "share" in self.param_groups[0]:
+                self.state[p]["held"] = self.param_groups[0].setdefault("held", held)
+
+
 class Relative(Slowing):
     """It finds its learning rate itself, like Adafactor."""
 
@@ -170,7 +212,7 @@ def take(model, update, steps):
         inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
         model.zero_grad()
         model(inputs.to(model.weight.dtype)).square().mean().backward()
-        update(0.1 / (step + 1))
+        update(0.1 / (step // 4 + 1))
 
 
 def test_a_run_with_an_optimizer_around_another_goes_on_from_its_own_form_of_state(tmp_path):
@@ -193,6 +235,7 @@ def several(params, lr):
 
 
 KINDS = {"groups": Slowing, "joint": Joint, "around": Around, "several": several, "rate": Relative}
+KINDS |= {"falls": Falling, "objects": Holding, "outer": Outer}
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
@@ -202,7 +245,8 @@ def test_a_resume_is_the_same_to_the_last_bit(kind, weights):
     take(straight, whole[2], range(6))
     before, optimizer, update, groups = made(kind, weights)
     take(before, update, range(3))
-    saved, kept = optimizer.state_dict(), what_groups_keep(optimizer, groups)
+    saved, kept = packed(optimizer), what_groups_keep(optimizer, groups)
+    assert why_not_kept(saved) == ""
     model, optimizer, update, groups = made(kind, weights)
     model.load_state_dict(before.state_dict())
     load_state(optimizer, saved, groups, kept)
@@ -232,6 +276,9 @@ def test_an_optimizer_that_a_checkpoint_would_not_bring_back_is_told_in_the_firs
     with pytest.raises(
         UserError, match=r"Slowing \+ Counting.* attribute steps, .*--no-self-check"
     ):
+        take(model, update, range(1))
+    model, _, update, _ = made(Holding, torch.float32, share=True)
+    with pytest.raises(UserError, match=r"Holding.* cannot: objects of .*\.Held"):
         take(model, update, range(1))
     for kept, change in KEPT:
         model, _, update, _ = made(Keeping, torch.float32, kept=kept, change=change)

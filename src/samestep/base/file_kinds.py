@@ -13,7 +13,7 @@ _OF_TRAINERS = {
     "lightning": (re.compile(r"(pytorch_)?lightning"), ("Trainer", "LightningCLI", "*")),
 }
 """The packages of each kind of Trainer, and the ends of names that are one or make one."""
-_TRAINS = {"huggingface": {"train"}, "lightning": {"fit", "LightningCLI"}}
+_TRAINS = {"huggingface": {"train", "hyperparameter_search"}, "lightning": {"fit", "LightningCLI"}}
 
 
 def names_recipe(tree: ast.Module) -> bool:

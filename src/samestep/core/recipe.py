@@ -486,7 +486,8 @@ def _trainer_of(path: Path, original: Path, source: bytes) -> str:
 
 def _no_recipe(path: Path, what: str, source: bytes) -> UserError:
     line = "recipe = Recipe(model=…, data=…), after `from samestep import Recipe`"
-    if re.search(rb"^\s*(import|from) (pytorch_)?lightning\b(?!\.fabric)", source, re.MULTILINE):
+    lightning = rb"^\s*(import|from) ([\w., ]*, *)?(pytorch_)?lightning\b(?!\.fabric)"
+    if re.search(lightning, source, re.MULTILINE) and b"Fabric(" not in source:
         line = "recipe = samestep.lightning.recipe(YourModule, YourDataModule, epochs=…), after "
         line += "`import samestep.lightning`, and put Trainer.fit under `if __name__ == '__main__'`"
     return UserError(

@@ -14,6 +14,13 @@ from samestep.bridges.huggingface.trainer_recipe import from_trainer
 from samestep.core.taken_over import TrainingReached, note_on_the_rest, until_training
 
 
+def _search(*_: Any, **__: Any) -> NoReturn:
+    raise UserError(
+        "trainer.hyperparameter_search(…) cannot be taken over: call train() in its place.",
+        remedy="Try several settings with: samestep sweep SCRIPT --lr 1e-4,1e-3",
+    )
+
+
 @contextmanager
 def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
     """Run a script within this, as the main program: at its `train()` it gets a `recipe`.
@@ -35,7 +42,7 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
         vars(trainer)["_not_run"] = note_on_the_rest(trainer, called, "train()")
         raise TrainingReached
 
-    train_here = [(Trainer, "train", train)]
+    train_here = [(Trainer, "train", train), (Trainer, "hyperparameter_search", _search)]
     with until_training(module, path, train_here, "a Trainer's train()") as arguments:
         yield
     if not trainers:

@@ -10,7 +10,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn, cast
@@ -43,6 +43,7 @@ from samestep.bridges.lightning.logged import (
     Evaluated,
     called,
     free_name,
+    gathering_nothing,
     log,
     mean_of,
     metrics_of,
@@ -59,6 +60,7 @@ from samestep.core.learner.agreement import rng_state, set_rng_state
 from samestep.core.learner.model_state import copied
 from samestep.core.recipe import Recipe, Splits
 
+_ALONE: AbstractContextManager[None] = nullcontext()
 _LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 _OF_BATCHES = {"on_before_batch_transfer", "on_after_batch_transfer"}
 _OF_DATA = {"setup", "prepare_data", *_OF_BATCHES, *_LOADERS.values()}
@@ -331,13 +333,15 @@ class _Brought:
                 value = getattr(giver, hook)(value, 0) if hasattr(giver, hook) else value
         if module.training:
             self.evaluated.pop(module, None)
+            is_new, own_step = module not in self.epochs, type(module).training_step
             if self.epochs.get(module) != epoch:
                 self.epochs[module] = epoch
                 in_first_modes(module)
                 call(module, "on_train_epoch_start")
                 keep_modes(module)
             in_kept_modes(module)
-            with keeps_trained(module, "training_step", type(module).training_step):
+            gathers = gathering_nothing(module, f"training_step{defined_at(own_step)}")
+            with keeps_trained(module, "training_step", own_step), gathers if is_new else _ALONE:
                 number = trainer.nth(step)
                 trainer.is_last_batch = number + 1 == vars(trainer).get("num_training_batches")
                 outputs, _ = called(module, "training_step", value, number, 0)
@@ -354,8 +358,8 @@ class _Brought:
         hook = AT_END.get(name, "")
         ends = _has_own(module, base, hook) and not _is_empty(getattr(type(module), hook))
         place, numbers = defined_at(getattr(type(module), name)), (seen.batches, nth or 0)
-        checked = keeping_nothing(module, nth, f"{name}{place}") if ends else nullcontext()
-        with checked if seen.batches == 0 else nullcontext():
+        checked = keeping_nothing(module, nth, f"{name}{place}") if ends else _ALONE
+        with checked if seen.batches == 0 else _ALONE:
             outputs, logged = called(module, name, value, *numbers, kept=True, seen=seen)
         values = {plain_name(n, nth): v for n, v in logged.items()}
         if trainer.validating:

@@ -1,8 +1,10 @@
 """What a LightningModule's step returns and logs: a loss, and means over samples."""
 
+import dis
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.base.errors import UserError, defined_at
+from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.run.records import TAKEN_NAMES
 from samestep.core.learner.device import casting_anew
 from samestep.core.learner.model_state import modules_of
-from samestep.core.learner.side_effects import keep_buffers
+from samestep.core.learner.side_effects import differing, keep_buffers, model_prints
 
 _STAGES = ("train_", "training_", "val_", "valid_", "validation_", "test_")
 NTH = "dataloader_idx_"
@@ -73,6 +75,27 @@ def noted(
         return function(*given), logged
     finally:
         _logged.reset(token)
+
+
+@contextmanager
+def gathering_nothing(module: Any, step: str) -> Iterator[None]:
+    """Refuse a step of a training that gathers what `on_train_epoch_end` reads, as a list."""
+    hook, before = inspect.unwrap(type(module).on_train_epoch_end), model_prints(module)
+    sets = {at.argval for at in dis.get_instructions(hook) if at.opname == "STORE_ATTR"}
+    yield
+    changed = {*differing(before, model_prints(module))}
+    # A number may be one of the step's, such as a weight of the loss; a sum is set to 0 at the end.
+    held = [
+        f"the model's {name}"
+        for name, value in vars(module).items()
+        if name in (hook.__code__.co_names if not isinstance(value, int | float | str) else sets)
+    ]
+    if held := [name for name in held if name in changed]:
+        raise UserError(
+            f"{step} changes {listed(held)}, of which on_train_epoch_end would know one rank's "
+            "samples, and after a resume those since then.",
+            remedy="Leave it out: each epoch's record has the mean loss over all samples.",
+        )
 
 
 @cache

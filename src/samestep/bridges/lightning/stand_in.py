@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings
+from samestep.bridges.lightning.logged import gathering_nothing
 from samestep.bridges.lightning.module_hooks import call
 
 BEFORE_STEP = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
@@ -99,7 +101,11 @@ class StandIn:
 
         def call_after(*_: Any) -> None:
             self.global_step += 1
-            call(module, AFTER_STEP, *NEWEST.get())
+            with (
+                nullcontext() if "stepped" in vars(self) else gathering_nothing(module, AFTER_STEP)
+            ):
+                call(module, AFTER_STEP, *NEWEST.get())
+            vars(self)["stepped"] = True
 
         if before:
             optimizer.register_step_pre_hook(call_before)

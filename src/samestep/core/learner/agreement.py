@@ -81,12 +81,13 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer's step may draw random numbers: PyTorch's own draw none."""
     if isinstance(optimizer, Joint):
         return any(map(may_draw, optimizer))
+    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):  # Muon says "torch.optim"
+        return True
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
-    own = not f"{type(optimizer).__module__}.".startswith("torch.optim.")  # Muon says "torch.optim"
     step = vars(optimizer).get("step")
     if getattr(step, "__wrapped__", None) is type(optimizer).step:
         step = None  # a scheduler counts the steps in it
-    return own or bool(hooks) or step is not None
+    return bool(hooks) or step is not None
 
 
 OF_A_RANK = frozenset(

@@ -228,7 +228,8 @@ def difference(first: Any, other: Any, path: str = "") -> str:
             if first != other and repr(first) != repr(other):
                 return _described(path, first, other)
         return ""
-    differences = (difference(mine, its, f"{path}[{key!r}]") for key, mine, its in pairs)
+    named = [(k if isinstance(k, int | str) else type(k), *values) for k, *values in pairs]
+    differences = (difference(mine, its, f"{path}[{key!r}]") for key, mine, its in named)
     return next(filter(None, differences), "")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from samestep.base.errors import UserError, blame, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.core.learner.optimizer_state import (
+    GIVEN,
     RATIO,
     Joint,
     joined,
@@ -127,12 +128,14 @@ def optimizer_of(
 
 
 def _check_kind(optimizer: Any, place: str) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    has = ("param_groups", "state", "step", "state_dict", "load_state_dict")  # so do wrappers
+    if not all(hasattr(optimizer, name) for name in has):
         raise UserError(
             f"The recipe's optimizer{place} returned a {type(optimizer).__name__}; it must return "
             "a torch.optim.Optimizer, or a list of several."
         )
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    of_torch = isinstance(optimizer, torch.optim.Optimizer)
+    if of_torch and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         # Many a Lookahead calls no super().__init__(): PyTorch adds what is missing.
         optimizer.__setstate__({"defaults": getattr(optimizer, "defaults", {})})
     if _needs_closure(optimizer.step):
@@ -202,9 +205,12 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         check_groups(optimizer, lr)
     rates = lr.each if isinstance(lr, GroupRates) else repeat(lr, len(optimizer.param_groups))
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if (ratio := group.get(RATIO, 1.0)) is not None:
-            held = group["lr"]  # some that hold a tensor refuse a number in its place
-            group["lr"] = held.fill_(rate * ratio) if isinstance(held, Tensor) else rate * ratio
+        if (ratio := group.get(RATIO, 1.0)) is None or group.get(GIVEN) == rate * ratio:
+            continue  # what an optimizer makes of it by itself stays, as it would in a plain loop
+        held = group["lr"]  # some that hold a tensor refuse a number in its place
+        group["lr"] = held.fill_(rate * ratio) if isinstance(held, Tensor) else rate * ratio
+        if RATIO in group:
+            group[GIVEN] = rate * ratio
 
 
 def rates_of(
@@ -293,7 +299,7 @@ class Update:
         `checks`: whether what an optimizer counts in its attributes is looked at.
         """
         self._optimizer, self._scaler, self._maker = optimizer, scaler, maker
-        self._scheduled = scheduled
+        self._scheduled, self._checks = scheduled, checks
         self._parameters: list[nn.Parameter] = optimizer.param_groups[0]["params"]
         self._sharded = any(is_sharded(p) for p in self._parameters)
         self._own = RATIO in optimizer.param_groups[0]
@@ -335,7 +341,7 @@ class Update:
             from samestep.core.learner.sharded_update import sharded_update  # noqa: PLC0415
 
             looks = self._trial is not None and self._trial.is_new
-            update = sharded_update(what, looks=looks)
+            update = sharded_update(what, looks=looks, may_draw=not self._checks)
         try:
             with update:
                 self._ordinary_step()

@@ -24,13 +24,16 @@ from samestep.launch.ranks.mesh import sharded_as
 RATIO = "lr_ratio"
 """In each group of a recipe's own optimizer: its learning rate / --lr."""
 
+GIVEN = "lr_given"
+"""There, once it has taken a step: the newest rate that it was given."""
+
 _SETTINGS = ("weight_decay", "momentum", "decoupled_weight_decay")
 """What the settings say of an optimizer's groups, and a checkpoint keeps with its state."""
 
 _KERNELS = frozenset({"fused", "foreach", "capturable"})
 """What decides how an optimizer computes here, and where its step counts lie."""
 
-_SET_HERE = _KERNELS | {"params", "lr", RATIO}
+_SET_HERE = _KERNELS | {"params", "lr", RATIO, GIVEN}
 """Entries of a group that are never loaded, whatever has changed them; see `_set_here`."""
 
 _POLICY = "_process_value_according_to_param_policy"
@@ -139,7 +142,8 @@ def joined(
         owners |= dict.fromkeys(map(id, held), this)
     if not optimizers:
         raise UserError(f"The recipe's optimizer{place} returned an empty list.")
-    return Joint(optimizers) if len(optimizers) > 1 else optimizers[0]
+    alone = len(optimizers) == 1 and isinstance(optimizers[0], torch.optim.Optimizer)
+    return optimizers[0] if alone else Joint(optimizers)
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -184,8 +188,9 @@ def what_groups_keep(
 
 
 def _set_here(group: Group) -> frozenset[str]:
-    """Return the names in a group that are never loaded: `lr` only if it is given."""
-    return _SET_HERE if group.get(RATIO, 1.0) is not None else _SET_HERE - {"lr"}
+    """Return the names in a group that are never loaded: `lr` unless the optimizer changes it."""
+    finds = group.get(RATIO, 1.0) is None or (GIVEN in group and group["lr"] != group[GIVEN])
+    return _SET_HERE - {"lr", GIVEN} if finds else _SET_HERE
 
 
 def _dtypes(group: Group) -> list[str]:
@@ -209,7 +214,7 @@ def load_state(
 
     Args:
         optimizer: a new one.
-        saved: what its `state_dict` returned.
+        saved: what `packed` returned.
         initial: what `groups_of` returned when it was new.
         kept: of a recipe's own, what `what_groups_keep` returned; None of a built-in one.
 
@@ -272,8 +277,9 @@ def _has_its_own(optimizer: torch.optim.Optimizer) -> bool:
 
 def _gathered(initial: Sequence[Group], kept: Sequence[Group] | None) -> list[set[str]]:
     """Return the names accumulated in a checkpoint's groups; refuse another kind of optimizer's."""
-    names = [{*group} - _KERNELS - {"params"} for group in initial]
-    if kept is None or [{*group["made"]} - _KERNELS for group in kept] != names:
+    ours = _KERNELS | {"params", GIVEN}
+    names = [{*group} - ours for group in initial]
+    if kept is None or [{*group["made"]} - ours for group in kept] != names:
         raise UserError(
             "The checkpoint was written by another kind of optimizer, and what it has gathered "
             "does not fit this one. Use the optimizer of the run that wrote it, or start a new "
@@ -299,14 +305,16 @@ def _load(
     its: Sequence[Group],
 ) -> None:
     """Load a state: torch's ordinary one, or one of the optimizer's own form as it is."""
+    from samestep.core.learner.kept_objects import unpacked  # noqa: PLC0415 - to resume only
+
     if len(own) != len(its) or "state" not in saved:
-        optimizer.load_state_dict(own_memory(saved))
+        optimizer.load_state_dict(unpacked(own_memory(saved), optimizer))
         return
     groups = [
         group | {name: mine[name] for name in _KERNELS if name in mine}
         for mine, group in zip(own, map(dict, its), strict=True)
     ]
-    saved = {**saved, "state": _sharded_state(optimizer, saved)}
+    saved = unpacked({**saved, "state": _sharded_state(optimizer, saved)}, optimizer)
     optimizer.load_state_dict({**saved, "param_groups": groups})
     # Torch casts all but the step count to the type of the weight; single numbers, such as NAdam's
     # product of momenta, have one of their own.
@@ -363,13 +371,15 @@ class Trial:
         """Return the first part of a state that loading would lose; "" if none, or if unknown."""
         if self._twin is None:
             return ""
+        from samestep.core.learner.kept_objects import packed  # noqa: PLC0415 - of one's own
+
         twin, saved = self._twin, map_tensors(hollow, state)
         in_groups = what_groups_keep(optimizer, self._made)
         try:
             with torch.random.fork_rng(devices=[]):
                 load_state(twin, saved, self._made, in_groups)
                 take_settings(twin, optimizer.param_groups, [g["gathered"] for g in in_groups])
-                back = map_tensors(hollow, twin.state_dict())
+                back = map_tensors(hollow, packed(twin))
         except Exception as error:
             cause = error.__cause__ or error
             # Its code may read numbers in tensors, which these have not.

@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.base.errors import UserError
 from samestep.base.patches import patched
-from samestep.launch.ranks.mesh import is_partial_sum, sharded_as, whole, whole_numbers
+from samestep.launch.ranks.mesh import is_partial_sum, is_sharded, sharded_as, whole, whole_numbers
 
 _HALF = (torch.bfloat16, torch.float16)
 _PRODUCTS = tuple(getattr(torch.ops.aten, n) for n in ("mm", "addmm", "bmm", "baddbmm"))
 
 
 @contextlib.contextmanager
-def sharded_update(what: str, *, looks: bool) -> Iterator[None]:
+def sharded_update(what: str, *, looks: bool, may_draw: bool = False) -> Iterator[None]:
     """Within this, let torch's Muon orthogonalise whole matrices; all ranks step.
 
     One at a time is gathered, and each rank computes what a single process would. The momentum
@@ -31,7 +31,7 @@ def sharded_update(what: str, *, looks: bool) -> Iterator[None]:
     Raises:
         UserError: if this `looks`, an optimizer has multiplied sharded matrices in half precision,
             and the product is a sum over ranks of what is rounded: Newton-Schulz makes percents of
-            that.
+            that. Or it has drawn random numbers for sharded tensors, unless it `may_draw` them.
     """
     with patched((_muon, "_zeropower_via_newtonschulz", _of_whole)), whole_numbers():
         if not looks:
@@ -47,6 +47,13 @@ def sharded_update(what: str, *, looks: bool) -> Iterator[None]:
             remedy="Use --strategy ddp, or torch.optim.Muon, for which matrices are gathered.",
             on_all_ranks=True,
         )
+    if products.draws and not may_draw:
+        raise UserError(
+            f"{what}, draws random numbers for the parts of the weights that each rank has: with "
+            "--strategy fsdp they are other ones than for whole weights.",
+            remedy="Use --strategy ddp; or, if other numbers serve as well, add --no-self-check.",
+            on_all_ranks=True,
+        )
 
 
 def _of_whole(original: Callable[..., Tensor], update: Tensor, *args: Any, **more: Any) -> Tensor:
@@ -54,9 +61,10 @@ def _of_whole(original: Callable[..., Tensor], update: Tensor, *args: Any, **mor
 
 
 class _PartialProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Note products that are sums over ranks of what half precision has rounded."""
+    """Note products that are sums over ranks of what half precision has rounded, and draws."""
 
     rounded_to: torch.dtype | None = None
+    draws = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -64,4 +72,5 @@ class _PartialProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in _PRODUCTS and result.dtype in _HALF and is_partial_sum(result):
             self.rounded_to = result.dtype
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags and is_sharded(result)
         return result

@@ -260,7 +260,9 @@ class OptimizerTrial:
         return before is not None or not now
 
     def _check_state(self) -> None:
-        state = self._optimizer.state_dict()
+        from samestep.core.learner.kept_objects import packed  # noqa: PLC0415 - of one's own
+
+        state = packed(self._optimizer)
         # Tensors may be large, and it is the rest that can be of any type.
         if why := why_not_kept(state):
             raise UserError(

@@ -372,12 +372,11 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _copies(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> int:
-    name = type(optimizer).__name__
-    if name == "SGD":
+    if isinstance(optimizer, torch.optim.SGD):
         return int(bool(group["momentum"]))
-    if name == "RMSprop":
+    if isinstance(optimizer, torch.optim.RMSprop):
         return 1 + bool(group["momentum"]) + bool(group["centered"])
-    return _COPIES.get(name, _USUAL_COPIES) + bool(group.get("amsgrad"))
+    return _COPIES.get(type(optimizer).__name__, _USUAL_COPIES) + bool(group.get("amsgrad"))
 
 
 def room_notes(folder: Path, checkpoint_bytes: int) -> list[str]:

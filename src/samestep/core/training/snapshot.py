@@ -58,6 +58,9 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
     carried = {} if learner.carried is None else {"carried": learner.carried.state()}
     groups = {}
     if learner.made:
+        from samestep.core.learner.kept_objects import packed  # noqa: PLC0415 - of one's own
+
+        groups["optimizer"] = packed(learner.optimizer)
         sets = () if scheduler is None else scheduler.sets
         groups["optimizer_groups"] = what_groups_keep(learner.optimizer, learner.made, sets)
     return {

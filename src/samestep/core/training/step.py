@@ -293,8 +293,9 @@ def check_unchanged(hooked: Mapping[str, Tensor], versions: Sequence[int]) -> No
     if names:
         hooks = (hooked[names[0]]._post_accumulate_grad_hooks or {}).values()  # noqa: SLF001
         raise UserError(
-            f"A hook{defined_at(*hooks)} changes {listed(names)} in the backward pass. If it is an "
-            "optimizer, return it from Recipe(optimizer=…), so that checkpoints hold its state."
+            f"A hook{defined_at(*hooks)} changes {listed(names)} in the backward pass, by one "
+            "rank's gradients. If it steps an optimizer, as LOMO's does, return one from "
+            "Recipe(optimizer=…) that steps after that pass, so that checkpoints hold its state."
         )
 
 
