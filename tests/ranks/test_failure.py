@@ -106,6 +106,7 @@ ENDS = [
     ({1: (1, "KeyError: 'x'")}, 1, "[rank 1] KeyError: 'x'"),
     ({1: (2, "There is no file.")}, 2, "There is no file."),
     ({0: (128 + signal.SIGUSR1, "")}, 128 + signal.SIGUSR1),
+    ({0: (1, "Rank 0 lost contact with another rank: reset")}, 1, "Rank 1 ended with exit code 0 "),
 ]
 
 
@@ -117,7 +118,7 @@ def test_the_command_ends_as_the_rank_that_failed_first(tmp_path, ends, code, sa
         file = tmp_path / f"{rank}.json"
         file.write_text(json.dumps({"message": told})) if message else None
         failures[rank] = ProcessFailure(rank, 1, exitcode, str(file))
-    ended = _first_failure(ChildFailedError("samestep", failures))
+    ended = _first_failure(ChildFailedError("samestep", failures), 2)
     assert ended.code == code
     assert all(words in ended.message for words in said)
     assert bool(ended.message) == bool(said)

@@ -142,14 +142,16 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint(opened, tmp_path, mo
         raise UserError("The disk is full.") from OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(checkpoints, "save", full)
+    monkeypatch.setattr(f"{Saver.__module__}.remove", lambda _: Path("/").unlink())
     for step in (20, 30):
         save(session, step, sync=False)
         session.saver.settle()
     monkeypatch.setattr(checkpoints, "save", original)
+    shutil.rmtree(tmp_path / "checkpoints")  # by somebody who wants room
     save(session, 40, sync=False)
     with pytest.raises(UserError):
         session.saver.settle_well()
-    assert steps_kept(tmp_path) == [10, 40]
+    assert read_index(tmp_path)["last"]["step"] == 40
     assert capsys.readouterr().err.count("samestep: ") == 1
 
 

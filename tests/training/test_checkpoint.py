@@ -91,17 +91,21 @@ def attempt(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("damages", "on", "step"),
+    ("damages", "on", "step", "lost"),
     [
-        ([empty], 1, 28),
-        ([flip_a_bit], 2, 28),  # both ranks can read it, and have when rank 0 knows the hash
-        ([truncate, flip_a_bit, Path.unlink], 1, 22),
+        ([empty], 1, 28, None),
+        ([truncate, flip_a_bit, Path.unlink], 1, 22, None),
+        ([flip_a_bit], 1, 28, Path.unlink),  # the records tell of all, and have the hashes
+        ([flip_a_bit], 2, 28, truncate),  # both ranks have read it when rank 0 knows the hash
     ],
 )
-def test_where_the_newest_are_damaged_an_older_one_is_taken(uninterrupted, run, damages, on, step):
+def test_what_is_whole_is_taken(uninterrupted, run, damages, on, step, lost):
     damaged = [newest(run, place) for place in range(len(damages))]
     for path, damage in zip(damaged, damages, strict=True):
         damage(path)
+    if lost:
+        damaged.insert(0, run / "checkpoints" / "index.json")
+        lost(damaged[0])
     printed = tiny.resumed(run, "--max-steps", str(tiny.STEPS), on=on)
     assert attempt(run)["step"] == step
     for path, problem in zip(damaged, attempt(run)["problems"], strict=True):
@@ -122,13 +126,6 @@ def test_where_all_are_damaged_nothing_is_overwritten(run, refuse, tmp_path):
             plant_pickle(path, tmp_path / "trap", "torch")
     assert str(run) in refuse()
     assert not (tmp_path / "trap").exists()
-
-
-def test_a_damaged_or_missing_index_is_refused_alike_and_nothing_is_overwritten(run, refuse):
-    (run / "checkpoints" / "index.json").write_bytes(b"")
-    assert f"{run}/checkpoints/index.json" in refuse(world_size=2)
-    (run / "checkpoints" / "index.json").unlink()
-    assert "index.json" in refuse()
 
 
 class Malice:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from samestep.base.errors import UserError
 from samestep.base.run import checkpoints
 from samestep.base.run.directory import is_run
-from samestep.base.run.index import Entry, read_index, remove_unannounced, verify
+from samestep.base.run.files import write_text
+from samestep.base.run.index import Entry, Index, index_text, read_index, remove_unannounced, verify
 from samestep.base.run.records import read_records
 from samestep.core.session.request import Request, changes_since, to_toml
 from samestep.core.training.snapshot import kept_parts, restore
@@ -55,19 +56,14 @@ def load_newest(
     """Return a run's newest whole checkpoint on every rank, by `load_first`.
 
     Raises:
-        UserError: none is whole, or the index names none though some were announced.
+        UserError: none is whole, or neither index nor records lead to one.
     """
     folder = path / "checkpoints"
     problems = list[str]()
 
     def newest_first() -> list[Entry]:
-        entries = sorted(read_index(folder).checkpoints, key=lambda entry: -entry.step)
-        if not entries and any(r["event"] == "checkpoint" for r in read_records(path)):
-            raise UserError(
-                f"{folder / 'index.json'} names no checkpoint, though the run announced some.",
-                remedy="Restore it from a backup, or start a new run.",
-            )
-        return entries
+        index = _index_of(path, problems)
+        return sorted(index.checkpoints, key=lambda entry: -entry.step)
 
     loaded = load_first(world, folder, newest_first, problems, mesh, own)
     if problems and loaded is None:
@@ -75,6 +71,51 @@ def load_newest(
             "No checkpoint of this run is whole. " + " ".join(problems), on_all_ranks=True
         )
     return loaded
+
+
+def _index_of(path: Path, problems: list[str]) -> Index:
+    """Return the index of a run; one that is lost or damaged is written anew from the records."""
+    file = path / "checkpoints" / "index.json"
+    damage: UserError | None = None
+    try:
+        index = read_index(file.parent)
+    except UserError as error:
+        index, damage = Index(), error
+    if index.checkpoints or not any(r["event"] == "checkpoint" for r in read_records(path)):
+        if damage is not None:
+            raise damage
+        return index
+    index = _as_recorded(path)
+    if not index.checkpoints:
+        raise damage or UserError(
+            f"{file} names no checkpoint, though the run announced some.",
+            remedy="Restore it from a backup, or start a new run.",
+        )
+    write_text(file, index_text(index))
+    problems.append(f"{file} is missing or damaged: it was written anew from the records.")
+    return index
+
+
+def _as_recorded(path: Path) -> Index:
+    """Return the index of those checkpoints that records tell of and whose files are there.
+
+    A record has the hash of the file, but not those of a sharded checkpoint's parts.
+    """
+    index, epoch, rated = Index(), 1, dict[int, float | None]()
+    for record in read_records(path):
+        epoch = record.get("epoch") or epoch
+        if record["event"] == "start" and (monitor := record.get("monitor")):
+            falls = monitor in (record.get("lower_is_better") or ())
+            index = replace(index, monitor=monitor, mode="min" if falls else "max")
+        elif record["event"] == "evaluation" and record.get("split") == "validation":
+            rated[record["step"]] = record.get(index.monitor)
+        elif record["event"] == "checkpoint":
+            step, file = record["step"], path / "checkpoints" / Path(record["path"]).name
+            if file.is_file() and not file.with_suffix(".shards").exists():
+                where = {"path": file.name, "step": step, "epoch": epoch}
+                known = {"sha256": record["sha256"], "metric": rated.get(step)}
+                index = index.add(Entry(**where, **known, time=file.stat().st_mtime))
+    return index
 
 
 def remove_unfinished(path: Path) -> None:

@@ -29,8 +29,9 @@ def _cleared_on_error(file: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if file.name not in {entry.path for entry in read_index(file.parent).checkpoints}:
-            remove(file)
+        with contextlib.suppress(OSError, UserError):  # a disk that fails; the first error tells
+            if file.name not in {entry.path for entry in read_index(file.parent).checkpoints}:
+                remove(file)
         raise
 
 
@@ -117,6 +118,8 @@ class Saver:
         records = self._folder.parent / "events.jsonl"
 
         def write() -> None:
+            with contextlib.suppress(OSError):  # it may have been deleted; then the write tells
+                self._folder.mkdir(exist_ok=True)
             files: dict[str, str] = {}
             if sharded:
                 from samestep.base.run import shards  # noqa: PLC0415 - half a second

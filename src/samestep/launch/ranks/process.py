@@ -223,8 +223,11 @@ def why_failed(error: BaseException) -> str:
     return told_failure() or _lost_contact(error, rank_of())
 
 
+LOST_CONTACT = "lost contact with another rank"
+
+
 def _lost_contact(error: BaseException, rank: int) -> str:
-    return f"Rank {rank} lost contact with another rank: {str(error).splitlines()[0]}"
+    return f"Rank {rank} {LOST_CONTACT}: {str(error).splitlines()[0]}"
 
 
 def is_lost_peer(error: BaseException | None) -> bool:

@@ -34,7 +34,7 @@ from samestep.base.startup import (
 )
 from samestep.launch.ranks.keeper import Elastic, RunEnding, keep_ranks
 from samestep.launch.ranks.places import killed_by
-from samestep.launch.ranks.process import STARTED_AT, TASK, print_error
+from samestep.launch.ranks.process import LOST_CONTACT, STARTED_AT, TASK, print_error
 from samestep.launch.ranks.watched import FOLDER, RUN, STALLED
 from samestep.launch.ranks.watcher import VERDICT
 
@@ -155,7 +155,7 @@ def _run_agent(num_ranks: int, arguments: list[str], elastic: Elastic | None) ->
             elastic_launch(_agent(num_ranks, folder), sys.executable)("-m", "samestep", *arguments)
         except ChildFailedError as error:
             hung = _hung(Path(folder, VERDICT))
-            return hung or _recorded(_first_failure(error), Path(folder, RUN))
+            return hung or _recorded(_first_failure(error, num_ranks), Path(folder, RUN))
         except RunEnding as ending:
             ended = Ended(1, f"{ending} {_continue('RUN')}")
             return _hung(Path(folder, VERDICT)) or _recorded(ended, Path(folder, RUN))
@@ -213,7 +213,7 @@ def _recorded(ended: Ended, where: Path) -> Ended:
     return ended
 
 
-def _first_failure(error: ChildFailedError) -> Ended:
+def _first_failure(error: ChildFailedError, num_ranks: int) -> Ended:
     # SIGTERM is how the agent ends the others: an effect, whatever the clock says.
     rank, failure = min(
         error.failures.items(),
@@ -222,11 +222,15 @@ def _first_failure(error: ChildFailedError) -> Ended:
     if failure.exitcode > 128:
         return Ended(failure.exitcode)  # stopped as it was asked to: nothing failed
     left = (failure.error_file_data or {}).get("message")
+    stopped = "the other ranks were stopped."
     if isinstance(left, dict) and "errorCode" in left:
+        ended = [r for r in range(num_ranks) if r not in error.failures]
+        if ended and LOST_CONTACT in left["message"]:
+            why = "ended with exit code 0 before the others, as os._exit(0) does"
+            return Ended(1, f"Rank {ended[0]} {why}; {stopped} {_continue('RUN')}")
         code = int(left["errorCode"])
         prefix = f"[rank {rank}] " if rank and code == 1 else ""  # 2 is the same on every rank
         return Ended(code, prefix + left["message"])
-    stopped = "the other ranks were stopped."
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         return Ended(1, f"Rank {rank} {killed_by(name)}; {stopped} {_continue('RUN')}")
