@@ -29,9 +29,7 @@ def cpu_seconds() -> float:
     return seconds
 
 
-class _Costs:
-    """Notes what each phase of a test takes, and prints the sum of the heaviest."""
-
+class _Costs:  # notes what each phase of a test takes, and prints the sum of the heaviest
     def __init__(self, num_shown: int) -> None:
         self.num_shown = num_shown
         self.before = cpu_seconds()

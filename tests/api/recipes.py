@@ -22,9 +22,7 @@ def made(model=lambda: nn.Linear(4, 2), data=None, **more) -> Recipe:
     return Recipe(model=model, data=data or splits, settings=settings, **more)
 
 
-class Interrupts(nn.Linear):
-    """A model within which Ctrl-C is pressed at some of its training steps."""
-
+class Interrupts(nn.Linear):  # a model within which Ctrl-C is pressed at some of its training steps
     def __init__(self, *steps: int, signum: int = signal.SIGINT) -> None:
         super().__init__(4, 2)
         self.steps, self.signum, self.calls = steps, signum, 0

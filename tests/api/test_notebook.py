@@ -19,9 +19,7 @@ long = {"epochs": 100_000, "checkpoint_every_epochs": 500, "log_every": 1_000}
 """
 
 
-class Kernel:
-    """A kernel of its own, and what its cells show."""
-
+class Kernel:  # a kernel of its own, and what its cells show
     def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
         self.manager, self.client = manager, client
 

@@ -73,9 +73,7 @@ if __name__ == "__main__":
 """A script without a mistake: the clean twin of those that differ from it in a few lines."""
 
 
-class Forked:
-    """A forked rank, seen as a process of `subprocess`."""
-
+class Forked:  # a forked rank, seen as a process of `subprocess`
     def __init__(self, process) -> None:
         self._process = process
         self.pid = process.pid
@@ -164,12 +162,10 @@ def remedied(text: str, found: Mistake) -> str:
     return "\n".join(lines) + "\n"
 
 
-def codes(report: CheckReport) -> set[str]:
-    """Return the codes of what was found."""
+def codes(report: CheckReport) -> set[str]:  # return the codes of what was found
     return {finding.code for finding in report.findings}
 
 
-def line_of(text: str, part: str) -> int:
-    """Return the number of the only line that has this text."""
+def line_of(text: str, part: str) -> int:  # return the number of the only line that has this text
     (found,) = (n for n, line in enumerate(text.splitlines(), 1) if part in line)
     return found

@@ -118,9 +118,8 @@ EACH_EPOCH = planted((SET_EPOCH, ""), ("in train_loader:", f"in {EACH}"))
 JITTERS = "            inputs = inputs + torch.randn(inputs.shapeBY)\n"
 IN_LOOP = (f"        {LOOP}:\n", f"        {LOOP}:\n            torch.manual_seed(SEED)\n{JITTERS}")
 SEEDED_IN_STEPS = planted(IN_LOOP).replace("BY", "").replace("SEED", "rank")
-DRAWN_IN_STEPS = planted((IN_LOOP[0], f"{IN_LOOP[0]}{JITTERS}")).replace(
-    "BY", ", generator=torch.Generator().manual_seed(rank)"
-)
+BY = ", generator=torch.Generator().manual_seed(rank)"
+DRAWN_IN_STEPS = planted((IN_LOOP[0], IN_LOOP[0] + JITTERS.replace("BY", BY)))
 OWN = """
 class Own(torch.utils.data.Sampler):
     def __iter__(self):

@@ -198,8 +198,7 @@ def test_a_number_of_the_whole_or_of_a_named_rank_is_right(name, tmp_path):
     assert codes(check(tmp_path, planted(*OF_ALL[name]))) <= {"SS107", "SS104"}
 
 
-def alone(model, *changes):
-    """Return a script that evaluates on rank 0 only."""
+def alone(model, *changes):  # return a script that evaluates on rank 0 only
     return planted(
         *(UNREDUCED, NO_BEST, BATCHNORM, *changes),
         ("labels in val_loader:", "labels in val_loader if rank == 0 else ():"),

@@ -24,9 +24,7 @@ WITHIN_S = 300
 
 
 @dataclass
-class Hosts:
-    """Two hosts that see each other and nothing else."""
-
+class Hosts:  # two hosts that see each other and nothing else
     folder: Path
     """Where the commands run; both hosts see it."""
     mark: str = field(default_factory=lambda: uuid.uuid4().hex[:6])

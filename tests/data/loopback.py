@@ -26,9 +26,7 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-class Loopback:
-    """An HTTP server on this machine whose `respond(handler)` answers each request."""
-
+class Loopback:  # an HTTP server on this machine whose `respond(handler)` answers each request
     protocol, waits_for_handlers = "HTTP/1.0", True
 
     def __init__(self):

@@ -34,9 +34,7 @@ WRAPPERS = {
 }
 
 
-class Own(list):
-    """A data set with another one inside, as of Hugging Face."""
-
+class Own(list):  # a data set with another one inside, as of Hugging Face
     dataset = ()
 
     def __init__(self):
@@ -227,9 +225,7 @@ def test_what_workers_collate_is_what_one_process_collates(example):
 Pair = namedtuple("Pair", ("inputs", "targets"))  # noqa: PYI024 - as users write it
 
 
-class Encoding(UserDict):
-    """As the batches of Hugging Face's tokenizers: a dict with more."""
-
+class Encoding(UserDict):  # as the batches of Hugging Face's tokenizers: a dict with more
     def __init__(self, data=None, words=None):
         super().__init__(data)
         self.words = words
@@ -247,9 +243,7 @@ class Slotted:
     lengths: Any
 
 
-class Graph:
-    """As `Data` and `Batch` of PyTorch Geometric: `apply` changes the graph itself."""
-
+class Graph:  # as `Data` and `Batch` of PyTorch Geometric: `apply` changes the graph itself
     def __init__(self, num_graphs=None, **parts):
         self.parts = parts
         if num_graphs is not None:
@@ -269,9 +263,7 @@ class Graph:
         return self.apply(lambda tensor: tensor.to(device))
 
 
-class Moves:
-    """Nothing but `to`."""
-
+class Moves:  # nothing but `to`
     def __init__(self, tensor):
         self.tensor = tensor
 

@@ -26,9 +26,7 @@ from tests.session.test_training_run import FLAGS, session
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-class Copier:
-    """Copies at once, and takes down what it was asked for."""
-
+class Copier:  # copies at once, and takes down what it was asked for
     def __init__(self, log=None):
         self.log = [] if log is None else log
         self.started, self.waited, self.last = 0, 0, -1
@@ -109,9 +107,7 @@ def test_an_error_comes_in_place_of_its_own_batch(copier, monkeypatch, fails_at,
         next(batches)
 
 
-class Leaf:
-    """A stand-in for a tensor that says what is done to it, and in which stream."""
-
+class Leaf:  # a stand-in for a tensor that says what is done to it, and in which stream
     def __init__(self, cuda, number, device="cpu"):
         self.cuda, self.number, self.device = cuda, number, torch.device(device)
 
@@ -129,9 +125,7 @@ class Leaf:
         self.cuda.log.append(("belongs", self.number, stream.name))
 
 
-class Cuda:
-    """A stand-in for `torch.cuda`: streams and events that say what is asked of them."""
-
+class Cuda:  # a stand-in for `torch.cuda`: streams and events that say what is asked of them
     def __init__(self):
         self.log = []
         self.compute, self.side = self._stream("compute"), self._stream("side")
@@ -245,8 +239,7 @@ def first_steps(one):
         yield block.first_step
 
 
-def _with_workers():
-    """Read ahead with two workers; return what was read, and whether they are gone."""
+def _with_workers():  # read ahead with two workers; return what was read, and whether they are gone
     use_instead(Copier())
     one = opened(Listed(*samples(31)), num_workers=2)
     blocks = one.blocks(0, 0, global_batch=4, drop_last=False)
@@ -275,9 +268,7 @@ def test_workers_read_the_same_ahead_and_end_with_the_source(tmp_path):
     assert gone == [True, True]
 
 
-class Dies(Listed):
-    """Its ninth sample ends the process that reads it."""
-
+class Dies(Listed):  # its ninth sample ends the process that reads it
     def __init__(self, *data, end):
         super().__init__(*data)
         self._end = end
@@ -344,8 +335,7 @@ GIB = 1 << 30
 
 
 @pytest.fixture
-def gpus(monkeypatch):
-    """GPUs of 80 GiB; what the memory of each holds is counted."""
+def gpus(monkeypatch):  # GPUs of 80 GiB; what the memory of each holds is counted
     held = SimpleNamespace(count=1, others=0, allocated=0, cached=0)
 
     def free():

@@ -21,9 +21,7 @@ from samestep.core.session.build import _try_out
 from samestep.launch.ranks.world import World
 
 
-class Numbers(IterableDataset):
-    """Places as samples (place, a number drawn), in shards."""
-
+class Numbers(IterableDataset):  # places as samples (place, a number drawn), in shards
     def __init__(self, parts):
         self.parts = parts
 
@@ -39,9 +37,7 @@ class Numbers(IterableDataset):
             yield torch.tensor(place), torch.rand(())
 
 
-class GoesOn(Numbers):
-    """Numbers that go on from a state."""
-
+class GoesOn(Numbers):  # numbers that go on from a state
     at = 0
 
     def __iter__(self):
@@ -56,9 +52,7 @@ class GoesOn(Numbers):
         self.at = state["at"]
 
 
-class Lags(GoesOn):
-    """A state that is behind by one element: it would be read twice."""
-
+class Lags(GoesOn):  # a state that is behind by one element: it would be read twice
     def __iter__(self):
         for element in Numbers.__iter__(self):
             yield element
@@ -160,9 +154,7 @@ def test_the_last_block_says_so_and_each_element_is_evaluated_once(num_workers):
     source.close()
 
 
-class Once(Numbers):
-    """It gives its elements a single time."""
-
+class Once(Numbers):  # it gives its elements a single time
     def __init__(self, elements):
         self.elements = ((torch.tensor(n), torch.tensor(n)) for n in range(elements))
 
@@ -201,9 +193,7 @@ def test_a_run_may_be_gone_on_with_twice_within_a_window(kind):
     assert sorted(read) == list(range(100))
 
 
-class BeginsAgain(GoesOn):
-    """Its state is that of its beginning once it has ended."""
-
+class BeginsAgain(GoesOn):  # its state is that of its beginning once it has ended
     def __iter__(self):
         yield from super().__iter__()
         self.at = 0
@@ -220,9 +210,7 @@ def test_a_lane_that_has_ended_is_not_read_again(window):
         assert [rows for rows, _ in again] == [rows for rows, _ in batches[step:]]
 
 
-class Differs(Numbers):
-    """It gives something else each time."""
-
+class Differs(Numbers):  # it gives something else each time
     drawn = itertools.count()
 
     def __iter__(self):
@@ -309,9 +297,7 @@ def test_lanes_and_their_windows_are_bounded_and_marks_of_ended_ones_are_kept():
     assert source.marks_at(0, 2) == {0: (24, None, True)}
 
 
-class Waits(Numbers):
-    """Its element 30 never comes."""
-
+class Waits(Numbers):  # its element 30 never comes
     def __iter__(self):
         for element in super().__iter__():
             if int(element[0]) == 30:

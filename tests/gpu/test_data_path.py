@@ -25,9 +25,7 @@ def samples():
     return images.to(torch.uint8), torch.randint(0, 10, (NUM_SAMPLES,), generator=generator)
 
 
-class Listed(Dataset):
-    """The same, one at a time; it counts what was read."""
-
+class Listed(Dataset):  # the same, one at a time; it counts what was read
     def __init__(self):
         self.images, self.labels = samples()
         self.read = 0

@@ -60,9 +60,7 @@ def test_weak_scaling_keeps_the_batch_of_a_rank_strong_the_global_one_if_it_can(
         plan_study(Settings(batch_size=4), [1, 5], ["strong"])
 
 
-class Launch:
-    """Ranks that measure nothing: each setup leaves made-up segments of ten steps."""
-
+class Launch:  # ranks that measure nothing: each setup leaves made-up segments of ten steps
     def __init__(self):
         self.started, self.folders = [], set()
 

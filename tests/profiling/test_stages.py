@@ -23,9 +23,7 @@ STEP_S, SLOW_DOWN = 0.125, 10
 EXTENT = {field.name for field in fields(Extent)}
 
 
-class Clock:
-    """Time that passes when it is told to, all of it in the phase `forward`."""
-
+class Clock:  # time that passes when it is told to, all of it in the phase `forward`
     def __init__(self):
         self.seconds = 0.0
 
@@ -36,9 +34,7 @@ class Clock:
         return {"forward": self.seconds}
 
 
-class FakeTracer:
-    """A profiler that takes a second to start and two to stop."""
-
+class FakeTracer:  # a profiler that takes a second to start and two to stop
     def __init__(self, clock, **_):
         self.clock, self.steps, self.runs = clock, 0, False
 

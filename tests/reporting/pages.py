@@ -7,9 +7,7 @@ from typing import Any
 VOID = {"meta", "link", "img", "br", "input", "hr", "rect", "line", "circle", "polyline"}
 
 
-class ReadPage(HTMLParser):
-    """A page's elements in order, each with its attributes and its own text."""
-
+class ReadPage(HTMLParser):  # a page's elements in order, each with its attributes and its own text
     def __init__(self, html: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []

@@ -24,9 +24,7 @@ DATA = TensorDataset(torch.zeros(12, 4), torch.zeros(12, 1))
 STEP = ["data", "forward", "backward", "optimizer"]
 
 
-class Laps(list):
-    """A lap timer that keeps only the names of the phases, in order."""
-
+class Laps(list):  # a lap timer that keeps only the names of the phases, in order
     def lap(self, phase):
         self.append(phase)
 
@@ -37,9 +35,7 @@ class Laps(list):
         return names
 
 
-class Script:
-    """A training loop as a user would write it, watched by hooks."""
-
+class Script:  # a training loop as a user would write it, watched by hooks
     def __init__(self, phases=None, *, several=False):
         self.hooks = Hooks(Laps() if phases is None else phases, several=several)
         self.epochs, self.steps, self.profilers = [], [], []

@@ -26,9 +26,7 @@ class CutError(Exception):
     """The copying ends here, as by SIGKILL."""
 
 
-class CutStore(Store):
-    """A store that can be asked a number of times; then half a file is there."""
-
+class CutStore(Store):  # a store that can be asked a number of times; then half a file is there
     left = 0
 
     def _key(self, name):

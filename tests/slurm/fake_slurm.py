@@ -48,8 +48,7 @@ class FakeSlurm:
             others = [one for one in rows if one.partition("\x1f")[0] != str(job)]
             queue.write_text("".join([*others, row]))
 
-    def break_down(self) -> None:
-        """Let every program get no answer from now on."""
+    def break_down(self) -> None:  # let every program get no answer from now on
         for name in _PROGRAMS:
             self._write(name, _DOWN)
 
@@ -59,8 +58,7 @@ class FakeSlurm:
         return path.read_text().splitlines() if path.exists() else []
 
     @property
-    def shell(self) -> dict[str, str]:
-        """The variables that sbatch saw."""
+    def shell(self) -> dict[str, str]:  # the variables that sbatch saw
         lines = (self.folder / "shell").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
 

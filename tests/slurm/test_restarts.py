@@ -71,8 +71,7 @@ def test_a_job_gives_up_after_its_limit_of_starts_without_progress_and_not_befor
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
-    """A run directory whose job has begun a start ten seconds ago."""
+def run(tmp_path) -> Path:  # a run directory whose job has begun a start ten seconds ago
     (tmp_path / "settings.toml").touch()
     (tmp_path / restarts.BEGUN).touch()
     os.utime(tmp_path / restarts.BEGUN, (time.time() - 10,) * 2)

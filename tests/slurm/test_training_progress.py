@@ -167,9 +167,7 @@ def shown(width: int | None) -> list[str]:
     return list(text_lines(jobs_table([(JobAndRun(job=JOB), PROGRESS)]), width))
 
 
-class Clock:
-    """Time that passes by sleeping alone; what is planned for a moment happens then."""
-
+class Clock:  # time that passes by sleeping alone; what is planned for a moment happens then
     def __init__(self) -> None:
         self.now, self.plan = 0.0, []
 

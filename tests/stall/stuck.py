@@ -20,8 +20,7 @@ LONG_S = 600.0
 RECONFIGURES = hasattr(dist, "_reconfigure")  # PyTorch 2.14
 
 
-def line_of(mark: str) -> str:
-    """Return FILE:LINE of the line with this comment."""
+def line_of(mark: str) -> str:  # return FILE:LINE of the line with this comment
     lines = Path(__file__).read_text().splitlines()
     return f"{__file__}:{lines.index(next(x for x in lines if x.endswith('# ' + mark))) + 1}"
 

@@ -40,8 +40,7 @@ save()
 
 
 @pytest.fixture
-def at(tmp_path):
-    """Return what gives the FILE:LINE of a word of the script."""
+def at(tmp_path):  # return what gives the FILE:LINE of a word of the script
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     lines = SCRIPT.splitlines()

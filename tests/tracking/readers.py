@@ -35,8 +35,7 @@ def _leveldb_records(data: bytes):
             pieces = []
 
 
-def wandb_rows(run: Path):
-    """Return the rows that `run.log` wrote, as tables."""
+def wandb_rows(run: Path):  # return the rows that `run.log` wrote, as tables
     return [
         {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in row.item}
         for row in wandb_records(run, "history")
@@ -49,8 +48,7 @@ def wandb_updates(run: Path, field: str):
     return {u.key or u.nested_key[0]: json.loads(u.value_json) for u in updates}
 
 
-def wandb_axes(run: Path):
-    """Return metric name or pattern → the metric that it is drawn over."""
+def wandb_axes(run: Path):  # return metric name or pattern → the metric that it is drawn over
     return {d.glob_name or d.name: d.step_metric for d in wandb_records(run, "metric")}
 
 

@@ -7,9 +7,7 @@ import threading
 from tests.data.loopback import Loopback
 
 
-class Server(Loopback):
-    """A server that asks `answer(method, path, body)` for (status, body)."""
-
+class Server(Loopback):  # a server that asks `answer(method, path, body)` for (status, body)
     protocol, waits_for_handlers = "HTTP/1.1", False
 
     def respond(self, handler):
@@ -52,9 +50,7 @@ class Errors(Server):
         return 500, b'{"errors": [{"message": "all is lost"}]}'
 
 
-class Wandb(Server):
-    """As much of W&B's server as the client needs to log a run."""
-
+class Wandb(Server):  # as much of W&B's server as the client needs to log a run
     def __init__(self):
         super().__init__()
         self.runs = {}

@@ -45,8 +45,7 @@ def samestep(*arguments, folder, world_size=1, faults=(), end_s=PATIENCE_S, **en
     )
 
 
-def train(*arguments, folder, **more):
-    """Train to the good end; return the ranks that did."""
+def train(*arguments, folder, **more):  # train to the good end; return the ranks that did
     ranks = samestep("train", *arguments, folder=folder, **more)
     assert set(ranks.wait()) == {0}, ranks.output()
     return ranks
@@ -94,8 +93,7 @@ class Training:
         place = () if target else ("--run-dir", self.run)
         return samestep("train", target or self.recipe, *words, *place, folder=self.folder, **more)
 
-    def train(self, *flags, code=0, **more) -> Ranks:
-        """Run it to its end."""
+    def train(self, *flags, code=0, **more) -> Ranks:  # run it to its end
         ranks = self.start(*flags, **more)
         assert set(ranks.wait()) == {code}, ranks.output()
         return ranks

@@ -153,8 +153,7 @@ def _fork(module, home, files, environment):
     os._exit(0)
 
 
-def assert_refused(answer, *names):
-    """Check that a refusal names what to look at, and no key."""
+def assert_refused(answer, *names):  # check that a refusal names what to look at, and no key
     assert all(name in answer["refused"] for name in names), answer
     assert not [key for key in (KEY, COMET_KEY, "short-key", "<your key>") if key in str(answer)]
 

@@ -248,9 +248,8 @@ def test_what_fsdp_cannot_train_is_refused_by_name(tmp_path, what):
     shown = ranks.printed(0)
     assert all(name in shown for name in named), shown
     assert "Traceback" not in shown
-    assert (tmp_path / "run").exists() == (
-        what in ("products", "writes", "draws")
-    )  # which a step shows
+    by_a_step = what in ("products", "writes", "draws")
+    assert (tmp_path / "run").exists() == by_a_step
 
 
 class Skips(nn.Module):

@@ -297,9 +297,7 @@ def test_what_is_left_out_counts_to_no_phase_and_a_device_by_events():
     assert sum(phases.total().values()) == 0
 
 
-class Event:
-    """An event of a device that takes a millisecond from one to the next."""
-
+class Event:  # an event of a device that takes a millisecond from one to the next
     clock = itertools.count()
     made = 0
 

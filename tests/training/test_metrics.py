@@ -29,9 +29,7 @@ CPU = torch.device("cpu")
 COUNT = 23  # samples
 
 
-class Median(torchmetrics.Metric):
-    """The median error: of all samples, not of means."""
-
+class Median(torchmetrics.Metric):  # the median error: of all samples, not of means
     higher_is_better = False
 
     def __init__(self) -> None:
@@ -45,9 +43,7 @@ class Median(torchmetrics.Metric):
         return dim_zero_cat(self.errors).median()
 
 
-class Largest(torchmetrics.Metric):
-    """The largest output: a state that begins at what no sample has."""
-
+class Largest(torchmetrics.Metric):  # the largest output: a state that begins at what no sample has
     higher_is_better = None
 
     def __init__(self) -> None:
@@ -85,9 +81,7 @@ def samples(name: str, count: int) -> tuple[Tensor, Tensor]:
     return outputs, outputs + torch.randn(count, generator=generator)
 
 
-class Gathered:
-    """Ranks that have met: each is given what all of them have."""
-
+class Gathered:  # ranks that have met: each is given what all of them have
     on_every = staticmethod(lambda function: function())
     broadcast = staticmethod(lambda value: value)
 

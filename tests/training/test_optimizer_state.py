@@ -23,9 +23,7 @@ from tests.faults import Fault
 CPU = torch.device("cpu")
 
 
-class Slowing(torch.optim.Optimizer):
-    """It counts in its groups, and has a mean of the weights."""
-
+class Slowing(torch.optim.Optimizer):  # it counts in its groups, and has a mean of the weights
     def __init__(self, params, lr, weight_decay=0.0, **groups):
         more = {"weight_decay": weight_decay, "k": 0, "d": 1.0}
         super().__init__(params, {"lr": lr, **more, **groups})
@@ -45,9 +43,7 @@ class Slowing(torch.optim.Optimizer):
                 state["mean"].lerp_(p.float(), group["since"] / group["k"])
 
 
-class Counting(Slowing):
-    """It counts in an attribute of its own."""
-
+class Counting(Slowing):  # it counts in an attribute of its own
     steps = 0
 
     def step(self, closure=None):
@@ -75,9 +71,7 @@ KEPT = [
 ]
 
 
-class Free(Slowing):
-    """With other weights to evaluate than to train, as schedule-free ones have."""
-
+class Free(Slowing):  # with other weights to evaluate than to train, as schedule-free ones have
     def __init__(self, params, lr):
         super().__init__(params, lr, training=False)
 
@@ -103,9 +97,7 @@ class Free(Slowing):
         self._move(False, 0.7)
 
 
-class Falling(Slowing):
-    """It lowers the rate that it is given, like SWATS."""
-
+class Falling(Slowing):  # it lowers the rate that it is given, like SWATS
     def step(self, closure=None):
         (group,) = self.param_groups
         assert group["lr"] == pytest.approx({4: 0.05}.get(group["k"], group.get("next", 0.1)))
@@ -113,9 +105,7 @@ class Falling(Slowing):
         group["next"] = group["lr"] = group["lr"] * 0.9
 
 
-class Outer:
-    """Around another one and of no class of PyTorch's, like a schedule-free wrapper."""
-
+class Outer:  # around another one and of no class of PyTorch's, like a schedule-free wrapper
     def __init__(self, params, lr):
         self.base = Slowing(params, lr)
 
@@ -129,9 +119,7 @@ Kind = IntEnum("Kind", ["FIRST"])
 Held = type("Held", (), {"factor": torch.ones(1)})  # as GaLore has projections
 
 
-class Holding(Slowing):
-    """Its state has an object; it may share the object."""
-
+class Holding(Slowing):  # its state has an object; it may share the object
     def step(self, closure=None):
         super().step()
         for p in self.param_groups[0]["params"]:
@@ -142,9 +130,7 @@ class Holding(Slowing):
                 self.state[p]["held"] = self.param_groups[0].setdefault("held", held)
 
 
-class Relative(Slowing):
-    """It finds its learning rate itself, like Adafactor."""
-
+class Relative(Slowing):  # it finds its learning rate itself, like Adafactor
     def __init__(self, params, lr):
         super().__init__(params, None)
 

@@ -129,9 +129,7 @@ def test_sparse_gradients_have_the_norm_of_dense_ones_and_are_clipped_alike(most
     torch.testing.assert_close(norms[0][1], norms[1][1])
 
 
-class Generators:
-    """Stand in for the generators of several GPUs."""
-
+class Generators:  # stand in for the generators of several GPUs
     def __init__(self):
         self.seeds = []
 

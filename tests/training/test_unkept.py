@@ -198,9 +198,7 @@ def test_buffers_that_are_lost_or_made_of_a_ranks_own_samples_are_told(tmp_path)
     assert [name for name in named if name not in told] == []
 
 
-class Counts(nn.Linear):
-    """It counts its calls, and has filled a cache after the first."""
-
+class Counts(nn.Linear):  # it counts its calls, and has filled a cache after the first
     n, cache = 0, None
 
     def forward(self, x):

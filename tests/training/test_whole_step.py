@@ -135,9 +135,7 @@ def test_what_draws_is_compiled_alone_and_a_replay_reads_nothing_back(captures, 
     assert captures.replayed == 2
 
 
-class Scaled(nn.Module):
-    """A network that scales its outputs by a number, and means over positions."""
-
+class Scaled(nn.Module):  # a network that scales its outputs by a number, and means over positions
     def __init__(self):
         super().__init__()
         self.scale, self.linear = 1.0, nn.Linear(8, 2).double()

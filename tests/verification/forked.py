@@ -22,9 +22,7 @@ from tests.processes import start_ranks
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """What the real processes of one verification left; it may be judged several times."""
-
+class Gathered:  # what the real processes of one verification left; it may be judged several times
     request: Request
     starts: Starts
     evidence: Evidence
