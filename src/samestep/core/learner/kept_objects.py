@@ -1,13 +1,14 @@
 """Objects in an optimizer's state, such as GaLore's projections, as a checkpoint can hold them.
 
 A file that is read with any object in it could run code. So a checkpoint has plain values: of an
-object its class and attributes. It is made again only if its class is of the optimizer's package.
+object its class and attributes. It is made again, without a call of its code, only if its class is
+of the optimizer's package, and is defined where the file says.
 """
 
 import sys
 from enum import Enum
-from functools import partial, reduce
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def _packages(optimizer: torch.optim.Optimizer) -> set[str]:
 
 def _packed(value: Any, packages: set[str], seen: set[int]) -> Any:
     kind, again = type(value), partial(_packed, packages=packages, seen=seen)
-    if kind.__module__.partition(".")[0] not in packages:
+    if _class_of(f"{kind.__module__}:{kind.__qualname__}", packages) is None:
         return value
     if isinstance(value, Enum):
         inside, new = value.value, set[int]()
@@ -56,6 +57,19 @@ def _packed(value: Any, packages: set[str], seen: set[int]) -> Any:
     return {_KIND: f"{kind.__module__}:{kind.__qualname__}", _HELD: map_leaves(again, inside)}
 
 
+def _class_of(text: str, packages: set[str]) -> Any:
+    """Return a class by its module and name, if these packages define it; others are no state."""
+    module, _, name = text.partition(":")
+    if module.partition(".")[0] not in packages:
+        return None
+    kind: Any = sys.modules.get(module)
+    for part in name.split("."):
+        kind = getattr(kind, part, None)
+    # An import in that module leads to any class; a finalizer would run with the file's values.
+    defined = isinstance(kind, type) and f"{kind.__module__}:{kind.__qualname__}" == text
+    return kind if defined and not hasattr(kind, "__del__") else None
+
+
 def _unpacked(value: Any, packages: set[str], device: torch.device | None) -> Any:
     again = partial(_unpacked, packages=packages, device=device)
     if type(value) in (list, tuple):
@@ -65,11 +79,9 @@ def _unpacked(value: Any, packages: set[str], device: torch.device | None) -> An
     parts = {key: again(part) for key, part in value.items()}
     if parts.keys() != {_KIND, _HELD}:
         return parts
-    (module, _, name), held = value[_KIND].partition(":"), parts[_HELD]
-    package, loaded = module.partition(".")[0], sys.modules.get(module)
-    if package not in packages or loaded is None:
+    kind, held = _class_of(str(value[_KIND]), packages), parts[_HELD]
+    if kind is None:
         raise UserError(f"it holds an object of {value[_KIND]}, of another package")
-    kind = reduce(getattr, name.split("."), cast("Any", loaded))
     if issubclass(kind, Enum):
         return kind(held)
     made = object.__new__(kind)
