@@ -49,7 +49,13 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
 
     def fit(original: Any, trainer: Any, *arguments: Any, **named: Any) -> NoReturn:
         bound = inspect.signature(original).bind(trainer, *arguments, **named).arguments
-        rest = note_on_the_rest(trainer, sys._getframe(2), "fit()")  # noqa: SLF001 - its caller
+        caller = sys._getframe(2)  # noqa: SLF001
+        if ".tuner." in caller.f_globals["__name__"]:
+            raise UserError(
+                "A Tuner cannot be taken over: it trains to find a rate or a batch size.",
+                remedy="Leave it out, and compare several: samestep sweep SCRIPT --lr 1e-3,1e-2",
+            )
+        rest = note_on_the_rest(trainer, caller, "fit()")
         fits.append(_recipe_of(trainer, bound, rest))
         raise TrainingReached
 
