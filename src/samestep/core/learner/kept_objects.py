@@ -58,7 +58,7 @@ def _packed(value: Any, packages: set[str], seen: set[int]) -> Any:
 
 
 def _class_of(text: str, packages: set[str]) -> Any:
-    """Return a class by its module and name, if these packages define it; others are no state."""
+    """Return a class by its module and name, if these packages define it; else None."""
     module, _, name = text.partition(":")
     if module.partition(".")[0] not in packages:
         return None
