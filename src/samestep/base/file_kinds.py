@@ -8,9 +8,10 @@ from pathlib import Path
 from samestep.base.errors import UserError
 from samestep.base.nearby import nearby
 
+_MADE_BY = ("Trainer", "LightningCLI")
 _OF_TRAINERS = {
     "huggingface": (re.compile(r"(sentence_)?transformers|trl"), ("Trainer", "*")),
-    "lightning": (re.compile(r"(pytorch_)?lightning"), ("Trainer", "LightningCLI", "*")),
+    "lightning": (re.compile(r"(pytorch_)?lightning"), (*_MADE_BY, "*")),
 }
 """The packages of each kind of Trainer, and the ends of names that are one or make one."""
 _TRAINS = {"huggingface": {"train", "hyperparameter_search"}, "lightning": {"fit", "LightningCLI"}}
@@ -105,8 +106,8 @@ def trainer_of(path: Path, folder: Path) -> str:
                     modules.append(module)
                     packages |= {alias.asname or alias.name: module for alias in names}
                     takes |= {kind for alias in names for kind in _kinds(module, alias.name)}
-                case ast.Attribute(value=ast.Name(id=package), attr=name):
-                    takes |= _kinds(packages.get(package, ""), name)
+                case ast.Attribute(value=package, attr=name) if name.endswith(_MADE_BY):
+                    takes |= _kinds(packages.get(ast.unparse(package), ""), name)
                 case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
                     trains |= {name}
         own = (folder / f"{name.replace('.', '/')}.py" for name in modules)
