@@ -163,8 +163,7 @@ def test_a_folder_is_green_a_file_and_a_silent_file_system_red(tmp_path, monkeyp
 
 
 @contextmanager
-def as_a_stranger():
-    """Be a user to whom pytest's folders are closed, where this one is root."""
+def as_a_stranger():  # be a user to whom pytest's folders are closed, where this one is root
     if os.geteuid() != 0:
         yield
         return

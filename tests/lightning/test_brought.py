@@ -223,6 +223,7 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([("self.factor", "self.trainer.should_stop = True; self.factor")], "sets its Trainer's s"),
         ([('"val_loss", self.mean', '"val_loss", out.max(), reduce_fx="max"')], "reduce_fx=max"),
         ([("epochs=3,", "max_epochs=3,")], "Here it is epochs"),
+        ([("epochs=3,", "epochs=3, lr=0.5,")], "--lr 0.5 changes nothing"),
         ([('"val_out": out', 'f"val_{out[0] > 0}": out')], "Log the same"),
         ([STEP, (LISTED, f'{BY_DICT} "interval": "step"}}')], "--eval-every"),
         ([STEP, (LISTED, f'{BY_DICT} "monitor": "train_loss"}}')], "validation_step logs"),

@@ -66,8 +66,7 @@ def told(run: Path) -> list[dict]:
 
 
 @pytest.fixture
-def gate(monkeypatch):
-    """Hold every write of a checkpoint back until the test lets it begin."""
+def gate(monkeypatch):  # hold every write of a checkpoint back until the test lets it begin
     opened, original = threading.Event(), checkpoints.save
 
     def save(*args):

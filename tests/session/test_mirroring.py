@@ -97,8 +97,7 @@ def test_wherever_the_copying_is_cut_the_index_names_only_what_is_whole(tmp_path
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """The run that nothing disturbed, next to its recipe."""
+def whole(tmp_path_factory) -> Path:  # the run that nothing disturbed, next to its recipe
     folder = tmp_path_factory.mktemp("whole")
     train_here(str(write_recipe(folder)), "--run-dir", str(folder / "run"))
     return folder / "run"

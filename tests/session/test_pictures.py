@@ -25,8 +25,7 @@ def trained(recipe, folder, **settings):
     return samestep.train(recipe, quiet=True, run_dir=folder / "run", **settings)
 
 
-def told(one):
-    """Return name → entry of a run's pictures; each file that it names is there."""
+def told(one):  # return name → entry of a run's pictures; each file that it names is there
     index = read_json(one.path / "pictures" / "pictures.json")
     assert index["format"] == 1
     for entry in index["pictures"]:
@@ -156,8 +155,7 @@ def test_rows_say_which_sample_it_is_its_text_its_class_and_what_show_says(tmp_p
         assert len(row["words"]) <= 400
 
 
-def figure(model, data):
-    """Return the weights."""
+def figure(model, data):  # return the weights
     from matplotlib.figure import Figure
 
     made = Figure()
@@ -170,8 +168,7 @@ def figure(model, data):
     return made
 
 
-def spoils(model, _data):
-    """Change the model, which does not reach the next picture."""
+def spoils(model, _data):  # change the model, which does not reach the next picture
     model.train()
     for parameter in model.parameters():
         parameter.zero_()

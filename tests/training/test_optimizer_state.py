@@ -12,7 +12,7 @@ from torch import nn
 from samestep import Recipe, Settings
 from samestep.base.errors import UserError
 from samestep.base.run.checkpoints import why_not_kept
-from samestep.core.learner.kept_objects import packed
+from samestep.core.learner.kept_objects import packed, unpacked
 from samestep.core.learner.optimizer import Update, optimizer_of
 from samestep.core.learner.optimizer_state import Trial, groups_of, load_state, what_groups_keep
 from samestep.core.session.trained_model import evaluate_run, open_checkpoint
@@ -263,7 +263,10 @@ def test_an_optimizer_that_a_checkpoint_would_not_bring_back_is_told_in_the_firs
         UserError, match=r"Slowing \+ Counting.* attribute steps, .*--no-self-check"
     ):
         take(model, update, range(1))
-    model, _, update, _ = made(Holding, torch.float32, share=True)
+    model, optimizer, update, _ = made(Holding, torch.float32, share=True)
+    for other in (UserError, torch.Tensor):  # a file may name what the module only imports
+        with pytest.raises(UserError, match="of another package"):
+            unpacked({"object of": f"{__name__}:{other.__name__}", "holds": {}}, optimizer)
     with pytest.raises(UserError, match=r"Holding.* cannot: objects of .*\.Held"):
         take(model, update, range(1))
     for kept, change in KEPT:

@@ -278,7 +278,8 @@ class Screen:
         parts = f"{most}{plan['micro_batch_size']} × {shares} × {steps}"
         if plan.get("batch_size_per_rank"):
             parts += " (--batch-size-per-rank: other ranks, another batch)"
-        lr = f"{plan['lr']:.4g}"
+        own = plan.get("own_lr")
+        lr = f"{plan['lr']:.4g}" if own is None else f"{own:.4g}, of the recipe's own optimizer"
         if plan["lr_scaling"] != "none":
             ratio = plan["lr"] / plan["base_lr"]
             lr += f" = {plan['base_lr']:.4g} × {ratio:.4g} ({plan['lr_scaling']} scaling)"

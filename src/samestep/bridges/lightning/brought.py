@@ -35,6 +35,7 @@ from samestep.bridges.lightning.configured import (
     Unchanged,
     check_around_step,
     check_monitor,
+    check_rate,
     settings_of_weights,
     unpack_optimizers,
 )
@@ -69,8 +70,7 @@ _OF_EPOCHS = {"on_train_epoch_start", "on_train_epoch_end", *AT_END.values()}
 _AT_START = ("on_fit_start", "on_train_start")
 _AROUND_STEP = {*BEFORE_STEP, AFTER_STEP}
 _CALLED = _OF_DATA | _OF_STEPS | _OF_EPOCHS | _AROUND_STEP | {"configure_model", *_AT_START}
-_LEFT_ALONE = {"teardown", "predict_dataloader", "predict_step"}
-"""Hooks that change no training."""
+_LEFT_ALONE = {"teardown", "predict_dataloader", "predict_step"}  # they change no training
 _DROPS = (
     "The training loader's drop_last=True is not used: --drop-last leaves out an incomplete step."
 )
@@ -428,6 +428,7 @@ class _Brought:
                 f"The module's scheduler{where} has its own rates, which --lr-scaling does not "
                 "reach: scale them in configure_optimizers."
             )
+        check_rate(optimizer, settings, where)
         self.schedulers[optimizer] = scheduler
         self.trainer.steps_by(optimizer, scheduler)
         base = _base(module, "LightningModule")

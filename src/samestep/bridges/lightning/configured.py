@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from samestep.base.errors import UserError, listed
 from samestep.base.settings import Settings
 from samestep.bridges.lightning.logged import NTH, plain_name
+from samestep.core.learner.optimizer import own_rate
 
 _OF_WEIGHTS: dict[torch.dtype, dict[str, Any]] = {
     torch.float64: {"precision": "fp64"},
@@ -37,6 +38,15 @@ def check_around_step(hooks: Sequence[str], settings: Settings, where: str) -> N
             f"{listed(sorted(clipped))}{where} would get clipped gradients, and has them unclipped "
             "in the Trainer.",
             remedy="Leave it out: `grad_norm` in the records is the norm before clipping.",
+        )
+
+
+def check_rate(optimizer: torch.optim.Optimizer, settings: Settings, where: str) -> None:
+    """Refuse a --lr that reaches no group of a module's own optimizer."""
+    if settings.lr != Settings.lr and own_rate(optimizer, settings.lr) is not None:
+        raise UserError(
+            f"--lr {settings.lr:g} changes nothing: configure_optimizers{where} sets its own rate.",
+            remedy="Leave it out, or let the module take its rate as an argument.",
         )
 
 

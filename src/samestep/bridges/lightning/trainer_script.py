@@ -53,7 +53,7 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
         if ".tuner." in caller.f_globals["__name__"]:
             raise UserError(
                 "A Tuner cannot be taken over: it trains to find a rate or a batch size.",
-                remedy="Leave it out, and compare several: samestep sweep SCRIPT --lr 1e-3,1e-2",
+                remedy="Leave it out, and give what it has found.",
             )
         rest = note_on_the_rest(trainer, caller, "fit()")
         fits.append(_recipe_of(trainer, bound, rest))

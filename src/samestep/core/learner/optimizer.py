@@ -199,6 +199,13 @@ def _check_covers(optimizer: torch.optim.Optimizer, model: nn.Module, place: str
         )
 
 
+def own_rate(optimizer: torch.optim.Optimizer, lr: float) -> float | None:
+    """Return the largest rate of a recipe's own optimizer if none of them is that of --lr."""
+    rates = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
+    known = [float(rate) for rate in rates if rate is not None]
+    return max(known, default=None) if lr not in known else None
+
+
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the next step; groups of a recipe's own keep their ratios."""
     if isinstance(lr, GroupRates):

@@ -19,6 +19,7 @@ from samestep.base.run.records import Record
 from samestep.base.settings import Settings, free_names, order_name
 from samestep.core.learner.agreement import OF_A_RANK, arithmetic, check_same
 from samestep.core.learner.device import kernels_of, switched
+from samestep.core.learner.optimizer import own_rate
 from samestep.core.learner.prepare import Wrap, wrap
 from samestep.core.recipe_checks import FROM_PYTHON
 from samestep.core.session.build import Built, build
@@ -446,6 +447,7 @@ def _start_record(
         "order": order_name(settings) if order_name(settings) != "shuffled" else None,
         "param_dtype": settings.param_dtype,
         "own_schedule": bool(request.recipe.schedule),
+        "own_lr": own_rate(work.learner.optimizer, work.plan.lr) if work.learner.made else None,
         "left_out": list(splits.left_out),
         "init_from": None if built.initial is None else vars(built.initial),
         "arithmetic": arithmetic(work.world.device) if work.world.virtual_ranks else None,
