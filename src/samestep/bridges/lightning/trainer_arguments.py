@@ -39,6 +39,9 @@ _REFUSED = {
     "reload_dataloaders_every_n_epochs": "Let the data set read what it needs by its index.",
     "plugins": _LEAVE_OUT,
 }
+_ALL = {"limit_train_batches": 1.0, "limit_val_batches": 1.0, "limit_test_batches": 1.0}
+_ALL |= {"min_epochs": 1}
+"""Values that say what is done anyway."""
 _MIXED = {"32": None, "64": "fp64", "16": "fp16", "bf16": "bf16"}
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "None": {},
@@ -71,13 +74,14 @@ def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[st
     """
     unknown = "samestep does not know what it changes. Leave it out."
     for name in given.keys() - _TAKEN - _WITHOUT_EFFECT:
-        refuse(name, given[name], _REFUSED.get(name, unknown))
+        if given[name] != _ALL.get(name):
+            refuse(name, given[name], _REFUSED.get(name, unknown))
     epochs, steps = given.get("max_epochs"), given.get("max_steps", -1)
     per_rank = loaders_batch * (accumulated := given.get("accumulate_grad_batches") or 1)
     settings: dict[str, Any] = {
         "epochs": 1000 if epochs is None and steps == -1 else epochs,
         "max_steps": None if steps == -1 else steps,
-        "batch_size": per_rank * _num_ranks(given),
+        "batch_size": per_rank * num_ranks(given),
         "micro_batch_size": loaders_batch if accumulated > 1 else None,
         "clip_norm": given.get("gradient_clip_val") or None,
         "log_every": given.get("log_every_n_steps") or None,
@@ -112,7 +116,7 @@ def refuse(name: str, value: Any, remedy: str) -> None:
     raise UserError(f"Trainer({name}={value!r:.60}) has no counterpart in samestep.", remedy=remedy)
 
 
-def _num_ranks(given: Mapping[str, Any]) -> int:
+def num_ranks(given: Mapping[str, Any]) -> int:
     """Return for how many ranks the script asks; those of all devices are taken for one."""
     devices = given.get("devices", "auto")
     if isinstance(devices, str) and "," in devices:

@@ -13,12 +13,12 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from lightning import pytorch
-from torch.utils.data import SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from samestep.base.errors import UserError, defined_at
 from samestep.base.patches import Patch, patched_when_imported
 from samestep.bridges.lightning.brought import recipe
-from samestep.bridges.lightning.trainer_arguments import settings_of_trainer
+from samestep.bridges.lightning.trainer_arguments import num_ranks, settings_of_trainer
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.taken_over import TrainingReached, note_on_the_rest, until_training
 
@@ -101,10 +101,19 @@ def _recipe_of(trainer: Any, bound: dict[str, Any], rest: tuple[str, ...]) -> Re
     if train is not None:
         data = {"train": train, "validation": bound.get("val_dataloaders")}
         data = {stage: loader for stage, loader in data.items() if loader is not None}
+        if "validation" not in data and ".core." not in model.val_dataloader.__module__:
+            raise UserError(
+                f"fit() is given no val_dataloaders, and {type(model).__name__} has its own.",
+                remedy="Give it both, or none.",
+            )
     loader = _training_loader(model if data is None else data)
     settings = settings_of_trainer(vars(trainer)["_given"], _batch_size_of(loader))
-    if type(getattr(loader, "sampler", None)) is SequentialSampler:
-        settings["order"] = "sequential"
+    if isinstance(loader, DataLoader):
+        settings["num_workers"] = loader.num_workers
+        if type(loader.sampler) is SequentialSampler:
+            settings["order"] = "sequential"
+        if loader.drop_last and settings["batch_size"] == loader.batch_size:
+            settings["drop_last"] = True
     if seed := os.environ.pop("PL_GLOBAL_SEED", ""):  # of seed_everything
         settings["seed"] = int(seed)
     brought = recipe(model, data, **settings)
@@ -127,6 +136,8 @@ def _training_loader(data: Any) -> Any:
 
 def _batch_size_of(loader: Any) -> int:
     """Return the batch size of a training loader, or of what makes one."""
+    if isinstance(loader, list | tuple | dict):
+        return 1  # the recipe says that it takes one loader
     known = [getattr(loader, name, None) for name in _SIZES]
     known += [getattr(loader, "hparams", {}).get(name) for name in _SIZES]
     known.append(getattr(getattr(loader, "batch_sampler", None), "batch_size", None))
@@ -145,10 +156,10 @@ def _notes(given: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     notes = []
     if given.get("logger") not in (None, True, False):
         notes.append("The Trainer's logger is not used: --track sends the records to a tracker.")
-    if given.get("devices", "auto") not in ("auto", 1, "1", -1, "-1"):
+    if (ranks := num_ranks(given)) > 1:
         batch = settings["batch_size"]
         notes.append(
-            f"devices={given['devices']} of the Trainer gives the batch, {batch} samples of all "
-            "ranks; --nproc says how many ranks train."
+            f"The Trainer's {ranks} devices give the batch, {batch} samples of all ranks; --nproc "
+            "says how many ranks train."
         )
     return notes
