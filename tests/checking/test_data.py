@@ -118,8 +118,6 @@ EACH_EPOCH = planted((SET_EPOCH, ""), ("in train_loader:", f"in {EACH}"))
 JITTERS = "            inputs = inputs + torch.randn(inputs.shapeBY)\n"
 IN_LOOP = (f"        {LOOP}:\n", f"        {LOOP}:\n            torch.manual_seed(SEED)\n{JITTERS}")
 SEEDED_IN_STEPS = planted(IN_LOOP).replace("BY", "").replace("SEED", "rank")
-BY = ", generator=torch.Generator().manual_seed(rank)"
-DRAWN_IN_STEPS = planted((IN_LOOP[0], IN_LOOP[0] + JITTERS.replace("BY", BY)))
 OWN = """
 class Own(torch.utils.data.Sampler):
     def __iter__(self):
@@ -142,7 +140,6 @@ PLANTED = {
     "shares by subset": (BY_SUBSET, "SS102", LOADER_LINE, "both read 32 of their 48"),
     "shares by slice": (BY_SLICE, "SS102", LOADER_LINE, "both read 32 of their 48"),
     "a seed for each step": (SEEDED_IN_STEPS, "SS717", "torch.manual_seed(rank)", "of torch"),
-    "a generator for each step": (DRAWN_IN_STEPS, "SS717", "torch.randn(inputs", "its generator"),
     "a sampler with one seed": (OWN_ORDER, "SS103", f"{LOOP}:", "in the same order"),
     "a seed for each epoch": (SEEDED_AGAIN, "SS103", f"{LOOP}:", "in the same order"),
     "a loader for each epoch": (EACH_EPOCH, "SS103", EACH, "epochs 1 and 2", "was 0 and 0"),

@@ -107,7 +107,9 @@ def trainer_of(path: Path, folder: Path) -> str:
                     packages |= {alias.asname or alias.name: module for alias in names}
                     takes |= {kind for alias in names for kind in _kinds(module, alias.name)}
                 case ast.Attribute(value=package, attr=name) if name.endswith(_MADE_BY):
-                    takes |= _kinds(packages.get(ast.unparse(package), ""), name)
+                    text = ast.unparse(package)
+                    known = packages.get(text) or packages.get(text.partition(".")[0], "")
+                    takes |= _kinds(known, name)
                 case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
                     trains |= {name}
         own = (folder / f"{name.replace('.', '/')}.py" for name in modules)

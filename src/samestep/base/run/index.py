@@ -208,8 +208,8 @@ def parse_index(text: bytes, path: object) -> Index:
         return index  # noqa: TRY300 - the checks belong together
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{path} is damaged ({error}). It lists the checkpoints; restore it from a "
-            "backup, or start a new run."
+            f"{path} is damaged ({error}). It lists the checkpoints: `samestep train RUN --resume` "
+            "writes it anew, if the run is not sharded."
         ) from error
 
 

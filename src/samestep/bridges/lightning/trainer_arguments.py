@@ -20,7 +20,7 @@ _WITHOUT_EFFECT = {
 }
 """They change what a training shows, where it writes or how it shares out data."""
 _SHOWS = {
-    *("ProgressBar", "ModelSummary", "LearningRateMonitor", "DeviceStatsMonitor", "Timer"),
+    *("ProgressBar", "ModelSummary", "LearningRateMonitor", "DeviceStatsMonitor"),
     *("ThroughputMonitor", "SaveConfigCallback"),
 }
 """Callbacks, or what they are made from, that change no training."""
@@ -87,7 +87,7 @@ def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[st
         "log_every": given.get("log_every_n_steps") or None,
         "sync_batchnorm": given.get("sync_batchnorm") or None,
         "cudnn_benchmark": given.get("benchmark") or None,
-        "deterministic": bool(given.get("deterministic")) or None,
+        "deterministic": given.get("deterministic") is True or None,  # or "warn"
         **_chosen(given, "precision", "None", _PRECISIONS),
         **_chosen(given, "strategy", "auto", _STRATEGIES),
         **_chosen(given, "accelerator", "auto", _DEVICES),
@@ -132,7 +132,9 @@ def _chosen(
 ) -> dict[str, Any]:
     value = given.get(name, default)
     of_ddp = getattr(value, "_ddp_kwargs", None)
-    if of_ddp is not None and not of_ddp.keys() - {"find_unused_parameters"}:
+    more = ("_ddp_comm_hook", "_ddp_comm_wrapper", "_model_averaging_period")
+    plain = not any(getattr(value, name, None) for name in more)
+    if of_ddp is not None and plain and not of_ddp.keys() - {"find_unused_parameters"}:
         return {"find_unused": True} if of_ddp.get("find_unused_parameters") else {}
     if str(value) not in known:
         refuse(name, value, f"Give one of {', '.join(sorted(known.keys() - {'None'}))}.")
@@ -141,7 +143,8 @@ def _chosen(
 
 def _evaluations(given: Mapping[str, Any], accumulated: int, epochs: Any) -> dict[str, Any]:
     every, interval = given.get("check_val_every_n_epoch", 1), given.get("val_check_interval")
-    if interval in (None, 1.0) and every is not None:
+    once = interval is None or (isinstance(interval, float) and interval == 1.0)
+    if once and every is not None:
         return {"eval_every_epochs": every}
     if not isinstance(interval, int) or every is not None or interval % accumulated:
         remedy = "Give check_val_every_n_epoch=None and a whole number of steps."
@@ -155,6 +158,9 @@ def _of_callback(callback: Any) -> dict[str, Any]:
     kind = type(callback)
     names = {base.__name__ for base in kind.__mro__ if _is_lightnings(base)}
     if _is_lightnings(kind) and kind.__name__ == "EarlyStopping":
+        for name in ("stopping_threshold", "divergence_threshold"):
+            if getattr(callback, name, None) is not None:
+                refuse(f"EarlyStopping.{name}", getattr(callback, name), _LEAVE_OUT)
         delta = abs(callback.min_delta)
         return {**_followed(callback), "patience": callback.patience, "min_delta": delta}
     if _is_lightnings(kind) and kind.__name__ == "ModelCheckpoint":
@@ -173,10 +179,10 @@ def _is_lightnings(own: Any) -> bool:
 
 
 def _followed(callback: Any) -> dict[str, str]:
-    if callback.monitor.startswith("train"):
+    if callback.monitor.startswith("train") or callback.monitor == "loss":
         raise UserError(
             f"{type(callback).__name__} follows {callback.monitor!r}, a value of the training.",
-            remedy="Let it follow one that validation_step logs.",
+            remedy="Let it follow one that validation_step logs, as “val_loss”.",
         )
     name, _, loader = callback.monitor.partition(f"/{NTH}")
     of_loader = f"{NTH}{loader}/" if loader else ""
@@ -190,3 +196,5 @@ def _kept(callback: Any) -> Iterator[tuple[str, Any]]:
             yield "keep_top_k", callback.save_top_k
     if steps := callback._every_n_train_steps:  # noqa: SLF001 - it has no other name
         yield "checkpoint_every_steps", steps
+    if (epochs := callback._every_n_epochs) > 1:  # noqa: SLF001
+        yield "checkpoint_every_epochs", epochs

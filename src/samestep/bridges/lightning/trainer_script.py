@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from lightning import pytorch
-from torch.utils.data import DataLoader, SequentialSampler
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from samestep.base.errors import UserError, defined_at
 from samestep.base.patches import Patch, patched_when_imported
@@ -22,9 +24,10 @@ from samestep.bridges.lightning.trainer_arguments import num_ranks, settings_of_
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.taken_over import TrainingReached, note_on_the_rest, until_training
 
-_BY_ITSELF: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
+_BY_ITSELF: dict[str, Any] = {"accelerator": "cpu", "devices": 1}
 """What a Trainer is made with that will not train: it looks for no GPU and no other rank."""
 _OTHERS = ("strategy", "num_nodes", "precision", "sync_batchnorm", "plugins", "benchmark")
+_SEED = "PL_GLOBAL_SEED"  # set by seed_everything
 _SIZES = ("batch_size", "train_batch_size")
 
 
@@ -45,7 +48,7 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
         vars(trainer)["_given"] = unlike
         own = {name: value for name, value in given.items() if name not in _OTHERS}
         with _quiet():  # about devices that it does not use
-            original(trainer, **own | _BY_ITSELF)
+            original(trainer, **own | _BY_ITSELF | {"logger": DummyLogger()})
 
     def fit(original: Any, trainer: Any, *arguments: Any, **named: Any) -> NoReturn:
         bound = inspect.signature(original).bind(trainer, *arguments, **named).arguments
@@ -63,7 +66,9 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
         kind = package.Trainer
         return [(kind, "__init__", made), (kind, "fit", fit)]
 
+    before = os.environ.pop(_SEED, None)
     with (
+        _restoring(before),
         patched_when_imported({"pytorch_lightning": patches}),
         until_training(module, path, patches(pytorch), "a Trainer's fit()") as arguments,
     ):
@@ -75,6 +80,17 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
             f"train {path} -- fit; or end the file with: recipe = samestep.lightning.recipe(…)",
         )
     vars(module)["recipe"] = fits[0]
+
+
+@contextmanager
+def _restoring(seed: str | None) -> Iterator[None]:
+    """Let no other script see the seed of this one."""
+    try:
+        yield
+    finally:
+        os.environ.pop(_SEED, None)
+        if seed is not None:
+            os.environ[_SEED] = seed
 
 
 @contextmanager
@@ -101,20 +117,22 @@ def _recipe_of(trainer: Any, bound: dict[str, Any], rest: tuple[str, ...]) -> Re
     if train is not None:
         data = {"train": train, "validation": bound.get("val_dataloaders")}
         data = {stage: loader for stage, loader in data.items() if loader is not None}
-        if "validation" not in data and ".core." not in model.val_dataloader.__module__:
-            raise UserError(
-                f"fit() is given no val_dataloaders, and {type(model).__name__} has its own.",
-                remedy="Give it both, or none.",
-            )
+    held_out = bound.get("val_dataloaders")
+    if held_out is not None if train is None else held_out is None and _has_own_validation(model):
+        raise UserError(
+            f"fit() takes one of its loaders from {type(model).__name__} and is given the other.",
+            remedy="Give it both, or none.",
+        )
     loader = _training_loader(model if data is None else data)
     settings = settings_of_trainer(vars(trainer)["_given"], _batch_size_of(loader))
     if isinstance(loader, DataLoader):
         settings["num_workers"] = loader.num_workers
-        if type(loader.sampler) is SequentialSampler:
+        batches = loader.batch_sampler
+        if type(batches) is BatchSampler and type(batches.sampler) is SequentialSampler:
             settings["order"] = "sequential"
         if loader.drop_last and settings["batch_size"] == loader.batch_size:
             settings["drop_last"] = True
-    if seed := os.environ.pop("PL_GLOBAL_SEED", ""):  # of seed_everything
+    if seed := os.environ.get(_SEED):
         settings["seed"] = int(seed)
     brought = recipe(model, data, **settings)
     notes, own = (*_notes(vars(trainer)["_given"], settings), *rest), brought.data
@@ -130,8 +148,17 @@ def _training_loader(data: Any) -> Any:
     """Return the training loader, or what makes one in its own time: after its setup."""
     if isinstance(data, dict):
         return data["train"]
-    hooks = (getattr(data, name).__module__ for name in ("setup", "prepare_data"))
-    return data.train_dataloader() if all(".core." in place for place in hooks) else data
+    hooks = (getattr(data, name) for name in ("setup", "prepare_data"))
+    return data.train_dataloader() if all(map(_is_base, hooks)) else data
+
+
+def _has_own_validation(model: Any) -> bool:
+    return not _is_base(model.val_dataloader)
+
+
+def _is_base(hook: Any) -> bool:
+    """Whether a hook is that of Lightning's own base class."""
+    return re.match(r"(pytorch_)?lightning\.(pytorch\.)?core\.", hook.__module__) is not None
 
 
 def _batch_size_of(loader: Any) -> int:

@@ -26,8 +26,11 @@ def packed(optimizer: torch.optim.Optimizer) -> Any:
     One that is at two places, or shares a tensor, stays as it is: it would come back as two.
     """
     state, held = optimizer.state_dict(), [group["params"] for group in optimizer.param_groups]
+    packages = _packages(optimizer)
+    if not any(_package(type(leaf)) in packages for leaf in tree_leaves(state)):
+        return state
     seen = {id(leaf) for leaf in tree_leaves([state, held]) if isinstance(leaf, Tensor)}
-    return map_leaves(partial(_packed, packages=_packages(optimizer), seen=seen), state)
+    return map_leaves(partial(_packed, packages=packages, seen=seen), state)
 
 
 def unpacked(state: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -39,7 +42,7 @@ def unpacked(state: Any, optimizer: torch.optim.Optimizer) -> Any:
 def _packages(optimizer: torch.optim.Optimizer) -> set[str]:
     members = getattr(optimizer, "optimizers", [optimizer])
     kinds = (kind for one in members for kind in type(one).__mro__[:-1])
-    return {kind.__module__.partition(".")[0] for kind in kinds} - {"torch"}
+    return {*map(_package, kinds)} - {"torch"}
 
 
 def _packed(value: Any, packages: set[str], seen: set[int]) -> Any:
@@ -67,20 +70,25 @@ def _class_of(text: str, packages: set[str]) -> Any:
         kind = getattr(kind, part, None)
     # An import in that module leads to any class; a finalizer would run with the file's values.
     defined = isinstance(kind, type) and f"{kind.__module__}:{kind.__qualname__}" == text
-    return kind if defined and not hasattr(kind, "__del__") else None
+    plain = defined and (issubclass(kind, Enum) or kind.__new__ is object.__new__)
+    return kind if plain and not hasattr(kind, "__del__") else None
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _unpacked(value: Any, packages: set[str], device: torch.device | None) -> Any:
     again = partial(_unpacked, packages=packages, device=device)
     if type(value) in (list, tuple):
         return type(value)(map(again, value))
-    if not isinstance(value, dict):
+    if type(value) is not dict:
         return value
     parts = {key: again(part) for key, part in value.items()}
     if parts.keys() != {_KIND, _HELD}:
         return parts
     kind, held = _class_of(str(value[_KIND]), packages), parts[_HELD]
-    if kind is None:
+    if kind is None or not (issubclass(kind, Enum) or isinstance(held, dict)):
         raise UserError(f"it holds an object of {value[_KIND]}, of another package")
     if issubclass(kind, Enum):
         return kind(held)

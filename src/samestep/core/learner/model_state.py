@@ -59,15 +59,14 @@ def copied(model: _Model, memo: dict[int, Any] | None = None) -> _Model:
 
 
 def _of_copy(own: Any, known: dict[int, Any]) -> Any:
-    """Return a function, a method or a module that belongs to the copies known by their ids."""
+    """Return a function or a method that belongs to the copies known by their ids, or a copy."""
     if isinstance(own, MethodType):
         return MethodType(_of_copy(own.__func__, known), _of_copy(own.__self__, known))
-    if isinstance(own, nn.Module):
-        return known.get(id(own), own)
     if not isinstance(own, FunctionType) or own.__closure__ is None or id(own) in known:
-        return known.get(id(own), own) if isinstance(own, FunctionType) else own
+        return known.get(id(own), own)
     cells = tuple(known.setdefault(id(cell), CellType()) for cell in own.__closure__)
-    twin = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, cells)
+    usual = own.__defaults__ and tuple(_of_copy(value, known) for value in own.__defaults__)
+    twin = FunctionType(own.__code__, own.__globals__, own.__name__, usual, cells)
     twin.__kwdefaults__ = own.__kwdefaults__
     known[id(own)] = functools.update_wrapper(twin, own)
     for cell, new in zip(own.__closure__, cells, strict=True):

@@ -178,6 +178,8 @@ def is_sum(loss: Tensor, rows: int) -> bool:
     """Whether a loss is a sum over its samples, of which backward takes the mean."""
     made, sizes = loss.grad_fn, getattr(loss.grad_fn, "_saved_self_sym_sizes", ())
     summed = made is not None and made.name() == "SumBackward0" and sizes[:1] == (rows,)
+    if made is not None and summed and (of := made.next_functions[0][0]) is not None:
+        summed = not of.name().startswith(("Mul", "Div"))  # by weights
     return rows > 1 and (summed or getattr(made, "_saved_reduction", 0) == 2)
 
 

@@ -149,7 +149,7 @@ class RandomDrawn(OfLoader):
 
 
 class DrawnAgain(Event):
-    """Random numbers were drawn as in the steps before: in each, their source was set back."""
+    """Random numbers were drawn as in the steps before: in each, their source was seeded alike."""
 
     source: str
 

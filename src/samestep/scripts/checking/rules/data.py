@@ -397,7 +397,6 @@ def draws_again_in_each_step(seen: Seen) -> Iterator[Found | NotSeen]:
             f"by step {event.step + 1}, steps in a row have begun here with the same state of "
             f"{event.source}, and have drawn from it",
             "Seed once, before the loop, or by the step: `seed + step`.",
-            "advice" if event.source not in ("torch", "numpy", "random") else None,
         )
 
 

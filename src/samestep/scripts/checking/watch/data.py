@@ -43,8 +43,7 @@ _SEEDS = {
     "numpy": Probe((np.random, "seed")),
     "random": Probe((random, "seed")),
 }
-_DRAWS = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")
-_DRAW = Probe(*((torch, name) for name in _DRAWS))
+_PERMUTE = Probe((torch, "randperm"))
 _AGAIN = 3  # steps in a row that draw the same
 _WHOLE_TURNS = 2  # of each loader; what is read later is like that
 _MOST_INDICES = 20_000
@@ -68,7 +67,7 @@ def watching(recorder: Recorder) -> Iterator[None]:
             (probes.ITERATOR_RESET, loaders.on_reset),
             (_FETCH, loaders.on_fetch),
             (_JOIN, lambda _call: recorder.note(ev.JoinEntered())),
-            (_DRAW, loaders.on_draw),
+            (_PERMUTE, loaders.on_permute),
             *((probe, partial(loaders.on_seed, name)) for name, probe in _SEEDS.items()),
         ),
         patched(
@@ -296,15 +295,8 @@ class _Loaders:
         self._follow(source, where, number_of((call.args, call.kwargs)), counts=has_drawn)
         self._drawn[source, where].state = random_states(None).get(source)
 
-    def on_draw(self, call: ProbedCall) -> None:
-        """Note a generator that is in the same state in each of some steps."""
-        self._permutations += call.name == "randperm"
-        generator = call.kwargs.get("generator")
-        if generator is None or self._recorder.hooks.evaluating or self._recorder.quiet:
-            return
-        if self._recorder.is_direct() and get_worker_info() is None:
-            state = number_of(generator.get_state().tolist())
-            self._follow("its generator", self._recorder.where(), state, counts=True)
+    def on_permute(self, _call: ProbedCall) -> None:
+        self._permutations += 1
 
     def _follow(self, source: str, where: str, value: int, *, counts: bool) -> None:
         """Count the steps in a row that begin to draw at a line from the same."""
