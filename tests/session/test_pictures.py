@@ -155,7 +155,8 @@ def test_rows_say_which_sample_it_is_its_text_its_class_and_what_show_says(tmp_p
         assert len(row["words"]) <= 400
 
 
-def figure(model, data):  # return the weights
+def figure(model, data):
+    """Return the weights."""
     from matplotlib.figure import Figure
 
     made = Figure()
