@@ -358,8 +358,9 @@ class _ForTrainer:
         """Return how many labels a batch has, -100 left out; without them its samples."""
         labels = batch.get("shift_labels", batch.get("labels"))
         if not isinstance(labels, Tensor) or labels.is_floating_point():
-            rows = num_rows(batch)  # None: of pairs that are put one below the other, with scores
-            return rows or min(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+            tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+            # None: of pairs that are put one below the other, with scores.
+            return num_rows(batch) or min((len(t) for t in tensors if t.ndim), default=1)
         if self.about.shifts and "shift_labels" not in batch:
             labels = labels[..., 1:]
         return labels.ne(_IGNORED).sum()

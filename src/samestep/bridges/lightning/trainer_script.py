@@ -117,8 +117,9 @@ def _recipe_of(trainer: Any, bound: dict[str, Any], rest: tuple[str, ...]) -> Re
     if train is not None:
         data = {"train": train, "validation": bound.get("val_dataloaders")}
         data = {stage: loader for stage, loader in data.items() if loader is not None}
-    held_out = bound.get("val_dataloaders")
-    if held_out is not None if train is None else held_out is None and _has_own_validation(model):
+    given = train is not None, bound.get("val_dataloaders") is not None
+    has_own = not _is_base(model.val_dataloader)
+    if given == (False, True) or (given == (True, False) and has_own):
         raise UserError(
             f"fit() takes one of its loaders from {type(model).__name__} and is given the other.",
             remedy="Give it both, or none.",
@@ -150,10 +151,6 @@ def _training_loader(data: Any) -> Any:
         return data["train"]
     hooks = (getattr(data, name) for name in ("setup", "prepare_data"))
     return data.train_dataloader() if all(map(_is_base, hooks)) else data
-
-
-def _has_own_validation(model: Any) -> bool:
-    return not _is_base(model.val_dataloader)
 
 
 def _is_base(hook: Any) -> bool:
