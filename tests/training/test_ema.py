@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from samestep import read_records
-from samestep.core.learner.optimizer import Average
+from samestep.core.learner.averages import Average
 from samestep.core.recipe import find_recipe
 from samestep.core.session.prediction import ask
 from samestep.core.session.trained_model import evaluate_run, open_checkpoint

@@ -4,11 +4,14 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from samestep import Settings
 from samestep.core.learner.optimizer import Update, make_optimizer, set_lr
 from samestep.core.learner.optimizer_state import load_state
+from samestep.core.learner.quick_step import quick_step, step_by_lists
 
 OPTIMIZERS = {
     "adam": {"optimizer": "adam"},
@@ -144,6 +147,39 @@ def test_a_first_step_that_the_scaler_skips_leaves_no_momentum():
         if gradient == torch.inf:
             assert torch.equal(weight, torch.ones(40))
     assert torch.equal(weight, torch.full((40,), 0.9))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD]),
+    st.sampled_from([{}, {"foreach": False}, {"fused": True}]),
+    st.booleans(),
+    st.lists(st.sampled_from(["", "unused", "loaded", "hooked"]), min_size=4, max_size=8),
+)
+def test_a_users_optimizer_steps_quickly_to_the_same_bits(kind, how, maximize, events):
+    own = {"amsgrad": maximize} if kind is not torch.optim.SGD else {"momentum": 0.9}
+    models, seen = (small_model(), small_model()), []
+    groups = [[{"params": m[0].parameters()}, {"params": m[2].parameters(), "weight_decay": 0.1}]
+              for m in models]  # fmt: skip
+    quick, plain = (kind(g, lr=0.1, maximize=maximize, **own, **how) for g in groups)
+    step_by_lists(quick)
+    take_step = quick_step(quick)
+    for step, event in enumerate(events):
+        for model, optimizer in zip(models, (quick, plain), strict=True):
+            backward(model, step, unused=event == "unused" and not (step == 0 or "fused" in how))
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            if event == "loaded":
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        hook = quick.register_step_post_hook(lambda *_: seen.append(1))
+        hook.remove() if event != "hooked" else None
+        take_step()
+        hook.remove()
+        plain.step()
+        assert_equal_optimizers(quick, plain)
+    assert len(seen) == events.count("hooked")
+    assert quick.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
+    for one, other in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])

@@ -38,7 +38,8 @@ from samestep.core.learner.apply import (
     timed,
     with_parts,
 )
-from samestep.core.learner.optimizer import OwnAverage, has_modes, optimizer_of
+from samestep.core.learner.averages import OwnAverage
+from samestep.core.learner.optimizer import has_modes, optimizer_of
 from samestep.core.learner.prepare import place_loss, prepare, share_buffers
 from samestep.core.plan import GroupRates, Plan, learning_rate
 from samestep.core.recipe import Recipe

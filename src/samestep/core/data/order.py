@@ -440,8 +440,11 @@ def micro_steps(block: Block, cut: Cut | None, world: "World") -> Iterator[Block
         if world.virtual_ranks:
             rows = len(part_of(range(block.global_size), part, world))
         for start, count, counted in cut(rows, block.global_size) if cut else [(0, rows, rows)]:
-            weight = block.weight if counted else 0.0
             whole = count == len(block.inputs)
+            if whole and counted and part == block.place:
+                yield block
+                continue
+            weight = block.weight if counted else 0.0
             indices = block.inputs if whole else block.inputs[first + start : first + start + count]
             step, size = block.first_step, block.global_size
             yield Block(step, 1, indices, None, count, weight, size, place=part, first_row=start)

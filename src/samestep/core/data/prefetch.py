@@ -49,6 +49,8 @@ def on_device(pairs: Iterable[Pair], device: torch.device, lap: Lap) -> Iterator
 
 def _place(device: torch.device, leaf: Any) -> Any:
     """Move a leaf of a batch to a device, if it can be moved."""
+    if isinstance(leaf, Tensor) and leaf.device == device:
+        return leaf
     if hasattr(leaf, "pin_memory"):
         return send(leaf, device)
     return leaf.to(device) if hasattr(leaf, "to") else leaf

@@ -93,6 +93,10 @@ _MOST_SAMPLES = 1 << 48
 """More than any data has: of one that repeats itself without end."""
 
 
+_GROUPED, _GROUPED_SAMPLES = 64, 1 << 16
+"""Steps, and samples of them, whose indices are cut at once."""
+
+
 class Source(ABC):
     """What yields blocks to train on and batches to evaluate: a data set, or a stream."""
 
@@ -299,16 +303,18 @@ class OrderedSource(Source):
             to_device = partial(send, device=self._order_device)
             order = to_device(order) if isinstance(order, Tensor) else order.placed(to_device)
         most = self.steps_per_block(global_batch)
+        singly = most == 1 or self._in_parts
+        most = max(1, min(_GROUPED, _GROUPED_SAMPLES // global_batch)) if singly else most
         if (ends := self._reading.ordering.ends(self._reading.seed, epoch)) is not None:
             unread = uneven_steps(order, first_step, ends, world)
         else:
             unread = group_steps(order, first_step, most, global_batch, world, drop_last=drop_last)
         for block in unread:
-            if not self._in_parts:
+            if not singly:
                 yield block, (block,)
                 continue
             for step in block.steps_of_indices():
-                yield step, tuple(micro_steps(step, cut, world))
+                yield step, tuple(micro_steps(step, cut, world)) if self._in_parts else (step,)
 
     def evaluation(self, batch_size: int) -> Iterator[Batch]:
         """Yield this rank's share of all samples once, as batches of inputs and targets."""

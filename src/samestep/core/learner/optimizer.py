@@ -3,7 +3,7 @@
 import ast
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from inspect import Parameter, getsource, signature
 from itertools import repeat
 from textwrap import dedent
@@ -26,7 +26,7 @@ from samestep.core.learner.optimizer_state import (
 from samestep.core.learner.unkept import OptimizerTrial
 from samestep.core.plan import GroupRates
 from samestep.core.recipe import Recipe
-from samestep.launch.ranks.mesh import is_sharded, parts_of_rank, sharded_as, total_norm
+from samestep.launch.ranks.mesh import is_sharded, parts_of_rank, total_norm
 from samestep.launch.ranks.world import World
 
 _FUSED = ("cpu", "cuda", "mps")
@@ -123,7 +123,7 @@ def optimizer_of(
     if lr != settings.lr:  # else they are exact as they are
         set_lr(optimizer, lr)
     if has_modes(optimizer):
-        _switch(optimizer, "train")
+        switch(optimizer, "train")
     return optimizer
 
 
@@ -174,7 +174,8 @@ def has_modes(optimizer: Any) -> bool:
     return any(all(callable(getattr(o, m, None)) for m in modes) for o in members_of(optimizer))
 
 
-def _switch(optimizer: torch.optim.Optimizer, mode: Literal["train", "eval"]) -> None:
+def switch(optimizer: torch.optim.Optimizer, mode: Literal["train", "eval"]) -> None:
+    """Let those that have modes evaluate or train, as schedule-free ones do."""
     for member in filter(has_modes, members_of(optimizer)):
         try:
             getattr(member, mode)()
@@ -310,6 +311,12 @@ class Update:
         self._parameters: list[nn.Parameter] = optimizer.param_groups[0]["params"]
         self._sharded = any(is_sharded(p) for p in self._parameters)
         self._own = RATIO in optimizer.param_groups[0]
+        self._quick: list[Callable[[], None]] = []
+        if self._own and scaler is None and not self._sharded:
+            from samestep.core.learner.quick_step import quick_step, step_by_lists  # noqa: PLC0415
+
+            step_by_lists(optimizer)
+            self._quick = [quick_step(member) for member in members_of(optimizer)]
         self._trial = OptimizerTrial(optimizer, maker, counts=checks) if self._own else None
         self._kernel: Callable[[list[Tensor], float], None] | None = None
         """(gradients, lr) → the fused update of all parameters."""
@@ -334,7 +341,10 @@ class Update:
             self._kernel = self._look_up()
 
     def _ordinary_step(self) -> None:
-        if self._scaler is None:
+        if self._quick:
+            for take_step in self._quick:
+                take_step()
+        elif self._scaler is None:
             self._optimizer.step()
         else:
             self._scaler.step(self._optimizer)
@@ -389,101 +399,3 @@ class Update:
             kernel(parameters, gradients, *lists, lr=lr, **fixed)
 
         return update
-
-
-class Average:
-    """The exponential moving average of a model's trained weights (Polyak & Juditsky 1992).
-
-    After each step: average = decay · average + (1 - decay) · weights. It starts as the weights.
-    Buffers, such as BatchNorm's statistics, are the model's own.
-    """
-
-    def __init__(self, model: nn.Module, decay: float, *, frozen: bool = False) -> None:
-        """Begin; with `frozen` also the average of what is not trained yet."""
-        self._decay = decay
-        self._named = {n: p for n, p in model.named_parameters() if p.requires_grad or frozen}
-        self._weights = parts_of_rank(self._named.values())
-        self._kept = {name: p.detach().clone() for name, p in self._named.items()}
-        self._averages = parts_of_rank(self._kept.values())
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Take in the weights after a step."""
-        torch._foreach_lerp_(self._averages, self._weights, 1.0 - self._decay)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the average of each weight by its name."""
-        return dict(self._kept)
-
-    @torch.no_grad()
-    def load(self, saved: dict[str, Tensor] | None) -> None:
-        """Load the averages of a checkpoint; if it has none, start at the weights."""
-        source = self._named if saved is None else saved
-        for name, average in self.state().items():
-            average.copy_(sharded_as(source[name], average))
-
-    def hold(self) -> None:
-        """Take the model's weights, which are those of a checkpoint's evaluation."""
-        self.load(None)
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Give the model the averages within this context."""
-        originals = [weight.clone() for weight in self._weights]
-        with torch.no_grad():
-            torch._foreach_copy_(self._weights, self._averages)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_(self._weights, originals)
-
-
-class OwnAverage:
-    """The weights that an optimizer itself has for evaluations; the interface of `Average`.
-
-    Its `eval()` puts them into the model and `train()` the trained ones, which come back rounded:
-    so they are kept meanwhile, and an evaluation changes no bit of the training.
-    """
-
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, has_stepped: bool = False
-    ) -> None:
-        self._optimizer = optimizer
-        ids = {*map(id, parameters_in(optimizer))}
-        self._named = {n: p for n, p in model.named_parameters() if id(p) in ids}
-        self._held = False
-        self._has_stepped = has_stepped
-
-    def update(self) -> None:
-        """Note a step, which has made them: before the first, the weights are those trained."""
-        self._has_stepped = True
-
-    def state(self) -> dict[str, Tensor]:
-        """Return a copy of each weight as it is evaluated, by its name."""
-        with self.in_place():
-            return {name: p.detach().clone() for name, p in self._named.items()}
-
-    def load(self, _: dict[str, Tensor] | None) -> None:
-        """Note that steps were taken: a checkpoint's weights and optimizer make them."""
-        self._has_stepped = True
-
-    def hold(self) -> None:
-        """Take the model's weights, which are those of a checkpoint's evaluation."""
-        self._held = True
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Give the model the weights to evaluate within this context."""
-        if self._held or not self._has_stepped:
-            yield
-            return
-        weights = parts_of_rank(self._named.values())
-        originals = [weight.clone() for weight in weights]
-        _switch(self._optimizer, "eval")
-        try:
-            yield
-        finally:
-            _switch(self._optimizer, "train")
-            with torch.no_grad():
-                torch._foreach_copy_(weights, originals)

@@ -45,13 +45,7 @@ from samestep.core.learner.device import (
     share_of_scale,
 )
 from samestep.core.learner.model_state import ModelTrial
-from samestep.core.learner.optimizer import (
-    Average,
-    OwnAverage,
-    check_groups,
-    has_modes,
-    optimizer_of,
-)
+from samestep.core.learner.optimizer import check_groups, has_modes, optimizer_of
 from samestep.core.learner.optimizer_state import groups_of
 from samestep.core.learner.prepare import Wrap, is_fsdp, make_counter, place_loss, prepare, wrap
 from samestep.core.learner.unkept import Unkept, of_data
@@ -68,6 +62,7 @@ from samestep.launch.ranks.world import World
 
 if TYPE_CHECKING:
     from samestep.core.learner.after_epoch import AfterEpoch
+    from samestep.core.learner.averages import Average, OwnAverage
     from samestep.core.learner.batch_transform import BatchTransform
     from samestep.core.learner.scheduler import Scheduler
     from samestep.core.session.initial_weights import InitialWeights
@@ -349,14 +344,18 @@ def _make_steps(
 
 def average_of(
     model: nn.Module, settings: Settings, optimizer: torch.optim.Optimizer, *, frozen: bool = False
-) -> Average | OwnAverage | None:
+) -> "Average | OwnAverage | None":
     """Return the average whose weights are evaluated, or None if those trained are.
 
     `frozen`: whether some that are not trained yet will be.
     """
-    if settings.ema is not None:
-        return Average(model, settings.ema, frozen=frozen)
-    return OwnAverage(model, optimizer) if has_modes(optimizer) else None
+    if settings.ema is None and not has_modes(optimizer):
+        return None
+    from samestep.core.learner.averages import Average, OwnAverage  # noqa: PLC0415
+
+    if settings.ema is None:
+        return OwnAverage(model, optimizer)
+    return Average(model, settings.ema, frozen=frozen)
 
 
 def _scheduler_of(

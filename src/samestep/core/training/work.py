@@ -16,7 +16,6 @@ from samestep.core.data.source import Source
 from samestep.core.learner.apply import Measure, Moment, Terms
 from samestep.core.learner.device import ModelCost
 from samestep.core.learner.model_state import ModelTrial
-from samestep.core.learner.optimizer import Average, OwnAverage
 from samestep.core.plan import ENDLESS, Plan, learning_rate
 from samestep.core.recipe import Reduction
 from samestep.core.training.metrics import EpochMetrics, StepOutputs
@@ -25,6 +24,7 @@ from samestep.launch.ranks.world import World
 
 if TYPE_CHECKING:
     from samestep.core.learner.after_epoch import AfterEpoch
+    from samestep.core.learner.averages import Average, OwnAverage
     from samestep.core.learner.batch_transform import BatchTransform
     from samestep.core.learner.carried import Carried
     from samestep.core.learner.scheduler import Scheduler
@@ -96,7 +96,7 @@ class Learner:
     """The recipe's function that returned the optimizer, if that is its own."""
     made: Sequence[Mapping[str, Any]] = ()
     """What the groups of the recipe's own optimizer held when it was new."""
-    average: Average | OwnAverage | None = None
+    average: "Average | OwnAverage | None" = None
     """What makes the weights that are evaluated, if they are others than those trained."""
     own: tuple[str, ...] = ()
     """What else the recipe defines itself, such as its batches or the optimizer."""

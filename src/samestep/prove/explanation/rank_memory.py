@@ -18,9 +18,9 @@ from samestep.base.settings import Settings
 from samestep.base.trees import map_tensors, tree_leaves
 from samestep.core.data.order import Block, held_parts
 from samestep.core.data.recipe_data import open_split
+from samestep.core.learner.averages import Average
 from samestep.core.learner.batch_transform import BatchTransform
 from samestep.core.learner.device import data_dtype
-from samestep.core.learner.optimizer import Average
 from samestep.core.learner.optimizer_state import members_of
 from samestep.core.learner.sharding import find_blocks
 from samestep.core.learner.side_effects import RandomDraws, batch_norms, watched
