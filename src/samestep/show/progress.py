@@ -7,7 +7,7 @@ import html
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -213,6 +213,19 @@ class Screen:
             self._bar = NotebookBar()
         elif self._console.is_terminal:
             self._bar = TerminalBar(self._console)
+        self._shows: dict[str, Callable[[Record], None]] = {  # of other events nothing is shown
+            "start": self._show_start,
+            "going_on": self._show_going_on,
+            "resume": self._show_resume,
+            "regroup": self._show_regroup,
+            "tracker": self._show_tracker,
+            "compile": self._show_compile,
+            "progress": self._show_progress,
+            "epoch": self._show_epoch,
+            "evaluation": self._show_evaluation,
+            "picture": self._show_picture,
+            "baselines": self._show_baselines,
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -248,7 +261,7 @@ class Screen:
         is_late = event == "checkpoint" and epoch is not None and record["step"] < epoch["step"]
         if event not in ("evaluation", "progress", "tracker") and not is_late:
             self._flush_epoch()
-        if show := getattr(self, f"_show_{event}", None):  # of other events nothing is shown
+        if show := self._shows.get(event):
             show(record)
 
     def _print(self, text: str = "") -> None:
