@@ -214,6 +214,5 @@ def _state(file: Path) -> tuple[int, int]:
 
 
 def _remove(store: Store, name: str) -> None:
-    """Remove a checkpoint and its parts."""
     for file in (name, shards_of(name)):
         store.remove(f"checkpoints/{file}")

@@ -230,7 +230,6 @@ def _goes_on(built: Built, path: Path, resumed: Loaded | None) -> ResumePoint:
 def _measured(
     request: Request, built: Built, plan: Plan, rows: int, device: str, why: str
 ) -> tuple[RankMemory | None, Drawn | None, str]:
-    """Return a step's memory and random draws, or a problem."""
     if not why and rank_memory.is_too_large(built.work.learner.model):
         why = "A step of this model needs more memory than is free on this machine."
     if not why:

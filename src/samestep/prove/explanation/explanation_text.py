@@ -236,7 +236,6 @@ def _memory(explained: Explanation) -> Rows:
 
 
 def _gathered(memory: RankMemory) -> Rows:
-    """Yield rows on the tensors that ranks send each other and hold meanwhile."""
     if memory.gathered.bytes:
         text = "outputs and targets of the whole batch, on each rank; ranks send each other theirs"
         yield "gathered", f"{size(memory.gathered.bytes)}: {text} in each step"
@@ -257,7 +256,6 @@ def _muon(explained: Explanation) -> Rows:
 
 
 def _strategies(explained: Explanation) -> Rows:
-    """Yield rows on the memory of DDP and FSDP, and whether a node's ranks fit."""
     for name, memory in explained.strategies.items():
         least = "" if memory.complete else "at least "
         text = f"{least}{size(memory.bytes_per_rank)} per rank"
@@ -319,7 +317,6 @@ def _other_rank_counts(explained: Explanation) -> Rows:
 
 
 def _equal(explained: Explanation) -> Rows:
-    """Yield rows on equality on other numbers of ranks."""
     plan, drawn = explained.plan, explained.drawn
     if any(not (other.same or other.refused) for other in explained.others):
         text = (
@@ -441,7 +438,6 @@ def _checkpoints(explained: Explanation) -> Rows:
 
 
 def _retention_phrase(rules: Retention) -> str:
-    """Return a phrase on the checkpoints that are kept."""
     if rules.keeps_all:
         return "all"
     best = "the best" if rules.top_k is None else f"the best {rules.top_k}"

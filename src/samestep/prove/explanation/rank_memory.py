@@ -89,7 +89,6 @@ class Drawn:
 
 
 def _address(tensor: Tensor) -> int | None:
-    """Return a tensor's address, or None if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses
@@ -319,7 +318,6 @@ def _sums_at_a_time(built: Built) -> int:
 
 
 def _optimizer_parts(optimizer: torch.optim.Optimizer) -> dict[str, MemoryPart]:
-    """Return the memory of an optimizer's state, by its names."""
     tensors: dict[str, list[Tensor]] = {}
     for state in optimizer.state.values():
         for name, value in state.items():

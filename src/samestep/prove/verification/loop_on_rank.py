@@ -167,7 +167,6 @@ class WatchedRun(OwnRun):
     # --- what the script does with its run
 
     def __enter__(self) -> Self:
-        """Open the run, and watch what it records, steps and computes."""
         if self._task.doubles:
             torch.set_default_dtype(torch.float64)
             self._doubles = Doubles()  # for the rest of this process

@@ -98,7 +98,6 @@ def check_resume(
 
 
 def _run_whole(job: Job, place: Path, run: Run) -> Attempt:
-    """Run a training in a scratch copy of its own."""
     return Attempt(*run_job(*prepare(job, place), run))
 
 
@@ -196,7 +195,6 @@ def _sockets(folder: str, names: list[str]) -> list[str]:
 
 
 def _notes(resumed: Resumed) -> Iterator[str]:
-    """Yield notes on the steps at which training was killed, and on each start's end."""
     stops = " and ".join(str(start.end) for start in resumed.chain[:-1])
     begins = " and ".join(str(start.offset) for start in resumed.chain[1:])
     yield f"killed after step {stops} of {resumed.whole.end}, resumed from step {begins}"

@@ -164,7 +164,6 @@ def submit(
 
 
 def _job_options(defaults: UncheckedOptions, overrides: Mapping[str, Any]) -> UncheckedOptions:
-    """Return the defaults with what a call gives."""
     values = dict(vars(defaults))
     for name, value in overrides.items():
         repeats = isinstance(value, str) and isinstance(getattr(defaults, name), tuple)

@@ -190,7 +190,6 @@ class TrainedRun:
 
 
 def _facts(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the facts of a result as text."""
     facts: dict[str, str] = {}
     best, test = result.get("best") or {}, metric_values(result.get("test") or {})
     if isinstance(best.get("value"), int | float):

@@ -152,7 +152,6 @@ def _plan(
     command: Any,
     script_args: list[str],
 ) -> SweepPlan:
-    """Return the sweep that a command asks for."""
     for flag in ("resume", "allow-change", "recipe-of-run", "report", "mirror"):
         if f"--{flag}" in shared or flag in axes:
             raise UserError(f"--{flag} is of one run: a sweep has several, and resumes by itself.")

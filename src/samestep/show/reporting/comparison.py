@@ -194,7 +194,6 @@ def num_recipes(runs: Sequence[RunData]) -> int:
 
 
 def _notes(runs: list[RunData], speeds: list[Throughput | None]) -> list[str]:
-    """Return notes for the reader of the tables."""
     notes = []
     if num_recipes(runs) > 1:
         notes.append(f"The recipes differ ({_list(runs)}): their losses may not be comparable.")

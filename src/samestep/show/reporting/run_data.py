@@ -208,7 +208,6 @@ def _facts(
 
 
 def _status(path: Path) -> str:
-    """Return a phrase on the latest attempt's end."""
     summary, _ = read_summary(path)
     if summary.state != "killed":
         ended = f"{summary.state} ({summary.reason or 'no reason given'})"

@@ -52,7 +52,6 @@ def finish(client: EventFileWriter, result: TrackedResult) -> None:
 
 
 def _write_picture(writer: EventFileWriter, entry: TrackedRecord, picture: Picture) -> None:
-    """Write a picture: its PNG file goes as it is."""
     if content := picture.png():
         # A PNG file begins with 16 bytes of signature and header, then its width and height.
         width, height = struct.unpack(">II", content[16:24])

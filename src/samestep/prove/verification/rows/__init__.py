@@ -103,7 +103,6 @@ def check_rows(evidence: Evidence, rows: Sequence[TableRow] | None = None) -> li
 
 
 def _with_cause(evidence: Evidence, all_rows: Sequence[TableRow], check: Check) -> Check:
-    """Return a check with its cause, if other rows found it."""
     if failure := check.failure:
         # A message says more than the step, which only shows that it was the last batch.
         rows = sorted(all_rows, key=lambda row: row is loss.LAST_BATCH)

@@ -163,7 +163,6 @@ def _gradients(evidence: Evidence) -> Check:
 
 
 def _calls_backward(evidence: Evidence) -> bool:
-    """Whether the script calls run.backward on several ranks."""
     return any(_passes(evidence, start) for start in evidence.several)
 
 

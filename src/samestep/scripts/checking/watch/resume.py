@@ -102,8 +102,6 @@ _State = TypeVar("_State", bound=ev.TrainingState)
 
 
 class _TrainingWatcher:
-    """What a step depends on."""
-
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._hooks = recorder, recorder.hooks
         self.optimizers, self.scalers = Numbers(), Numbers()
@@ -397,7 +395,6 @@ def _path_of(args: tuple[Any, ...], more: Mapping[str, Any]) -> str:
 
 
 def _version_of(path: str) -> tuple[int, ...] | None:
-    """Return a key that changes with a file; None if it is gone."""
     try:
         there = Path(path).stat()
     except OSError:
