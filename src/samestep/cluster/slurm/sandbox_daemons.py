@@ -104,7 +104,6 @@ def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
 
 
 def _part_of(folder: Path, environment: dict[str, str]) -> str | None:
-    """Return the part of the sandbox that a process's environment names."""
     if environment.get(MARK) == str(folder):
         return environment.get(MARK_DAEMON)
     # The shell of salloc has SLURM_CONF, too, but belongs to the user: it is not a task.

@@ -260,7 +260,6 @@ class _PartialSource:
                 return
 
     def peek(self, samples: int) -> Batch:
-        """Return the first samples."""
         return self._source.peek(samples)
 
 

@@ -147,7 +147,6 @@ class _BatchSubset(Subset[Any]):
     """Some samples of a data set that reads a whole batch at a time."""
 
     def read_batch(self, indices: list[int]) -> Any:
-        """Return a batch, as the data set does."""
         dataset: Any = self.dataset
         return dataset.read_batch([self.indices[index] for index in indices])
 

@@ -74,7 +74,6 @@ class _Loop:
         self._task, self._starts = task, starts
 
     def gather(self) -> Evidence:
-        """Return the evidence of all starts."""
         starts, quick = self._starts, self._starts.options.quick
         planned = plan_starts(starts.sizes, quick=True)
         starts.total = len(planned)

@@ -287,7 +287,6 @@ def flags_text(
 
 
 def _text(usage: str, about: str, groups: Mapping[str, Iterable[Flag]]) -> str:
-    """Return a help text: a usage line, paragraphs, and groups of flags."""
     width = max(_LEAST, min(_MOST, shutil.get_terminal_size().columns))
     lines = [f"usage: samestep {usage}"]
     for part in about.split("\n\n"):

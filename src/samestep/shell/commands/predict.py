@@ -91,7 +91,6 @@ def main(
 def _check(
     args: SimpleNamespace, files: Sequence[Path], out: Path | None, plot: Path | None
 ) -> None:
-    """Check what can be known before a model is loaded."""
     if args.split is None and not files:
         raise UserError("Name the files to predict: samestep predict RUN FILE…; or --split test.")
     check_positive(top=args.top)

@@ -117,7 +117,6 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
 def _show_help(
     form: Form, target: str, more: str, parts: dict[str, Any], words: list[str]
 ) -> NoReturn:
-    """Show the help of a verb and its target, with what is below the verb's own flags, and end."""
     name = f"{form.verb} {target}"
     shown = {form.verb: form.kind(), **parts}
     about = (form.kind.__doc__ or "").format(target) + more

@@ -171,7 +171,6 @@ def with_sweeps_opened(paths: Sequence[Path]) -> list[Path]:
 
 
 def _list(runs: Sequence[RunData]) -> str:
-    """Return a phrase with each recipe and its runs."""
     by_recipe: dict[str, list[str]] = {}
     for run in runs:
         by_recipe.setdefault(run.recipe or "unknown", []).append(str(run.path))

@@ -78,7 +78,6 @@ def _find(store: MlflowClient, run: TrackedRun) -> Run | None:
 
 
 def _name(text: str) -> str:
-    """Return a name as MLflow takes it."""
     return re.sub(r"[^/\w.\- ]", "_", text)
 
 

@@ -280,13 +280,11 @@ def collating_leaves_out(seen: Seen) -> Iterator[Found | NotSeen]:
     others = [reading for rank in seen.ranks for reading in readings_of(rank) if reading.lost]
     for reading in (*evaluations, *others)[:1]:
         first = reading.lost[0]
-        yield Found(
-            reading.made,
-            f"{len(reading.lost)} batches of the first epoch have no row for some of their "
-            f"samples: first {first.lost} of {first.given}",
-            "Let `collate_fn` return a row for each sample, or leave it out of the data set.",
-            None if evaluations else "advice",  # it may be meant in training
-        )
+        text = f"{len(reading.lost)} batches of the first epoch have no row for some of their "
+        text += f"samples: first {first.lost} of {first.given}"
+        remedy = "Let `collate_fn` return a row for each sample, or leave it out of the data set."
+        # It may be meant in training.
+        yield Found(reading.made, text, remedy, None if evaluations else "advice")
 
 
 @rule("SS112", least_ranks=1)
@@ -299,12 +297,9 @@ def evaluates_without_the_last(seen: Seen) -> Iterator[Found | NotSeen]:
         own = {index for reading in readings for index in reading.order}
         same = (r for others in each for r in others if r.loader.data == data)
         if order.left_out and own.issuperset(index for r in same for index in r.order):
-            yield Found(
-                first.made,
-                f"of {order.count + order.left_out} samples that rank 0 is to evaluate, the "
-                f"last {order.left_out} are in no batch",
-                "Leave out `drop_last=True`.",
-            )
+            text = f"of {order.count + order.left_out} samples that rank 0 is to evaluate, the "
+            text += f"last {order.left_out} are in no batch"
+            yield Found(first.made, text, "Leave out `drop_last=True`.")
 
 
 @rule("SS113", least_ranks=1)
@@ -318,13 +313,11 @@ def evaluates_augmented(seen: Seen) -> Iterator[Found | NotSeen]:
         again = [row for batch in first.batches if batch.turn == 1 for row in batch.rows]
         differ = sum(a != b for a, b in zip(rows, again, strict=False))
         if first.orders[0].indices == first.orders[1].indices and 4 * differ > len(rows):
-            yield Found(
-                first.made,
-                f"{differ} of the first {len(rows)} samples were other ones in the second "
-                f"evaluation; their data set draws from {listed(drew)}",
-                "Give the data of an evaluation transforms that draw nothing, or a seed of its own "
-                "for each sample.",
-            )
+            text = f"{differ} of the first {len(rows)} samples were other ones in the second "
+            text += f"evaluation; their data set draws from {listed(drew)}"
+            remedy = "Give the data of an evaluation transforms that draw nothing, or a seed of "
+            remedy += "its own for each sample."
+            yield Found(first.made, text, remedy)
 
 
 def _seed_by_rank(name: str, in_worker: bool) -> str:
@@ -392,12 +385,9 @@ def draws_again_in_each_step(seen: Seen) -> Iterator[Found | NotSeen]:
     # What follows with the same generator is the same, too.
     events = {event.source: event for event in seen.ranks[0].of(ev.DrawnAgain)[::-1]}
     for event in events.values():
-        yield Found(
-            event.where,
-            f"by step {event.step + 1}, steps in a row have begun here with the same state of "
-            f"{event.source}, and have drawn from it",
-            "Seed once, before the loop, or by the step: `seed + step`.",
-        )
+        text = f"by step {event.step + 1}, steps in a row have begun here with the same state of "
+        text += f"{event.source}, and have drawn from it"
+        yield Found(event.where, text, "Seed once, before the loop, or by the step: `seed + step`.")
 
 
 @rule("SS711", least_ranks=1)

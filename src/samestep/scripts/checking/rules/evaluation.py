@@ -312,12 +312,10 @@ def _alone_on_a_shard(seen: Seen) -> Found | None:
         return None
     if order.truncated or not read.length or order.count >= read.length:
         return None
-    return Found(
-        shown.where,
-        f"only rank {rank.rank} evaluates, and its sampler gives it {order.count} of "
-        f"{read.length} samples; no rank evaluates the others",
-        "Evaluate with a loader of the whole set there, or on every rank and join the counts.",
-    )
+    text = f"only rank {rank.rank} evaluates, and its sampler gives it {order.count} of "
+    text += f"{read.length} samples; no rank evaluates the others"
+    remedy = "Evaluate with a loader of the whole set there, or on every rank and join the counts."
+    return Found(shown.where, text, remedy)
 
 
 def _loader_of(rank: RankSeen, forward: ev.ForwardPass) -> int | None:

@@ -128,14 +128,11 @@ def no_map_location(seen: Seen) -> Iterator[Found | NotSeen]:
             if event.map_location is None and any("." in name for name in event.names)
         ]
         if any(rank for rank, _ in bare):
-            path = bare[0][1].path
+            ranks_of_load = named({rank for rank, _ in bare})
+            text = f"{ranks_of_load} load {bare[0][1].path} without map_location"
             remedy = 'Give `map_location="cpu"`, or the device of this rank.'
-            yield Found(
-                where,
-                f"{named({rank for rank, _ in bare})} load {path} without map_location",
-                _with_argument(seen, where, 'map_location="cpu"') or remedy,
-                severity,
-            )
+            better = _with_argument(seen, where, 'map_location="cpu"')
+            yield Found(where, text, better or remedy, severity)
 
 
 @rule("SS505", least_ranks=1)
@@ -200,13 +197,10 @@ def all_show(seen: Seen) -> Iterator[Found | NotSeen]:
     for where, ranks in by_line(seen, ev.BarShown, lambda bar: not bar.disabled).items():
         positions = {events[0].position for events in ranks.values()}
         if len(ranks) > 1 and len(positions) == 1:
-            name = next(iter(ranks.values()))[0].name
+            text = f"{named(ranks)} show a bar of {next(iter(ranks.values()))[0].name}"
             argument = "disable=dist.get_rank() != 0"
-            yield Found(
-                where,
-                f"{named(ranks)} show a bar of {name}",
-                _with_argument(seen, where, argument) or f"Give it `{argument}`.",
-            )
+            remedy = _with_argument(seen, where, argument) or f"Give it `{argument}`."
+            yield Found(where, text, remedy)
 
 
 def _with_argument(seen: Seen, where: str, argument: str) -> str:

@@ -129,13 +129,10 @@ def separate_models(seen: Seen) -> Iterator[Found | NotSeen]:
             if names
             else "the ranks train equal copies"
         )
-        yield Found(
-            trained.forwards[0].where if trained.forwards else trained.models[0].where,
-            f"{trained.name} is called without DistributedDataParallel, and in "
-            f"{seen.ranks[0].steps} steps of {seen.world_size} ranks no gradient is exchanged: "
-            f"{difference}",
-            "Wrap the model once it is built: model = DistributedDataParallel(model)",
-        )
+        text = f"{trained.name} is called without DistributedDataParallel, and in "
+        text += f"{seen.ranks[0].steps} steps of {seen.world_size} ranks no gradient is exchanged: "
+        remedy = "Wrap the model once it is built: model = DistributedDataParallel(model)"
+        yield Found((trained.forwards or trained.models)[0].where, text + difference, remedy)
 
 
 @rule("SS202")
@@ -146,16 +143,14 @@ def unequal_start(seen: Seen) -> Iterator[Found | NotSeen]:
         if names and trained.steps and (trained.is_wrapped or trained.is_exchanged):
             if _differing([step.grads for step in trained.steps[0]]):
                 continue
-            late = trained.is_wrapped and trained.wrap is not None
-            yield Found(
-                trained.models[0].where,
-                f"{len(names)} of {len(trained.weights[0][0].parameters)} parameters of "
-                f"{trained.name} differ between the {seen.world_size} ranks before the first step, "
-                f"{names[0]} first" + (", although DDP made them equal" if late else ""),
-                "Change weights on all ranks, before DDP is made: it broadcasts those of rank 0."
-                if late
-                else "Broadcast the weights of rank 0 before the first step, as DDP does.",
-            )
+            text = f"{len(names)} of {len(trained.weights[0][0].parameters)} parameters of "
+            text += f"{trained.name} differ between the {seen.world_size} ranks before the first "
+            text += f"step, {names[0]} first"
+            remedy = "Broadcast the weights of rank 0 before the first step, as DDP does."
+            if trained.is_wrapped and trained.wrap is not None:
+                text += ", although DDP made them equal"
+                remedy = "Change weights on all ranks, before DDP is made: it broadcasts rank 0's."
+            yield Found(trained.models[0].where, text, remedy)
 
 
 @rule("SS203")
@@ -203,14 +198,12 @@ def drift(seen: Seen) -> Iterator[Found | NotSeen]:
             )
         else:
             cause = "their gradients and learning rates are equal: something else changes weights"
-        yield Found(
-            weights[0].where,
-            f"after step {weights[0].step} {len(names)} of {len(weights[0].parameters)} "
-            f"parameters of {trained.name} differ between the {seen.world_size} ranks, {names[0]} "
-            f"first; {cause}",
-            "Let every rank change weights, gradients and learning rates in the same way.",
-            comes_from={} if wrap is None else {"DDP is made": wrap.where},
-        )
+        text = f"after step {weights[0].step} {len(names)} of {len(weights[0].parameters)} "
+        text += f"parameters of {trained.name} differ between the {seen.world_size} ranks, "
+        text += f"{names[0]} first; {cause}"
+        remedy = "Let every rank change weights, gradients and learning rates in the same way."
+        origin = {} if wrap is None else {"DDP is made": wrap.where}
+        yield Found(weights[0].where, text, remedy, comes_from=origin)
 
 
 def _left_out(seen: Seen, trained: Trained) -> Found | None:
@@ -230,14 +223,11 @@ def _left_out(seen: Seen, trained: Trained) -> Found | None:
     step = late[0][0][0]
     calls = [c for c in seen.ranks[0].of(ev.CollectiveCalled) if c.time < step.time]
     where = next((c.where for c in calls[::-1] if c.name.startswith("all_")), step.where)
-    return Found(
-        where,
-        f"in {len(late)} steps looked at from step {step.step} on, the gradients of "
-        f"{len(names)} of {len(step.grads)} parameters of {trained.name} differ between the "
-        f"{seen.world_size} ranks ({listed(names)}), and those of the others are equal",
-        "Exchange the gradients of all parameters that are trained in this step.",
-        comes_from={"the step is taken": step.where},
-    )
+    text = f"in {len(late)} steps looked at from step {step.step} on, the gradients of "
+    text += f"{len(names)} of {len(step.grads)} parameters of {trained.name} differ between the "
+    text += f"{seen.world_size} ranks ({listed(names)}), and those of the others are equal"
+    remedy = "Exchange the gradients of all parameters that are trained in this step."
+    return Found(where, text, remedy, comes_from={"the step is taken": step.where})
 
 
 def _loose(seen: Seen) -> Found | None:
@@ -302,12 +292,12 @@ def _clipped_apart(seen: Seen) -> Found | None:
     for steps in seen.together(ev.GradientsUsed) if sharded else ():
         times = [event.grown for event in steps]
         if all(times) and max(times) > _CLIPPED * min(times) > 0:
-            return Found(
-                steps[0].where,
-                f"in step {steps[0].step + 1} the ranks multiply the gradients of their shards by "
-                f"{', '.join(f'{factor:.4g}' for factor in times)}",
-                "Scale them on all ranks alike: `clip_grad_norm_` knows the norm of all shards.",
+            text = f"in step {steps[0].step + 1} the ranks multiply the gradients of their shards "
+            text += f"by {', '.join(f'{factor:.4g}' for factor in times)}"
+            remedy = (
+                "Scale them on all ranks alike: `clip_grad_norm_` knows the norm of all shards."
             )
+            return Found(steps[0].where, text, remedy)
     for clips in seen.together(ev.GradientsClipped):
         norms = [event.norm for event in clips if event.norm is not None]
         if len(norms) < len(clips) or any(event.where != clips[0].where for event in clips):
@@ -317,14 +307,13 @@ def _clipped_apart(seen: Seen) -> Found | None:
         columns = zip(*(event.sums for event in clips), strict=False)
         shared = sum(len(set(sums)) == 1 and bool(sums[0]) for sums in columns)
         if shared and max(factors) > _CLIPPED * min(factors):
-            return Found(
-                clips[0].where,
-                f"in step {clips[0].step + 1} {shared} gradients that are equal on all ranks are "
-                f"clipped by the norm of each rank's own part: "
-                f"{', '.join(f'{norm:.4g}' for norm in norms)}, with a limit of {limit:g}",
-                "All-reduce the squared norms of what each rank has for itself, and clip by the "
-                "norm of the whole: `torch.nn.utils.clip_grads_with_norm_`.",
-            )
+            shown = ", ".join(f"{norm:.4g}" for norm in norms)
+            text = f"in step {clips[0].step + 1} {shared} gradients that are equal on all ranks "
+            text += f"are clipped by the norm of each rank's own part: {shown}, with a limit of "
+            text += f"{limit:g}"
+            remedy = "All-reduce the squared norms of what each rank has for itself, and clip by "
+            remedy += "the norm of the whole: `torch.nn.utils.clip_grads_with_norm_`."
+            return Found(clips[0].where, text, remedy)
     return None
 
 
@@ -335,18 +324,13 @@ def past_the_wrapper(seen: Seen) -> Iterator[Found | NotSeen]:
         past = trained.past_wrapper(trained.is_exchanged) if trained.wrap is not None else []
         if past:
             line = seen.line(past[0].where)
-            yield Found(
-                past[0].where,
-                f"in {len(past)} of {len(trained.steps)} steps looked at, {trained.name} is called "
-                f"without the DDP around it, and no gradient is all-reduced",
-                replaced(
-                    line,
-                    line.replace(".module(", "(", 1),
-                    "Call the DDP model itself; what else its parts have to do belongs into the "
-                    "forward of the model that is wrapped.",
-                ),
-                comes_from={} if trained.wrap is None else {"DDP is made": trained.wrap.where},
-            )
+            text = f"in {len(past)} of {len(trained.steps)} steps looked at, {trained.name} is "
+            text += "called without the DDP around it, and no gradient is all-reduced"
+            otherwise = "Call the DDP model itself; what else its parts have to do belongs into "
+            otherwise += "the forward of the model that is wrapped."
+            remedy = replaced(line, line.replace(".module(", "(", 1), otherwise)
+            origin = {} if trained.wrap is None else {"DDP is made": trained.wrap.where}
+            yield Found(past[0].where, text, remedy, comes_from=origin)
 
 
 @rule("SS205")
@@ -380,14 +364,12 @@ def unequal_buffers(seen: Seen) -> Iterator[Found | NotSeen]:
             if any(first.buffers.get(name) != last.buffers[name] for name in own)
         }
         some = own and len(changed) < seen.world_size
-        yield Found(
-            trained.wrap.where if trained.wrap is not None else trained.models[0].where,
-            f"after step {trained.weights[-1][0].step} {len(names)} buffers of {trained.name} "
-            f"differ between the ranks, {(own or names)[0]} first"
-            + (f"; only {named(changed)} changed it" if some else ""),
-            "Change buffers on all ranks alike, or leave DDP's broadcast_buffers on.",
-            severity=None if some else "advice",
-        )
+        text = f"after step {trained.weights[-1][0].step} {len(names)} buffers of {trained.name} "
+        text += f"differ between the ranks, {(own or names)[0]} first"
+        text += f"; only {named(changed)} changed it" if some else ""
+        remedy = "Change buffers on all ranks alike, or leave DDP's broadcast_buffers on."
+        where = (trained.wrap or trained.models[0]).where
+        yield Found(where, text, remedy, severity=None if some else "advice")
 
 
 @rule("SS207")
@@ -458,13 +440,11 @@ def gpu_of_global_rank(seen: Seen) -> Iterator[Found | NotSeen]:
     wrong = [e for e in apart if e.index == e.rank and not e.alone]
     for event in wrong[:1]:
         others = dict.fromkeys(e.where for e in wrong if e.where != event.where)
-        yield Found(
-            event.where,
-            f"with one rank per node, rank {event.rank} asked for cuda:{event.index}, and "
-            f"its LOCAL_RANK is {event.local_rank}"
-            + (f" (also {', '.join(others)})" if others else ""),
-            'Choose devices by int(os.environ["LOCAL_RANK"]), and data and files by the rank.',
-        )
+        text = f"with one rank per node, rank {event.rank} asked for cuda:{event.index}, and its "
+        text += f"LOCAL_RANK is {event.local_rank}"
+        text += f" (also {', '.join(others)})" if others else ""
+        remedy = 'Choose devices by int(os.environ["LOCAL_RANK"]), and data and files by the rank.'
+        yield Found(event.where, text, remedy)
 
 
 @rule("SS210")

@@ -176,14 +176,12 @@ def frozen_change(seen: Seen) -> Iterator[Found | NotSeen]:
     steps = [event for event in rank.of(ev.OptimizerStep) if event.thawed]
     if len(steps) >= _LEAST_STEPS:
         names = steps[-1].thawed
-        yield Found(
-            steps[0].where,
-            f"{steps[0].optimizer} changes {len(names)} parameters with requires_grad=False and "
-            f"without a gradient in {len(steps)} steps: {listed(names)}",
-            "Give the optimizer only what has requires_grad, or clear gradients by "
-            "`zero_grad(set_to_none=True)` once it is frozen.",
-            comes_from={"the optimizer is made": _made_at(rank, steps[0])},
-        )
+        text = f"{steps[0].optimizer} changes {len(names)} parameters with requires_grad=False "
+        text += f"and without a gradient in {len(steps)} steps: {listed(names)}"
+        remedy = "Give the optimizer only what has requires_grad, or clear gradients by "
+        remedy += "`zero_grad(set_to_none=True)` once it is frozen."
+        origin = {"the optimizer is made": _made_at(rank, steps[0])}
+        yield Found(steps[0].where, text, remedy, comes_from=origin)
     for model in rank.of(ev.ModelTrained):
         sums = rank.of_model(ev.WeightSums, model.model_id)
         first, last = sums[0], sums[-1]
@@ -236,13 +234,11 @@ def loads_itself(seen: Seen) -> Iterator[Found | NotSeen]:
     if event is not None:
         line = seen.line(event.taken)
         copied = re.sub(r"([\w.]+\.state_dict\(\))", r"copy.deepcopy(\1)", line, count=1)
-        yield Found(
-            event.where,
-            f"after step {event.step} the model loads its own tensors, as taken after step "
-            f"{event.at}: they have the values of now",
-            replaced(line, copied, "Keep `copy.deepcopy(…)` of them."),
-            comes_from={"the state_dict is taken": event.taken},
-        )
+        text = f"after step {event.step} the model loads its own tensors, as taken after step "
+        text += f"{event.at}: they have the values of now"
+        remedy = replaced(line, copied, "Keep `copy.deepcopy(…)` of them.")
+        origin = {"the state_dict is taken": event.taken}
+        yield Found(event.where, text, remedy, comes_from=origin)
 
 
 @rule("SS715", least_ranks=1)
@@ -263,12 +259,11 @@ def evaluates_without_statistics(seen: Seen) -> Iterator[Found | NotSeen]:
     for events in _inferred_only(seen.ranks[0]):
         moves = len({event.weights for event in events}) >= _LEAST_STEPS
         if moves and all(event.blank for event in events):
-            yield Found(
-                events[0].where,
-                f"{events[-1].blank} batch norms of {events[0].model} still have a mean of 0 after "
-                f"step {events[-1].step}, although its weights follow those that are trained",
-                "Copy the buffers of the trained model, too, as `AveragedModel` does.",
-            )
+            text = f"{events[-1].blank} batch norms of {events[0].model} still have a mean of 0 "
+            text += f"after step {events[-1].step}, although its weights follow those that are "
+            text += "trained"
+            remedy = "Copy the buffers of the trained model, too, as `AveragedModel` does."
+            yield Found(events[0].where, text, remedy)
 
 
 @rule("SS704", least_ranks=1)
@@ -376,15 +371,12 @@ def trains_in_eval_mode(seen: Seen) -> Iterator[Found | NotSeen]:
             if len(steps) < _LEFT_ON or on or not layers:
                 continue
             never = len(off) == len(forwards)
-            yield Found(
-                off[0].where,
-                f"{len(steps)} training steps of {off[0].model} from step {off[0].step + 1} on "
-                f"ran in evaluation mode, with {layers} layers of dropout or batch norm"
-                + ("" if never else "; the steps before did not"),
-                "Call `model.train()` at the start of each epoch, after every evaluation.",
-                # Some fine-tune so on purpose.
-                "advice" if never else None,
-            )
+            text = f"{len(steps)} training steps of {off[0].model} from step {off[0].step + 1} on "
+            text += f"ran in evaluation mode, with {layers} layers of dropout or batch norm"
+            text += "" if never else "; the steps before did not"
+            remedy = "Call `model.train()` at the start of each epoch, after every evaluation."
+            # Some fine-tune so on purpose.
+            yield Found(off[0].where, text, remedy, "advice" if never else None)
             return
 
 
@@ -407,13 +399,11 @@ def evaluates_in_train_mode(seen: Seen) -> Iterator[Found | NotSeen]:
             row = [*row, event] if wrong else []
             if len(row) >= _IN_A_ROW:
                 on, layers = row[0].modal
-                yield Found(
-                    row[0].where,
-                    f"after step {row[0].step} {row[0].model} ran without gradients on another "
-                    f"loader's batches, with {on} of {layers} layers of dropout or batch norm in "
-                    f"training mode",
-                    "Call `model.eval()` before the evaluation and `model.train()` after it.",
-                )
+                text = f"after step {row[0].step} {row[0].model} ran without gradients on another "
+                text += f"loader's batches, with {on} of {layers} layers of dropout or batch norm "
+                text += "in training mode"
+                remedy = "Call `model.eval()` before the evaluation and `model.train()` after it."
+                yield Found(row[0].where, text, remedy)
                 return
 
 

@@ -198,15 +198,14 @@ def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
     if event.residual <= most:
         return
     if event.direction <= most:
-        times = event.scale
-        yield Found(
-            event.where,
-            f"the gradient of the first step is {times:.4g} times that of the joined batch of "
-            f"{sizes} samples",
-            "Average gradients over the ranks, rather than add them up: divide by the world size."
-            if abs(times - seen.world_size) < most * seen.world_size
-            else "Weight each rank's loss by its share of the batch.",
+        text = (
+            f"the gradient of the first step is {event.scale:.4g} times that of the joined batch "
         )
+        text += f"of {sizes} samples"
+        remedy = "Weight each rank's loss by its share of the batch."
+        if abs(event.scale - seen.world_size) < most * seen.world_size:
+            remedy = "Average gradients over the ranks, not add them up: divide by the world size."
+        yield Found(event.where, text, remedy)
         return
     first = f", first in {event.first}" if event.first else ""
     text = f"the gradient of the first step differs by {event.residual:.1%} from that of the "
@@ -324,14 +323,11 @@ def adds_up_micro_batches(seen: Seen) -> Iterator[Found | NotSeen]:
         backward, times, step = whole[0]
         line = seen.line(backward.where)
         instead = re.sub(r"([\w.]+)\.backward\(", rf"(\1 / {times}).backward(", line, count=1)
-        yield Found(
-            backward.where,
-            f"{times} micro-batches per step ({len(whole)} steps), and each loss is the mean of "
-            "its own: their sum is the gradient",
-            replaced(line, instead, "Divide each by their number."),
-            # The others divide the gradient by its own size.
-            None if step.optimizer == "SGD" else "advice",
-        )
+        text = f"{times} micro-batches per step ({len(whole)} steps), and each loss is the mean of "
+        text += "its own: their sum is the gradient"
+        remedy = replaced(line, instead, "Divide each by their number.")
+        # Optimizers other than SGD divide the gradient by its own size.
+        yield Found(backward.where, text, remedy, None if step.optimizer == "SGD" else "advice")
 
 
 @rule("SS304")
@@ -360,15 +356,11 @@ def schedules_by_world_size(seen: Seen) -> Iterator[Found | NotSeen]:
         elif times == ranks and asked_of_all:
             yield NotSeen(f"{name} may be made for the batches of all ranks, whose count was cut")
         elif times == ranks and not joined and (by_epoch or own):
-            yield Found(
-                where,
-                f"{name} is stepped {times} times per {unit} on {ranks} ranks"
-                + (f", and was made for {total} steps" if total else "")
-                + "; its learning rate was "
-                + ", ".join(f"{event.lr:.3g}" for event in stepped[:6]),
-                f"Step it once per {unit}.",
-                comes_from={"the scheduler is made": scheduler.where},
-            )
+            text = f"{name} is stepped {times} times per {unit} on {ranks} ranks"
+            text += f", and was made for {total} steps" if total else ""
+            text += f"; its learning rate was {', '.join(f'{e.lr:.3g}' for e in stepped[:6])}"
+            origin = {"the scheduler is made": scheduler.where}
+            yield Found(where, text, f"Step it once per {unit}.", comes_from=origin)
         elif times == 1 and not by_epoch and joined and not own:
             text = f"{name} was made for {total} steps, but each of the {ranks} ranks takes "
             text += f"{max(lengths)}: it comes to {1 / ranks:.0%} of its schedule"
@@ -395,14 +387,12 @@ def never_steps_the_scheduler(seen: Seen) -> Iterator[Found | NotSeen]:
             yield NotSeen(f"no whole training with {event.scheduler} ({event.where})")
             continue
         whole = len(set(_lengths(rank))) == 1
-        yield Found(
-            event.where,
-            f"{event.scheduler} was made, and not stepped once in {rank.steps} optimizer steps "
-            f"of {rank.epochs} epochs",
-            "Call its `step()` after each epoch, or after each optimizer step if it counts those.",
-            # It may be stepped every N batches, of which too few were run.
-            None if whole else "advice",
-        )
+        text = f"{event.scheduler} was made, and not stepped once in {rank.steps} optimizer steps "
+        text += f"of {rank.epochs} epochs"
+        remedy = "Call its `step()` after each epoch, or after each optimizer step if it counts "
+        remedy += "those."
+        # It may be stepped every N batches, of which too few were run.
+        yield Found(event.where, text, remedy, None if whole else "advice")
 
 
 @rule("SS311", least_ranks=1)
@@ -441,13 +431,10 @@ def counts_in_another_unit(seen: Seen) -> Iterator[Found | NotSeen]:
             text = f"takes the learning rate from {top:.3g} to {first[-1]:.3g} in the first of "
             text += f"{rank.epochs} epochs, and it stays there"
         if text:
-            yield Found(
-                stepped[0].where,
-                f"{name} {text}",
-                "Count the same in both: step it once per epoch, after its batches, or make it for "
-                "epochs * len(loader) steps and step it after each optimizer step.",
-                comes_from={"the scheduler is made": scheduler.where},
-            )
+            remedy = "Count the same in both: step it once per epoch, after its batches, or make "
+            remedy += "it for epochs * len(loader) steps and step it after each optimizer step."
+            origin = {"the scheduler is made": scheduler.where}
+            yield Found(stepped[0].where, f"{name} {text}", remedy, comes_from=origin)
 
 
 def _lengths(rank: RankSeen) -> list[int]:

@@ -79,9 +79,7 @@ def watching(recorder: Recorder) -> Iterator[None]:
 
 
 @dataclass
-class _Group:
-    """Loaders that look alike, as one."""
-
+class _Group:  # loaders that look alike, as one
     number: int
     loader: weakref.ref[Any]
     turns: int = 0
@@ -90,9 +88,7 @@ class _Group:
 
 
 @dataclass
-class _Turn:
-    """One pass over a loader."""
-
+class _Turn:  # one pass over a loader
     group: _Group
     number: int
     limit: int | None  # batches, then comes the last one; None reads them all
@@ -102,9 +98,7 @@ class _Turn:
 
 
 @dataclass
-class _Drawn:
-    """What a line that draws or seeds began with in a step."""
-
+class _Drawn:  # what a line that draws or seeds began with in a step
     value: int
     step: int
     times: int = 1

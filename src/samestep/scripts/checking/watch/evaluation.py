@@ -65,8 +65,6 @@ def watching(recorder: Recorder) -> Iterator[None]:
 
 
 class _NumbersWatcher:
-    """The numbers that one rank reads, shows and reduces."""
-
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._process = os.getpid()  # a worker of a loader is forked with all of this

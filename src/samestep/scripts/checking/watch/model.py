@@ -62,8 +62,6 @@ def watching(recorder: Recorder) -> Iterator[None]:
 
 
 class _Models:
-    """How one rank's models are wrapped and called."""
-
     def __init__(self, recorder: Recorder, weights: WeightsWatcher) -> None:
         self._recorder = recorder
         self._weights = weights

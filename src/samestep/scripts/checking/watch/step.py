@@ -133,8 +133,6 @@ def watching(recorder: Recorder) -> AbstractContextManager[None]:
 
 
 class _Steps:
-    """One rank's steps."""
-
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._held: weakref.WeakKeyDictionary[Optimizer, _Held] = weakref.WeakKeyDictionary()
