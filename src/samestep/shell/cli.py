@@ -8,15 +8,9 @@ import sys
 import time
 from types import ModuleType
 
+from samestep.base import startup
 from samestep.base.errors import AlreadyTold, UserError, did_you_mean
 from samestep.base.plugins import Names, __version__
-from samestep.base.startup import (
-    PARENT,
-    accept_output,
-    drop_output,
-    hold_warning,
-    postpone_collections,
-)
 
 _STARTED_AT = time.time()
 
@@ -150,7 +144,7 @@ def show(text: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb and return the exit code: 0 done, 1 failed, 2 a user's mistake."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    accept_output()
+    startup.accept_output()
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         verbs = "\n".join(f"  {verb:<12} {about(verb)}" for verb in VERBS)
         sys.stdout.write(_HELP.format(verbs=verbs))
@@ -159,14 +153,14 @@ def main(arguments: list[str] | None = None) -> int:
     if verb == "--version":
         sys.stdout.write(f"samestep {__version__}\n")
         return 0
-    if PARENT not in os.environ:  # else it is for the command that started this rank
+    if startup.PARENT not in os.environ:  # else it is for the command that started this rank
         os.environ["SAMESTEP_STARTED_AT"] = str(_STARTED_AT)
     # Waiting threads that spin take the core from the thread they wait for as soon as anything
     # else runs here: with one neighbour, a step took 4 to 6 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    postpone_collections()
+    startup.postpone_collections()
     if verb == "train":  # other verbs end by it at once
-        hold_warning()
+        startup.hold_warning()
         _say_that_it_starts(rest)
     try:
         if verb not in VERBS:
@@ -176,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        drop_output()  # Python flushes once more at its end
+        startup.drop_output()  # Python flushes once more at its end
         return 141
     except Exception as error:
         if isinstance(error, UserError):
@@ -189,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _say_that_it_starts(words: list[str]) -> None:
     """Tell a terminal at once what will take seconds: PyTorch is imported first."""
-    if PARENT in os.environ or {"-h", "--help", "--help-all"} & {*words}:
+    if startup.PARENT in os.environ or {"-h", "--help", "--help-all"} & {*words}:
         return
     with contextlib.suppress(OSError, ValueError):  # a closed one
         if sys.stderr.isatty():

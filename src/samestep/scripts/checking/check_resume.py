@@ -20,15 +20,8 @@ from msgspec import structs
 
 from samestep.base.errors import UserError
 from samestep.base.words import count
+from samestep.scripts.checking import check_script
 from samestep.scripts.checking.check_report import CheckReport
-from samestep.scripts.checking.check_script import (
-    last_words,
-    prepare,
-    refuse_failures,
-    report_on,
-    run_as_it_starts,
-    run_job,
-)
 from samestep.scripts.checking.ranks_of_script import Job, Run, Starter, run_ranks
 from samestep.scripts.checking.rules.resume import mistakes
 from samestep.scripts.checking.scratch import Scratch
@@ -79,12 +72,12 @@ def check_resume(
         top = Path(name).resolve()
         try:
             if here is None:
-                job, seen, output = run_as_it_starts(job, run)
+                job, seen, output = check_script.run_as_it_starts(job, run)
                 whole = Attempt(seen, output)
             else:
                 whole = _run_whole(job, top / "whole", run)
             first, *later = _steps_to_kill_at(whole, script, seconds)
-            copy = prepare(job, top / "chain")
+            copy = check_script.prepare(job, top / "chain")
             chain = _Chain(script, words, top / "kept", run, whole, *copy)
             resumed = chain.resumed(first, later, resume_nproc)
             if any(mistakes(resumed)):
@@ -94,16 +87,16 @@ def check_resume(
             raise UserError(f"The scratch copy of {script} cannot be kept: {error}") from error
     notes = [*whole.seen.notes, *_notes(resumed)]
     seen = SeenResumed(**vars(whole.seen) | {"resumed": resumed, "notes": notes})
-    return report_on(seen, whole.output, script, began)
+    return check_script.report_on(seen, whole.output, script, began)
 
 
 def _run_whole(job: Job, place: Path, run: Run) -> Attempt:
-    return Attempt(*run_job(*prepare(job, place), run))
+    return Attempt(*check_script.run_job(*check_script.prepare(job, place), run))
 
 
 def _steps_to_kill_at(whole: Attempt, script: str, seconds: float) -> list[int]:
     """Return the steps of the first checkpoints after a third and two thirds of the training."""
-    refuse_failures(whole.seen, whole.output, script)
+    check_script.refuse_failures(whole.seen, whole.output, script)
     if saved := [save.step for save in whole.saves if 0 < save.step < whole.end]:
         parts = (next((s for s in saved if 3 * s >= n * whole.end), saved[-1]) for n in (1, 2))
         return sorted({*parts})
@@ -131,7 +124,7 @@ class _Chain:
         folder = Path(self.scratch.place) / name
         folder.mkdir()
         job = structs.replace(self.job, folder=str(folder), **limits)
-        return Attempt(*run_job(self.scratch, job, self.run))
+        return Attempt(*check_script.run_job(self.scratch, job, self.run))
 
     def resumed(self, first: int, later: list[int], resume_nproc: Sequence[int]) -> Resumed:
         """Kill the training and resume it, from each kill and in all ways."""
@@ -174,7 +167,7 @@ class _Chain:
         start = self.start(name, arguments=[*self.job.arguments, *words], **limits)
         if not (start.steps or start.seen.complete or tear is not None):  # those may fail
             which = f"{self.script} {_resumed_with(words, before, scratch)}"
-            refuse_failures(start.seen, start.output, which)
+            check_script.refuse_failures(start.seen, start.output, which)
         start.resumes(before, self.whole)
         return start
 
@@ -203,7 +196,7 @@ def _notes(resumed: Resumed) -> Iterator[str]:
         yield f"two starts of the script differ by themselves in {', '.join(unsteady)}"
     for start in resumed.others:
         if not start.steps:
-            lines = last_words(start.seen.ranks[0], start.output).split("\n")
+            lines = check_script.last_words(start.seen.ranks[0], start.output).split("\n")
             says = next((line.strip() for line in lines[::-1] if line.strip()), "it took no step")
             on = count(start.seen.world_size, "rank")
             yield f"resumed on {on} it fails by itself: {says}"

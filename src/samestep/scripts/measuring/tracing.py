@@ -17,16 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from samestep.base.errors import UserError
 from samestep.base.phases import Phases
 from samestep.base.run.files import write_atomically
+from samestep.scripts.measuring import trace_digest
 from samestep.scripts.measuring.measured import Operations
-from samestep.scripts.measuring.trace_digest import (
-    FLOOR,
-    INDEX,
-    MARK,
-    digest,
-    memory_timeline,
-    peak_memory,
-    phases_of,
-)
 
 _MANY_STEPS = 200  # reading a trace of this many steps takes seconds, which the user should know
 
@@ -59,7 +51,7 @@ class Tracer:
             # There is one cycle: no event of it is cleared.
             warnings.filterwarnings("ignore", message=".*Profiler clears events")
             self._profile.start()
-        with record_function(FLOOR):
+        with record_function(trace_digest.FLOOR):
             number = torch.ones(())
             for _ in range(200):
                 torch.neg(number)
@@ -102,10 +94,10 @@ class Tracer:
         trace["traceEvents"] = [*events, *_phase_row(events)]
         content = gzip.compress(json.dumps(trace).encode(), compresslevel=3, mtime=0)
         write_whole(folder / f"trace_{name}.json.gz", content)
-        rows = memory_timeline(events)
+        rows = trace_digest.memory_timeline(events)
         lines = ["ms,phase,MiB", *(f"{ms:.3f},{phase},{mib:.4f}" for ms, phase, mib in rows)]
         write_whole(folder / f"memory_{name}.csv", "\n".join([*lines, ""]).encode())
-        return digest(events, self.steps), peak_memory(rows)
+        return trace_digest.digest(events, self.steps), trace_digest.peak_memory(rows)
 
     def _exported(self) -> Any:
         with tempfile.TemporaryDirectory(prefix="samestep-trace-") as folder:
@@ -122,7 +114,7 @@ class Tracer:
 
 
 def _mark(phase: str) -> None:
-    with record_function(MARK + phase):
+    with record_function(trace_digest.MARK + phase):
         pass
 
 
@@ -133,7 +125,7 @@ def _mark_indexing() -> Callable[[], None]:
     def getitem(tensor: Tensor, key: Any) -> Any:
         if torch.compiler.is_compiling() or not _is_index(key):
             return original(tensor, key)
-        with record_function(INDEX):
+        with record_function(trace_digest.INDEX):
             return original(tensor, key)
 
     Tensor.__getitem__ = getitem  # type: ignore[method-assign, assignment]
@@ -151,7 +143,7 @@ def _is_index(key: Any) -> bool:
 
 def _phase_row(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the phases as ranges on a row of their own, above all others in a viewer."""
-    first = next((e for e in events if str(e.get("name", "")).startswith(MARK)), None)
+    first = next((e for e in events if str(e.get("name", "")).startswith(trace_digest.MARK)), None)
     if first is None:
         return []
     row = {"pid": first["pid"], "tid": 0}
@@ -161,7 +153,7 @@ def _phase_row(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {**base, "name": "thread_sort_index", "args": {"sort_index": -1}},
         *(
             {**row, "ph": "X", "cat": "phase", "name": phase, "ts": begin, "dur": end - begin}
-            for phase, (begin, end) in phases_of(events)
+            for phase, (begin, end) in trace_digest.phases_of(events)
         ),
     ]
 

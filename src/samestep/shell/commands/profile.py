@@ -14,17 +14,9 @@ from samestep.base.run.directory import is_run, new_run_path
 from samestep.base.settings import Settings
 from samestep.base.startup import PARENT
 from samestep.core.recipes import RECIPES
-from samestep.launch.ranks import watched
+from samestep.launch.ranks import process, watched
 from samestep.launch.ranks.launch import detect_launch
 from samestep.launch.ranks.nproc import check_workers, cores, start_nproc
-from samestep.launch.ranks.process import (
-    TASK,
-    RankLog,
-    is_lost_peer,
-    leave_for_parent,
-    print_error,
-    run_as_rank,
-)
 from samestep.scripts.measuring.measured import Extent
 from samestep.shell.api.arguments import check_positive, numbers
 from samestep.shell.cli import example_text, show_general_help
@@ -112,10 +104,10 @@ def main(arguments: list[str]) -> int:
     """Profile, as the one that starts ranks or as a rank."""
     general = _HELP.format(recipes=", ".join(RECIPES))
     show_general_help(arguments, f"{general}\n{example_text(*_EXAMPLES)}")
-    return run_as_rank(lambda log: _profile(arguments, log))
+    return process.run_as_rank(lambda log: _profile(arguments, log))
 
 
-def _profile(arguments: list[str], log: RankLog) -> int:
+def _profile(arguments: list[str], log: process.RankLog) -> int:
     arguments = target_first(arguments, ProfileFlags, Settings)
     target = script_target("profile", arguments, "a recipe, a recipe file, a script")
     is_script = target.module or target.name.endswith(".py")
@@ -129,7 +121,7 @@ def _profile(arguments: list[str], log: RankLog) -> int:
     return _recipe(arguments, log)
 
 
-def _recipe(arguments: list[str], log: RankLog) -> int:
+def _recipe(arguments: list[str], log: process.RankLog) -> int:
     command, request = parse_target(FORM, arguments)
     workers = numbers("workers", command.workers, least=0)
     batch_sizes = numbers("batch_sizes", command.batch_sizes)
@@ -182,7 +174,7 @@ def _recipe(arguments: list[str], log: RankLog) -> int:
     return code or 0
 
 
-def _script(target: ScriptTarget, arguments: list[str], log: RankLog) -> int:
+def _script(target: ScriptTarget, arguments: list[str], log: process.RankLog) -> int:
     script = Path(target.name)
     for flag in ("--workers", "--batch-sizes", "--apply", "--config"):
         if any(word.split("=")[0] == flag for word in target.flags):
@@ -193,7 +185,7 @@ def _script(target: ScriptTarget, arguments: list[str], log: RankLog) -> int:
     command = parse(replace(FORM, kind=ScriptCommand), target.flags, str(script))
     if target.module:
         target.check_importable()
-    place = os.environ.get(TASK)  # of the parent, for all ranks
+    place = os.environ.get(process.TASK)  # of the parent, for all ranks
     name = target.name if target.module else script.stem
     out = Path(place or command.out or new_run_path(f"profile-{name}"))
     code = start_nproc(
@@ -251,15 +243,17 @@ def _without_logs(out: Path, code: int) -> int:
 
 def _failed(failure: "ScriptFailed", script: Path, *, as_json: bool) -> int:
     """Report a script that failed, below its own error; return its exit code."""
-    if failure.__cause__ is not None and is_lost_peer(failure.__cause__):
+    if failure.__cause__ is not None and process.is_lost_peer(failure.__cause__):
         raise failure.__cause__ from None  # another rank reports the cause
     if os.environ.get(PARENT):  # which reports it once for all ranks
-        leave_for_parent(f"{failure.summary(script)}\n{failure.text}".rstrip(), failure.code)
+        process.leave_for_parent(
+            f"{failure.summary(script)}\n{failure.text}".rstrip(), failure.code
+        )
         return failure.code
     sys.stderr.write(failure.text)
     if failure.profile is not None:
         _save_and_show(failure.profile, as_json=as_json)
-    print_error(failure.summary(script))
+    process.print_error(failure.summary(script))
     return failure.code
 
 

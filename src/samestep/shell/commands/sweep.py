@@ -13,26 +13,12 @@ from samestep.base.run.directory import is_run
 from samestep.base.run.files import shown_path
 from samestep.base.settings import Settings
 from samestep.base.words import count
+from samestep.cluster.slurm import submission
 from samestep.cluster.slurm.checks import advice, check_ranks
 from samestep.cluster.slurm.options import UncheckedOptions, apply_flags, options_before
 from samestep.cluster.slurm.queue import my_jobs
-from samestep.cluster.slurm.submission import (
-    find_workload,
-    make_script,
-    submit_array,
-    with_home_expanded,
-    without_run_dir,
-)
+from samestep.cluster.sweeping import sweep_plan
 from samestep.cluster.sweeping.side_by_side import EndedTraining, hold_sweep, num_at_once, run_here
-from samestep.cluster.sweeping.sweep_plan import (
-    MOST,
-    OptunaChoice,
-    Point,
-    SweepPlan,
-    make_plan,
-    num_points,
-    read_axes,
-)
 from samestep.core.recipes import RECIPES
 from samestep.shell.api.arguments import check_positive
 from samestep.shell.api.sweeps import check_trainings, sweep
@@ -90,7 +76,7 @@ def main(arguments: list[str]) -> int:
             f"settings with --config {target}/settings.toml."
         )
     mine, of_trainings = _split(words)
-    shared, axes = read_axes(of_trainings)
+    shared, axes = sweep_plan.read_axes(of_trainings)
     command = parse(FORM, mine, target)
     check_positive(at_once=command.at_once, sample=command.sample, nproc=command.nproc)
     of_job, script_args = cut_at_dashes(after) if command.slurm else ([], after)
@@ -98,9 +84,9 @@ def main(arguments: list[str]) -> int:
         raise UserError("--nproc is for one machine; a job takes --ntasks-per-node after `--`.")
     if command.optuna and command.slurm:
         raise UserError("--optuna chooses by what has ended; --slurm submits all at once.")
-    _ask(num_points(axes, command.sample), sure=command.yes)
+    _ask(sweep_plan.num_points(axes, command.sample), sure=command.yes)
     plan = _plan(target, shared, axes, command, script_args)
-    chooser = OptunaChoice(plan) if command.optuna else None
+    chooser = sweep_plan.OptunaChoice(plan) if command.optuna else None
     settings = _check(plan, command.nproc)
     if command.slurm:
         return _submit_all(plan, of_job, command.at_once, settings)
@@ -151,20 +137,20 @@ def _plan(
     axes: dict[str, tuple[str, ...]],
     command: Any,
     script_args: list[str],
-) -> SweepPlan:
+) -> sweep_plan.SweepPlan:
     for flag in ("resume", "allow-change", "recipe-of-run", "report", "mirror"):
         if f"--{flag}" in shared or flag in axes:
             raise UserError(f"--{flag} is of one run: a sweep has several, and resumes by itself.")
     if "run-dir" in axes:
         raise UserError("--run-dir is the sweep's one folder; it cannot have several values.")
-    run_dir, words = without_run_dir(shared)
+    run_dir, words = submission.without_run_dir(shared)
     seed = 42
     if "seed" in axes or "--seed" in words:
         seeds = axes["seed"] if "seed" in axes else words[words.index("--seed") + 1 :]
         seed = int(seeds[0]) if seeds and seeds[0].isdigit() else seed
     if command.nproc > 1:
         words += ["--nproc", str(command.nproc)]
-    return make_plan(
+    return sweep_plan.make_plan(
         Path(run_dir) if run_dir else None,
         seed=seed,
         recipe=target if target in RECIPES else str(Path(target).absolute()),
@@ -176,12 +162,12 @@ def _plan(
     )
 
 
-def _train(sweep: SweepPlan, point: Point, run: Path) -> list[str]:
+def _train(sweep: sweep_plan.SweepPlan, point: sweep_plan.Point, run: Path) -> list[str]:
     return ["train", sweep.recipe, *sweep.words(point, "--run-dir", str(run), "--resume")]
 
 
 def _ask(number: int, *, sure: bool) -> None:
-    if number <= MOST or sure:
+    if number <= sweep_plan.MOST or sure:
         return
     if sys.stdin.isatty():
         sys.stdout.write(f"{number:,} trainings: begin? [y/N] ")
@@ -189,12 +175,12 @@ def _ask(number: int, *, sure: bool) -> None:
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return
     raise UserError(
-        f"The values make {number:,} trainings, more than {MOST:,}, and none was begun. "
+        f"The values make {number:,} trainings, more than {sweep_plan.MOST:,}, and none was begun. "
         "Train some of them with --sample 50, or insist with --yes."
     )
 
 
-def _check(sweep: SweepPlan, num_ranks: int) -> Settings:
+def _check(sweep: sweep_plan.SweepPlan, num_ranks: int) -> Settings:
     """Check every flag and value before the first training; return the settings of one."""
     from samestep.shell.commands.train import parse  # noqa: PLC0415 - it imports torch
 
@@ -202,7 +188,7 @@ def _check(sweep: SweepPlan, num_ranks: int) -> Settings:
     if len(points) > _ALL_CHECKED:
         points = [*sweep.corners()]
 
-    def request_of(point: Point) -> "Request":
+    def request_of(point: sweep_plan.Point) -> "Request":
         return parse(_train(sweep, point, sweep.folder / "checked")[1:], "sweep")[1]
 
     checked = check_trainings(points, request_of, num_ranks)
@@ -212,12 +198,14 @@ def _check(sweep: SweepPlan, num_ranks: int) -> Settings:
     return checked[0].settings
 
 
-def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, settings: Settings) -> int:
+def _submit_all(
+    sweep: sweep_plan.SweepPlan, words: list[str], at_once: int | None, settings: Settings
+) -> int:
     """Submit a job array of the trainings that have neither completed nor a job already."""
     defaults, files = options_before(None)
     (typed,) = flags.parse(words, "samestep slurm submit", UncheckedOptions, below=vars(defaults))
     asked = UncheckedOptions(**{**vars(defaults), **typed})
-    options = with_home_expanded(apply_flags(defaults, asked, files))
+    options = submission.with_home_expanded(apply_flags(defaults, asked, files))
     check_ranks(options, settings)
     show_notes(advice(options, "recipe"))
     file = Path(sweep.recipe)
@@ -230,12 +218,16 @@ def _submit_all(sweep: SweepPlan, words: list[str], at_once: int | None, setting
             run = sweep.run_dir(name).absolute()
             if sweep.status(name) != "completed" and run.resolve() not in going:
                 training = sweep.words(point, "--run-dir", str(run))
-                work = find_workload(sweep.recipe, training, [*RECIPES], as_recipe=of_trainer)
-                jobs[task] = make_script(replace(work, name=sweep.folder.name), options, Path.cwd())
+                work = submission.find_workload(
+                    sweep.recipe, training, [*RECIPES], as_recipe=of_trainer
+                )
+                jobs[task] = submission.make_script(
+                    replace(work, name=sweep.folder.name), options, Path.cwd()
+                )
         if not jobs:
             sys.stdout.write("Every training has completed or has a job.\n")
             return 0
-        number = submit_array(jobs, sweep.folder.absolute(), at_once)
+        number = submission.submit_array(jobs, sweep.folder.absolute(), at_once)
     for task, job in jobs.items():
         sys.stdout.write(f"job {number}_{task}  {Path(job.run).name}\n")
     sys.stdout.write(

@@ -23,17 +23,7 @@ from samestep.base.run.records import Record
 from samestep.base.run.user_modules import kept_modules
 from samestep.base.settings import Settings, free_names
 from samestep.base.words import as_typed
-from samestep.show.reporting.curves import (
-    Goal,
-    Throughput,
-    by_samples,
-    by_seconds,
-    curves_of,
-    pauses,
-    phases,
-    reached,
-    throughput,
-)
+from samestep.show.reporting import curves
 from samestep.show.reporting.run_data import TRAIN_LOSS, RunData, read_run
 
 MOST = 26
@@ -89,12 +79,13 @@ class Comparison:
         """Each run but the first, held against the first."""
         self.code = [code_changes(runs[0].path, run.path) for run in runs[1:]]
         """Which files of each differ from the first run's; None where one keeps no code."""
-        self.throughput = [throughput(run) for run in runs]
-        self.phases = [phases(run) for run in runs]
+        self.throughput = [curves.throughput(run) for run in runs]
+        self.phases = [curves.phases(run) for run in runs]
         """Milliseconds of a step on rank 0."""
-        self.pauses = [pauses(run) for run in runs]
-        self.curves = curves_of(runs, metric)
-        self.by_samples, self.by_seconds = by_samples(self.curves), by_seconds(self.curves)
+        self.pauses = [curves.pauses(run) for run in runs]
+        self.curves = curves.curves_of(runs, metric)
+        self.by_samples = curves.by_samples(self.curves)
+        self.by_seconds = curves.by_seconds(self.curves)
         directions = [run.smaller_is_better(metric) for run in runs]
         # A loop of the user's own does not say; of its metrics only a loss is known to fall.
         self.smaller = next(
@@ -105,11 +96,11 @@ class Comparison:
         self.best = [
             self.pick_best((point.value for point in curve), default=None) for curve in self.curves
         ]
-        self.reached: list[Goal | None] = []
+        self.reached: list[curves.Goal | None] = []
         """Empty without a target."""
         if target is not None:
             self.reached = [
-                reached(run, curve, target, smaller=self.smaller)
+                curves.reached(run, curve, target, smaller=self.smaller)
                 for run, curve in zip(runs, self.curves, strict=True)
             ]
         self.notes = _notes(runs, self.throughput)
@@ -192,7 +183,7 @@ def num_recipes(runs: Sequence[RunData]) -> int:
     return len({run.recipe for run in runs if run.recipe})
 
 
-def _notes(runs: list[RunData], speeds: list[Throughput | None]) -> list[str]:
+def _notes(runs: list[RunData], speeds: list[curves.Throughput | None]) -> list[str]:
     notes = []
     if num_recipes(runs) > 1:
         notes.append(f"The recipes differ ({_list(runs)}): their losses may not be comparable.")

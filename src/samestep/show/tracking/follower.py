@@ -24,18 +24,12 @@ from typing import Any, BinaryIO
 import msgspec
 import psutil
 
+from samestep.base import tracker_choice
 from samestep.base.errors import UserError
 from samestep.base.machine import nvidia_smi
 from samestep.base.run.files import Held, hold, read_object
 from samestep.base.run.records import SYSTEM
 from samestep.base.run.summary import first_start
-from samestep.base.tracker_choice import (
-    PACKAGES,
-    TRACKERS,
-    secrets_of,
-    why_unreachable,
-    without_credentials,
-)
 from samestep.show.tracking import Server, Started, TrackedResult, TrackedRun
 from samestep.show.tracking.processes import (
     FOLDER,
@@ -227,7 +221,7 @@ class Reports:
         """Return a text without secrets, and without names and passwords in addresses."""
         for secret in self._secrets:
             text = text.replace(secret, "…")
-        return without_credentials(text)
+        return tracker_choice.without_credentials(text)
 
 
 # How often a run is looked at until it ends; its records wait in their file meanwhile.
@@ -245,8 +239,8 @@ _SIZES = (
 
 def load_tracker(source: str) -> ModuleType:
     """Import a tracker: one of samestep's, a file or a module."""
-    if source in TRACKERS:
-        tracker: ModuleType = TRACKERS.load(source)
+    if source in tracker_choice.TRACKERS:
+        tracker: ModuleType = tracker_choice.TRACKERS.load(source)
         return tracker
     if not source.endswith(".py"):
         sys.path.append(str(Path.cwd()))
@@ -272,7 +266,7 @@ def follow_run(order: TrackerOrder, reports: Reports) -> None:
     with reports.within(order.timeout_s, "importing it"):
         module = load_tracker(order.tracker)
     why = None
-    if order.tracker in PACKAGES and hasattr(module, "find_server"):
+    if order.tracker in tracker_choice.PACKAGES and hasattr(module, "find_server"):
         with reports.within(order.timeout_s, "looking for its server"):
             why = why_offline(module, order, reports)
     named = messages.read(None)
@@ -301,7 +295,7 @@ def why_offline(module: ModuleType, order: TrackerOrder, reports: Reports) -> st
     reports.hide(server.secrets)
     if order.offline or server.address is None:
         return None
-    return why_unreachable(server.address)
+    return tracker_choice.why_unreachable(server.address)
 
 
 def _lock(path: Path, patience_s: float) -> BinaryIO:
@@ -465,7 +459,7 @@ def main() -> int:
         Path("/proc/self/autogroup").write_text("10")
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    reports = Reports(secrets_of(os.environ))
+    reports = Reports(tracker_choice.secrets_of(os.environ))
     code = 1
     try:
         order = msgspec.convert(json.loads(sys.argv.pop()), TrackerOrder)  # not for the tracker

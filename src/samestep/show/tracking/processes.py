@@ -22,6 +22,7 @@ from typing import Any, Self
 import msgspec
 
 import samestep
+from samestep.base import tracker_choice
 from samestep.base.errors import UserError
 from samestep.base.nearby import nearby
 from samestep.base.run.directory import lock_run
@@ -29,17 +30,6 @@ from samestep.base.run.files import write_text
 from samestep.base.run.records import Record
 from samestep.base.settings import Settings
 from samestep.base.startup import PARENT
-from samestep.base.tracker_choice import (
-    PROJECT_VARIABLES,
-    Access,
-    check_choice,
-    check_installed,
-    chosen,
-    default_project,
-    find_access,
-    short_name,
-    split,
-)
 from samestep.show.tracking.record_stream import RecordStream
 
 HYPERPARAMETERS = "hyperparameters"
@@ -132,18 +122,18 @@ class TrackerOrder:
 
 
 def make_order(
-    settings: Settings, tracker: str, project: str, access: Access, *, live: bool
+    settings: Settings, tracker: str, project: str, access: tracker_choice.Access, *, live: bool
 ) -> TrackerOrder:
     """Make one tracker's order from the settings."""
     return TrackerOrder(
         tracker=str(Path(tracker).resolve()) if tracker.endswith(".py") else tracker,
-        name=short_name(tracker),
+        name=tracker_choice.short_name(tracker),
         project=settings.track_project
-        or os.environ.get(PROJECT_VARIABLES.get(tracker, ""))
-        or default_project(project),
+        or os.environ.get(tracker_choice.PROJECT_VARIABLES.get(tracker, ""))
+        or tracker_choice.default_project(project),
         run_name=settings.track_name,
         workspace=settings.track_workspace,
-        tags=tuple(split(settings.track_tags)),
+        tags=tuple(tracker_choice.split(settings.track_tags)),
         offline=settings.track_offline or access.offline,
         checkpoints=settings.track_checkpoints,
         timeout_s=settings.track_timeout,
@@ -284,8 +274,8 @@ class TrackerProcesses:
 
     def start(self) -> Self:
         """Start the processes, which import their trackers while the training starts."""
-        for tracker in chosen(self._settings.track):
-            access, name = find_access(tracker), short_name(tracker)
+        for tracker in tracker_choice.chosen(self._settings.track):
+            access, name = tracker_choice.find_access(tracker), tracker_choice.short_name(tracker)
             if access.why and not self._settings.track_offline:
                 self._say(name, "note", f"{access.why}, so {name} is offline.")
             order = make_order(self._settings, tracker, self._recipe, access, live=True)
@@ -396,13 +386,13 @@ def send_run(
             f"{nearby(run, 'run')}"
         )
     settings, recipe = _settings_of(run, overrides, say)
-    trackers = chosen(settings.track)
+    trackers = tracker_choice.chosen(settings.track)
     if not trackers:
         raise UserError(
             f"--to {settings.track} names no tracker: comet, mlflow, tensorboard, trackio, wandb."
         )
-    check_choice(settings)
-    check_installed(trackers)
+    tracker_choice.check_choice(settings)
+    tracker_choice.check_installed(trackers)
     with lock_run(run):  # a training that continues is followed by its own trackers
         records = RecordStream(run)
         for _ in records.read():
@@ -451,7 +441,7 @@ def _say_what_is_amiss(run: Path, records: RecordStream, say: Callable[[str], No
 
 def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int) -> TrackerOrder:
     """Make one tracker's order; refuse one that has the run or cannot be reached."""
-    access = find_access(tracker)
+    access = tracker_choice.find_access(tracker)
     if access.why and not settings.track_offline:
         raise UserError(f"{access.why}, so {run} cannot be sent; --offline writes files instead.")
     order = make_order(settings, tracker, recipe, access, live=False)

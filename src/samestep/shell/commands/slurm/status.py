@@ -13,16 +13,7 @@ from samestep.base.flags import InShell
 from samestep.base.run.directory import seconds_since_sign
 from samestep.base.table import Table, text_lines
 from samestep.base.words import count, duration, measured
-from samestep.cluster.slurm.queue import (
-    JobAndRun,
-    Progress,
-    QueuedJob,
-    ended_runs,
-    find_job_or_run,
-    has_begun,
-    my_jobs,
-    read_progress,
-)
+from samestep.cluster.slurm import queue
 from samestep.cluster.slurm.rank_ends import LastSign, last_signs
 from samestep.cluster.slurm.restarts import BEGUN, go_on_command, last_start, read_restarts
 from samestep.cluster.slurm.submission import is_script
@@ -69,18 +60,21 @@ def main(
 def _show(job: str | None, *, as_json: bool = False, clear: str | None = None) -> bool:
     """Show the jobs once; return whether any may still change. To watch them, clear first."""
     if job:
-        entries = [find_job_or_run(job)]
+        entries = [queue.find_job_or_run(job)]
     else:
         try:
-            jobs = sorted(my_jobs(), key=lambda job: [*map(int, job.target.split("_"))])
+            jobs = sorted(queue.my_jobs(), key=lambda job: [*map(int, job.target.split("_"))])
         except UserError as error:
             if clear is None:
                 raise
-            sys.stderr.write(f"{JobAndRun(queue_error=error).note}\n")  # it may be back soon
+            sys.stderr.write(f"{queue.JobAndRun(queue_error=error).note}\n")  # it may be back soon
             return True
-        entries = [JobAndRun(job=job, run=job.run) for job in jobs]
+        entries = [queue.JobAndRun(job=job, run=job.run) for job in jobs]
         queued = [job.run for job in jobs]
-        entries = [*(JobAndRun(run=run) for run in ended_runs(Path("runs"), queued)), *entries]
+        entries = [
+            *(queue.JobAndRun(run=run) for run in queue.ended_runs(Path("runs"), queued)),
+            *entries,
+        ]
     rows = [(entry, _progress_of(entry)) for entry in entries]
     sys.stdout.write(clear or "")
     if as_json:
@@ -105,11 +99,11 @@ def _show(job: str | None, *, as_json: bool = False, clear: str | None = None) -
     return any(f.queue_error or (f.job is not None and not f.job.ended) for f in entries)
 
 
-def _progress_of(entry: JobAndRun) -> Progress | None:
+def _progress_of(entry: queue.JobAndRun) -> queue.Progress | None:
     """Return a run's progress, corrected by its job's state; None if a later job continued it."""
     if _continued_by(entry) or _never_began(entry):
         return None
-    progress = read_progress(entry.run) if entry.run else None
+    progress = queue.read_progress(entry.run) if entry.run else None
     if progress is not None and entry.run is not None:  # a rank's pulse is newer than the records
         steps = [sign.step or 0 for sign in _signs(entry)]
         progress = replace(progress, step=max([progress.step, *steps]))
@@ -124,7 +118,7 @@ def _progress_of(entry: JobAndRun) -> Progress | None:
     return replace(progress, quiet_s=None if quiet_s is None else min(quiet_s, job.elapsed_s))
 
 
-def _continued_by(entry: JobAndRun) -> int | None:
+def _continued_by(entry: queue.JobAndRun) -> int | None:
     """Return the job that has continued the run since this one ended; None if none has."""
     if entry.run is None or entry.job is None or not entry.job.ended:
         return None
@@ -132,7 +126,7 @@ def _continued_by(entry: JobAndRun) -> int | None:
     return newest.job if newest and newest.job > entry.job.job else None
 
 
-def _never_began(entry: JobAndRun) -> bool:
+def _never_began(entry: queue.JobAndRun) -> bool:
     """Whether a job ended before it began, so that the run's training is an earlier one's."""
     if entry.run is None or entry.job is None or not entry.job.ended:
         return False
@@ -140,21 +134,21 @@ def _never_began(entry: JobAndRun) -> bool:
     return newest.job < entry.job.job if newest else not entry.job.elapsed_s
 
 
-def _signs(entry: JobAndRun) -> list[LastSign]:
+def _signs(entry: queue.JobAndRun) -> list[LastSign]:
     """Return the pulses of a job that runs, of this start."""
     if entry.run is None or entry.job is None or entry.job.state != "RUNNING":
         return []
-    begun = has_begun(entry.job, entry.run)
+    begun = queue.has_begun(entry.job, entry.run)
     return last_signs(entry.run, (entry.run / BEGUN).stat().st_mtime) if begun else []
 
 
-def _is_quiet(progress: Progress) -> bool:
+def _is_quiet(progress: queue.Progress) -> bool:
     left = progress.total_steps - progress.step
     step_s = progress.eta_s / left if progress.eta_s and left else 0.0
     return progress.quiet_s is not None and progress.quiet_s > max(_QUIET_S, 5 * step_s)
 
 
-def details(entry: JobAndRun, progress: Progress | None) -> dict[str, str]:
+def details(entry: queue.JobAndRun, progress: queue.Progress | None) -> dict[str, str]:
     """Return the rows shown of one job, by name."""
     job = entry.job
     rows: dict[str, str] = {}
@@ -183,7 +177,7 @@ def details(entry: JobAndRun, progress: Progress | None) -> dict[str, str]:
     return rows | _run_rows(entry, progress)
 
 
-def _run_rows(entry: JobAndRun, progress: Progress | None) -> dict[str, str]:
+def _run_rows(entry: queue.JobAndRun, progress: queue.Progress | None) -> dict[str, str]:
     if entry.run is None:
         return {}
     rows = {}
@@ -201,7 +195,7 @@ def _run_rows(entry: JobAndRun, progress: Progress | None) -> dict[str, str]:
     return rows
 
 
-def _training(job: QueuedJob | None, progress: Progress) -> dict[str, str]:
+def _training(job: queue.QueuedJob | None, progress: queue.Progress) -> dict[str, str]:
     rows: dict[str, str] = {}
     if progress.damage:
         rows["damaged"] = progress.damage
@@ -229,11 +223,11 @@ def _training(job: QueuedJob | None, progress: Progress) -> dict[str, str]:
     return rows
 
 
-def jobs_table(rows: list[tuple[JobAndRun, Progress | None]]) -> Table:
+def jobs_table(rows: list[tuple[queue.JobAndRun, queue.Progress | None]]) -> Table:
     """Return a table of jobs, one line each."""
     lines = []
     for entry, progress in rows:
-        job, p = entry.job, progress or Progress()
+        job, p = entry.job, progress or queue.Progress()
         if job is None:  # Slurm forgot it; the run directory did not
             run = entry.run or Path()
             number, _, name = last_start(run) or ("", 0, "")

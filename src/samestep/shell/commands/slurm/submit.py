@@ -11,6 +11,7 @@ from samestep.base.flags import InShell
 from samestep.base.run.code_copy import CODE, kept_code
 from samestep.base.run.directory import is_run
 from samestep.base.run.files import shown_path, write_text
+from samestep.cluster.slurm import submission
 from samestep.cluster.slurm.checks import advice, check_ranks
 from samestep.cluster.slurm.options import (
     OPTIONS,
@@ -20,17 +21,6 @@ from samestep.cluster.slurm.options import (
     options_before,
 )
 from samestep.cluster.slurm.script import JobScript, array_text, script_text
-from samestep.cluster.slurm.submission import (
-    Workload,
-    fill_run,
-    find_workload,
-    make_script,
-    read_array,
-    runs_trainer,
-    submit,
-    submit_array,
-    with_home_expanded,
-)
 from samestep.core.recipes import RECIPES
 from samestep.shell.cli import example_text, show_general_help
 from samestep.shell.commands.forms import Form, Switch, parse, show_notes
@@ -107,14 +97,14 @@ def main(arguments: list[str]) -> int:
     options = apply_flags(defaults, command, files)
     if command.array is not None:
         return _submit_array(target, words, options, command)
-    workload = find_workload(target, words, list(RECIPES), as_recipe=command.as_recipe)
+    workload = submission.find_workload(target, words, list(RECIPES), as_recipe=command.as_recipe)
     _check_training(workload, options, target, dry_run=command.dry_run)
-    options = with_home_expanded(options)
-    job = make_script(workload, options, Path.cwd())
+    options = submission.with_home_expanded(options)
+    job = submission.make_script(workload, options, Path.cwd())
     show_notes([*advice(options, workload.kind), *_note_on_trainer(workload)])
     if command.dry_run or command.script is not None:
         return _keep(job, command)
-    number, script = submit(job)
+    number, script = submission.submit(job)
     asks = options.size + (f", --time {options.time}" if options.time else "")
     if files == [Path(target, OPTIONS)] and vars(options) == vars(defaults):
         asks += ", as its job before"
@@ -131,8 +121,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _note_on_trainer(workload: Workload) -> list[str]:
-    if not runs_trainer(workload):
+def _note_on_trainer(workload: submission.Workload) -> list[str]:
+    if not submission.runs_trainer(workload):
         return []
     name = f"{workload.name}.py"
     tip = f"With --as-recipe the job trains what that was given, as `samestep train {name}` does."
@@ -140,7 +130,7 @@ def _note_on_trainer(workload: Workload) -> list[str]:
 
 
 def _check_training(
-    workload: Workload, options: JobOptions, target: str, *, dry_run: bool = False
+    workload: submission.Workload, options: JobOptions, target: str, *, dry_run: bool = False
 ) -> None:
     """Check a training's flags now, not after hours in the queue.
 
@@ -161,15 +151,15 @@ def _check_training(
 
 
 def _submit_array(target: str, words: list[str], options: JobOptions, command: SubmitFlags) -> int:
-    tasks, at_once = read_array(command.array or "")
+    tasks, at_once = submission.read_array(command.array or "")
     if command.script is not None:
         raise UserError("--array has a script for each task: -o cannot write them into one file.")
     if any("%a" in word for flag, word in pairwise(["", *words]) if "--run-dir" in flag + word):
         raise UserError("--run-dir is the folder of all tasks, each in task-N there: no %a in it.")
-    options, folder = with_home_expanded(options), None
+    options, folder = submission.with_home_expanded(options), None
     jobs: dict[int, JobScript] = {}
     for task in tasks:
-        workload = find_workload(
+        workload = submission.find_workload(
             target,
             [word.replace("%a", str(task)) for word in words],
             [*RECIPES],
@@ -187,7 +177,7 @@ def _submit_array(target: str, words: list[str], options: JobOptions, command: S
             )
         if len(jobs) < _ALL_CHECKED:
             _check_training(workload, options, target)
-        jobs[task] = make_script(workload, options, Path.cwd())
+        jobs[task] = submission.make_script(workload, options, Path.cwd())
     assert folder is not None
     show_notes([*advice(options, workload.kind), *_note_on_trainer(workload)])
     if command.dry_run:
@@ -195,7 +185,7 @@ def _submit_array(target: str, words: list[str], options: JobOptions, command: S
         first = jobs[tasks[0]]
         sys.stdout.write(f"{text}\n# {first.run}/job.sbatch:\n{script_text(first)}")
         return 0
-    number = submit_array(jobs, folder, at_once)
+    number = submission.submit_array(jobs, folder, at_once)
     sys.stdout.write(
         f"jobs    {number}_[{command.array}]\n"
         f"runs    {shown_path(folder)}/task-*\n\n"
@@ -238,7 +228,7 @@ def _keep(job: JobScript, command: SubmitFlags) -> int:
                 "`-o FILE` writes the script and does both.\n"
             )
         return 0
-    fill_run(job)
+    submission.fill_run(job)
     write_text(command.script, text)
     if command.dry_run:
         sys.stdout.write(text)

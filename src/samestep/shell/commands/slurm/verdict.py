@@ -7,18 +7,8 @@ from typing import Annotated
 
 from samestep.base.errors import UserError
 from samestep.base.flags import InShell
+from samestep.cluster.slurm import restarts as starts
 from samestep.cluster.slurm.queue import exclusion, find_job
-from samestep.cluster.slurm.restarts import (
-    NOT_PASSED,
-    decide,
-    failed_twice,
-    go_on_command,
-    read_ending,
-    read_restarts,
-    requeued,
-    settle,
-    with_failures,
-)
 from samestep.launch.ranks.watched import STALLED
 from samestep.shell.commands.forms import verb
 
@@ -50,7 +40,7 @@ def main(
         log = Path("/proc/self/fd/2").readlink()
     except OSError:
         log = None
-    ending = read_ending(
+    ending = starts.read_ending(
         run,
         code=code,
         received=told,
@@ -59,8 +49,8 @@ def main(
         first_node=os.environ.get("SLURMD_NODENAME", ""),
         num_nodes=int(os.environ.get("SLURM_JOB_NUM_NODES", "1")),
     )
-    before = with_failures(read_restarts(run, number), ending)
-    without = failed_twice(before) if exclude else ()
+    before = starts.with_failures(starts.read_restarts(run, number), ending)
+    without = starts.failed_twice(before) if exclude else ()
     excluded = ""
     if without:
         try:
@@ -70,20 +60,20 @@ def main(
             nodes = ", ".join(without)
             sys.stderr.write(f"samestep: {nodes} failed this job and is not excluded: {message}\n")
     if kind == "script" and told in ("USR1", "TERM") and _is_requeued():
-        verdict = requeued(before)
+        verdict = starts.requeued(before)
     else:
-        verdict = decide(
+        verdict = starts.decide(
             ending,
             before,
             restarts,
             requeue=requeue,
-            go_on=go_on_command(run),
+            go_on=starts.go_on_command(run),
             without=without if excluded else (),
         )
-    settle(run, verdict, ending)
+    starts.settle(run, verdict, ending)
     if ending.frames and verdict.word in ("again", "failed"):
         head = ["The first failure:", ending.why]
-        if ending.received == NOT_PASSED:
+        if ending.received == starts.NOT_PASSED:
             head = ["What to do:"]
         sys.stderr.write("\n".join([*head, *ending.frames, ""]))
     sys.stderr.write(f"samestep: {verdict.text}\n")
