@@ -314,11 +314,11 @@ def find(spans: Spans, moments: ArrayLike) -> NDArray[np.intp]:
     return np.where(moments < ends[place], place, -1)
 
 
-def common(one: Spans, other: Spans, keep: np.ufunc = np.logical_and) -> Spans:
+def common(first: Spans, second: Spans, keep: np.ufunc = np.logical_and) -> Spans:
     """Return the time that is in both, or what `keep` makes of whether it is in each."""
-    one, other = (spans[spans[:, 0] < spans[:, 1]] for spans in (one, other))
-    edges = np.unique(np.concatenate([one.ravel(), other.ravel()]))
-    is_kept = keep(find(one, edges[:-1]) >= 0, find(other, edges[:-1]) >= 0)
+    first, second = (spans[spans[:, 0] < spans[:, 1]] for spans in (first, second))
+    edges = np.unique(np.concatenate([first.ravel(), second.ravel()]))
+    is_kept = keep(find(first, edges[:-1]) >= 0, find(second, edges[:-1]) >= 0)
     return np.asarray(np.column_stack([edges[:-1], edges[1:]])[is_kept])
 
 

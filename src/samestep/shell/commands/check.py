@@ -96,7 +96,7 @@ def _check(arguments: list[str]) -> int:
     if target.module:
         target.check_importable()
     report = _report(target, command)
-    return 0 if report is None else _tell(report, command)  # rank 0 tells it
+    return 0 if report is None else _print_report(report, command)  # only rank 0 has it
 
 
 def _with_value(flags: list[str]) -> list[str]:
@@ -125,7 +125,7 @@ def _check_flags(command: Any) -> None:
         raise UserError(f"--sarif {command.sarif}: there is no folder {command.sarif.parent}.")
 
 
-def _tell(report: "CheckReport", command: Any) -> int:
+def _print_report(report: "CheckReport", command: Any) -> int:
     from samestep.scripts.checking.check_report import as_table, report_lines  # noqa: PLC0415
     from samestep.scripts.checking.sarif import as_sarif  # noqa: PLC0415
 

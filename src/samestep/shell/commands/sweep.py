@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> int:
     def start(name: str) -> tuple[list[str], dict[str, str]]:
         return _train(plan, plan.points[name], plan.run_dir(name)), {}
 
-    code = run_here(plan, start, at_once, _tell, gpus=gpus, chooser=chooser)
+    code = run_here(plan, start, at_once, _print_end, gpus=gpus, chooser=chooser)
     _say_end(code, folder)
     return code
 
@@ -237,7 +237,7 @@ def _submit_all(
     return 0
 
 
-def _tell(ended: EndedTraining) -> None:
+def _print_end(ended: EndedTraining) -> None:
     head, *more = ended.text.split("\n")
     stream = sys.stderr if ended.status == "failed" else sys.stdout
     stream.write(f"{ended.status:<9}  {ended.name}  {head}\n")

@@ -197,12 +197,14 @@ class Lines:
         self._add_each("mean", "training, epochs", epochs, "metrics")
         splits: tuple[Role, ...] = ("validation", "test")
         for split in splits:
-            found = run.of("evaluation", split)
+            records = run.of("evaluation", split)
             if split == "test":  # at the end of a run, and of the weights of an earlier step
                 saved = {r["path"].rpartition("/")[2]: r["step"] for r in run.of("checkpoint")}
-                found = [{**r, "step": saved.get(r.get("checkpoint"), r["step"])} for r in found]
-            for name in dict.fromkeys(n for r in found for n in metric_values(r)):
-                self._add(name, split, split, found)
+                records = [
+                    {**r, "step": saved.get(r.get("checkpoint"), r["step"])} for r in records
+                ]
+            for name in dict.fromkeys(n for r in records for n in metric_values(r)):
+                self._add(name, split, split, records)
         if best := run.best_evaluation:
             self._add(run.best["metric"], "best", f"best, epoch {best.get('epoch')}", [best])
         for name, label in _MEMORY.items():

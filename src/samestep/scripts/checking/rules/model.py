@@ -274,8 +274,11 @@ def _stepped_apart(seen: Seen) -> Found | None:
         wrapped = {event.model_id for event in rank.of(ev.ModelWrapped)}
         taken.append([e for e in rank.of(ev.OptimizerStep) if not wrapped.isdisjoint(e.models)])
         passes.append(sum(event.sync for event in rank.of(ev.BackwardPass)))
-    counts, alike = [*map(len, taken)], max(passes) - min(passes) <= 1 < max(passes)
-    if max(counts) - min(counts) <= 1 or not alike or any(t.is_exchanged for t in _trained(seen)):
+    counts = [len(steps) for steps in taken]
+    same_passes = max(passes) - min(passes) <= 1 < max(passes)
+    if max(counts) - min(counts) <= 1 or not same_passes:
+        return None
+    if any(trained.is_exchanged for trained in _trained(seen)):
         return None
     text = f"gradients are averaged in {max(passes)} backward passes, and the ranks take "
     text += f"{' and '.join(map(str, counts))} steps with them"

@@ -269,8 +269,8 @@ def _random(resumed: Resumed, start: Attempt) -> Iterator[_Fault]:
         if own.rows != before.rows:
             return
         starts = resumed.whole, resumed.chain[0]
-        one, other = (run.steps[0][rank].random.items() for run in starts)
-        seeded = sorted(name for name, _ in one & other)
+        whole, killed = (run.steps[0][rank].random.items() for run in starts)
+        seeded = sorted(name for name, _ in whole & killed)
         names = [name for name in seeded if own.random.get(name) != before.random[name]]
         loss, then = (math.nan if step.loss is None else step.loss for step in (own, before))
         losses = f"its loss is {loss:.6g}, and was {then:.6g} before the kill"

@@ -95,15 +95,13 @@ def clips_before_the_all_reduce(seen: Seen) -> Iterator[Found | NotSeen]:
                 later = event.name == "all_reduce" and 2 * reduced > whole
             if later:
                 numbers = ", ".join(f"{norm:.4g}" for norm in known)
-                text = f"; the norms on the ranks were {numbers}" if differ else ""
-                by_line[before.where] = Found(
-                    before.where,
-                    f"{before.name} with a limit of {before.limit:g} comes before the "
-                    f"all-reduce at {event.where}{text}",
-                    "Clip once per step, after the gradients have been averaged.",
-                )
-    late = {found.where for found in clips_too_late(seen) if isinstance(found, Found)}
-    yield from (found for found in by_line.values() if found.where not in late)
+                differing = f"; the norms on the ranks were {numbers}" if differ else ""
+                text = f"{before.name} with a limit of {before.limit:g} comes before the "
+                text += f"all-reduce at {event.where}{differing}"
+                remedy = "Clip once per step, after the gradients have been averaged."
+                by_line[before.where] = Found(before.where, text, remedy)
+    late = {finding.where for finding in clips_too_late(seen) if isinstance(finding, Found)}
+    yield from (finding for finding in by_line.values() if finding.where not in late)
 
 
 @rule("SS315", least_ranks=1)

@@ -102,8 +102,8 @@ class _NumbersWatcher:
         value = yield
         power = call.argument(1, "exponent") if "pow" in call.name else 0.5
         bends = isinstance(power, float) and power == 0.5  # it may be a tensor
-        one = type(value) is Tensor and _is_readable(value, 1)
-        if bends and (one or isinstance(value, float)):
+        is_number = isinstance(value, float) or (type(value) is Tensor and _is_readable(value, 1))
+        if bends and is_number:
             with self._recorder.unwatched():
                 number = float(value)
             self._bend(number, "exp" if call.name == "exp" else "root")
