@@ -45,7 +45,7 @@ class Forgotten:
         with contextlib.suppress(Exception):  # no text to read, or an object that cannot be asked
             self._before = self._prints()
         pairs = [(n, *before[n], *now) for n, now in self._before.items() if n in before]
-        # Another object of the same name was made in the epoch; nothing is told of the time.
+        # Another object of the same name was made in the epoch, and clocks always change.
         names = {n for n, of, then, same, value in pairs if of == same and value and then != value}
         self._told |= names
         told = listed(sorted(n for n in names if "time" not in n), 4)
