@@ -95,10 +95,10 @@ class Logs(TrainerCallback):
         with open(args.output_dir + ".log", "a") as file:
             file.write(json.dumps([state.global_step, state.epoch, logs]) + "\\n")
     on_epoch_end = lambda self, *known, **_: self.on_log(*known, {})
-def patch(net, forward):  # functions that hold the model itself
+def patch(net, forward, layers):  # functions that hold the model itself
     net.forward = functools.wraps(forward)(lambda **given: forward(**given))
-    net.classifier.register_forward_hook(lambda *_: _[2] * (1 + net.classifier.bias[0]))
-patch(model, model.forward)
+    net.classifier.register_forward_hook(lambda *_: _[2] * (1 + layers[0].bias[0]))
+patch(model, model.forward, [model.classifier])
 trainer = Own(model, args, callbacks=[Logs], **given)
 """
 TRL = """import copy, datasets, tokenizers, trl

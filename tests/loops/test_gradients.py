@@ -246,20 +246,6 @@ def test_what_one_rank_does_otherwise_is_told_and_nobody_waits(tmp_path, changes
     assert told in scripts.refused(script, "run", world_size=2, folder=tmp_path)
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "for batch in run.batches(x, 9): pass\n        samestep.gather(x)",
-        "for batch in run.validation(x, 9): samestep.gather(batch.data)",
-    ],
-    ids=["after the batches", "validation"],
-)
-def test_outside_of_a_training_batch_it_is_refused(place, tmp_path, refused_here):
-    script, head = tmp_path / "loop.py", LOOP.partition("        for batch in")[0]
-    script.write_text(f"{head}        {place}\n".replace("sys.argv[1]", "'run'"))
-    assert "samestep.gather" in refused_here(script)
-
-
 def test_outside_of_a_run_it_is_refused_but_where_the_ranks_are_set_up(tmp_path):
     x = torch.ones(3, 2)
     for given in (x, torch.ones(()), [1.0]):

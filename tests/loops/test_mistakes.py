@@ -52,18 +52,17 @@ MISTAKES = [
     (LOG, "run.log(loss=loss, step=1)", "step"),  # a name of the records
     (LOG, "run.log(loss=loss * float('nan'))", "NaN"),
     (LOG, "sys.exit(0)", "mine.py:17"),
+    (LOG, "os._exit(0)", "mine.py:17"),
     (DATA, "torch.utils.data.DataLoader(data), size)", "DataLoader"),
     (DATA, "data, size, order='sorted')", "sequential"),
     (DATA, "data, size, order='weighted', weights=[1, 2])", "has 2 numbers"),
     (DATA, "data, size, weights=data[:, 0])", "weighted"),
+    (DATA, "data, size, order='weighted', weights=torch.rand(20))", "torch.multinomial"),
     (DATA, "data, size, order='replacement', drop_last=True)", "drop_last"),
     (DATA, "data, 21, order='columns')", "21 columns"),
     (DATA, "(data, data[1:]), size)", "The data has 20 inputs"),
     (OPENED, 'opened = {"path": "run", "seed": -1}', "open_run(seed=-1): it must be 0 or more"),
     (OPENED, 'opened = {"device": "gpu"}', "'auto', 'cpu', 'cuda', 'mps'"),
-    (OPENED, 'opened = {"stall_s": -1}', "stall_s"),
-    (OPENED, 'opened = {"timeout_s": float("nan")}', "timeout_s"),
-    (OPENED, 'opened = {"backend": "mpi"}', "backend"),
     (OPENED, 'opened = {"settings": {"nets": [data]}}', "settings['nets'][0] is a Tensor"),
     (DATA, "data, size, num_workers=-1)", "num_workers=-1"),
     ("loss, model)", "loss, model, terms=float('nan'))", "terms=nan"),
@@ -73,6 +72,8 @@ MISTAKES = [
     (BATCHES, "while False:", "run.batches"),
     (f"            {LOG}", "run.log(loss=1)", "with samestep.open_run"),
     (BATCHES, "for batch in run.validation(data, size):", "run.backward"),
+    (LOG, f"{LOG}\n        samestep.gather(data)", "samestep.gather"),
+    (LOG, f"{LOG}\n        [samestep.gather(b.data) for b in run.validation(data, 9)]", "gather"),
     (LOG, f"{LOG}\n        run.state['seen'] = torch.ones(2)", "run.state['seen']"),
     (LOG, f"{LOG}\n        model.register_buffer('seen', data[:1])", "seen is not in the model"),
     (LOG, f"{LOG}\n        run.best('lost')", "run.best('lost')"),
@@ -94,34 +95,14 @@ def test_after_a_with_that_failed_nothing_is_saved_any_more(tmp_path, refused_he
     assert "with samestep.open_run" in refused_here(path)
 
 
-@pytest.mark.parametrize(
-    ("asks", "named"),
-    [
-        ("        if run.is_main and run.best(): pass\n        break\n", "run.best"),
-        ("        rank or [*run.validation(data, 6)]\n", "run.validation on rank 0 and the end"),
-        ("            rank or [*run.validation(data, 6)]\n", "run.validation was called in step 1"),
-    ],
-)
-def test_what_one_rank_alone_asks_for_is_told(tmp_path, asks, named):
-    log = f"            {LOG}\n"
-    assert named in refused(script(tmp_path, log, log + asks), world_size=2, folder=tmp_path)
-
-
-@pytest.mark.parametrize("first", [0, 25])
-def test_backward_passes_of_one_rank_alone_are_told(tmp_path, first):
-    path = script(
-        tmp_path,
-        "run.backward(loss, model)",
-        f"""for _ in range(1 + rank):
-                if rank == 0 or batch.step >= {first}:
-                    run.backward(model(batch.data).square().mean(), model)""",
-    )
-    path.write_text(path.read_text().replace("epochs(2", "epochs(9"))
-    expected = "2 times in step 1 on some ranks, 1 on others" if first == 0 else "run.backward"
-    assert expected in refused(path, world_size=2, folder=tmp_path)
-
-
+TWICE = "[run.backward(model(batch.data).square().mean(), model) for _ in range(1 + rank)]"
+ONE_VALIDATES = "rank or [*run.validation(data, 6)]"
 OF_RANKS = [
+    ("run.backward(loss, model)", TWICE, "2 times in step 1 on some ranks, 1 on others"),
+    ("run.backward(loss, model)", "rank or run.backward(loss, model)", "1 times in step 1 on some"),
+    (LOG, f"{LOG}\n        if run.is_main and run.best(): pass\n        break", "run.best"),
+    (LOG, f"{LOG}\n        {ONE_VALIDATES}", "run.validation on rank 0 and the end"),
+    (LOG, f"{LOG}\n            {ONE_VALIDATES}", "run.validation was called in step 1"),
     ("run.batches(data,", "run.batches(data + rank,", "Rank 1 has other data"),
     ("run.batches(data,", "run.batches([*data + rank],", "Rank 1 has other values"),
     ('"seed": 0', '"seed": rank', "seed is 0 on rank 0 and 1 on rank 1"),
@@ -233,6 +214,7 @@ AFTER_STEP = f"{SGD}\n    optimizer.register_step_post_hook(lambda *_: {{}})"
         (SGD, "}", ""),  # it has nothing to keep
         (f"{AROUND}; optimizer.state = inner.state", IN_STATE, ""),
         (AROUND, IN_STATE, "the optimizer (Adam)"),  # as SAM, whose state_dict has its own alone
+        (f"{SGD}; optimizer.param_groups[0]['lr'] = __import__('numpy').float64(1)", IN_STATE, ""),
         (f"{SGD}; optimizer.step = int", IN_STATE, "gradients of a batch wait"),
         (AFTER_STEP.format("other.load_state_dict(model.state_dict())"), IN_STATE, "Linear (1, 2)"),
         (AFTER_STEP.format("other.state_dict()"), IN_STATE, ""),
@@ -247,6 +229,38 @@ def test_what_a_resumed_run_would_begin_anew_is_told_once(tmp_path, capfd, optim
     said = [line for line in capfd.readouterr().err.splitlines() if "warning:" in line]
     assert len(said) == bool(named)
     assert all(named in line for line in said)
+
+
+FORGETFUL = """import time
+class Meter:
+    def reset(self): self.total = 0.0
+    def add(self, value): self.total += value
+class Patience:
+    best = None
+    def see(self, value): self.best = value if self.best is None else min(value, self.best)
+def forgetful(epochs, run):
+    best, rate, waited, count, ema, began = None, 1.0, 0, 0, {"x": torch.zeros(1)}, time.time()
+    meter, patience, acc, shown = Meter(), Patience(), 0.0, torch.zeros(3); run.state["n"] = 0
+    for epoch in epochs:
+        meter.reset(); count, total = 0, sum(rate for rate in (1.0, 2.0))
+        yield epoch
+        value, took, began = run.means["loss"] - epoch, time.time() - began, time.time()
+        ema["x"], shown[epoch] = 0.9 * ema["x"] + value, value
+        count, total = count + 1, total + value; run.state["n"] += 1
+        meter.add(value), patience.see(value), shown.sum()
+        if epoch % 2: acc = value
+        else: print(acc)
+        best, waited = (value, 0) if best is None or value < best else (best, waited + 1)
+        rate *= 0.5
+"""
+
+
+def test_what_variables_carry_from_epoch_to_epoch_is_told_and_nothing_else(tmp_path, capfd):
+    path, epochs = script(tmp_path), "run.epochs(2, state=state)"
+    path.write_text(FORGETFUL + changed(path.read_text(), (epochs, f"forgetful({epochs}, run)")))
+    assert run_here(path) == 0
+    (note,) = [line for line in capfd.readouterr().err.splitlines() if "note: " in line]
+    assert note.startswith("samestep: note: best, ema, patience.best, rate changed")
 
 
 NAMES = ["calls", "codes", "data set Draws", "drift,", "generator rng", "given a sum"]
@@ -309,7 +323,7 @@ def edited(folder, old, new, line):
     ("new", "line"),
     [
         ("exit()\ndef data():", "exit()"),
-        ("def data():\n    exit()", "    exit()"),
+        ("def data():\n    import os; os._exit(0)", "    import os; os._exit(0)"),
         (f"{DATA_SET}\ndef unused():", "        exit(4)"),
     ],
     ids=["file", "data()", "data set"],

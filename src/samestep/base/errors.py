@@ -4,6 +4,7 @@ import functools
 import os
 import re
 import sys
+import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,20 +98,38 @@ class AlreadyTold(SystemExit):
 
 
 @contextmanager
-def no_exit() -> Iterator[None]:
-    """Run the user's code; turn a call of `exit()` in it into a `UserError`."""
+def no_sudden_exit() -> Iterator[None]:
+    """Let `os._exit` of the user's code end this process as `exit` does: others would see code 0.
+
+    Not that of processes it forks, nor of a thread of its own, such as one that ends what hangs.
+    """
+    leave, process, thread = os._exit, os.getpid(), threading.get_ident()
+
+    def leave_noted(code: int = 0) -> NoReturn:
+        file = sys._getframe(1).f_code.co_filename  # noqa: SLF001
+        if (os.getpid(), threading.get_ident()) == (process, thread) and is_users(file):
+            raise SystemExit(code)
+        leave(code)
+
+    os._exit = leave_noted  # type: ignore[assignment]
     try:
         yield
+    finally:
+        os._exit = leave
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Run the user's code; turn a call of `exit()` or `os._exit()` in it into a `UserError`."""
+    try:
+        with no_sudden_exit():
+            yield
     except AlreadyTold:
         raise
     except SystemExit as error:
-        import traceback  # noqa: PLC0415 - only after a mistake
-
-        frames = traceback.extract_tb(error.__traceback__)
-        frame = [f for f in frames if "_sitebuiltins" not in f.filename][-1]  # exit() is there
         code = "" if error.code is None else repr(error.code)
         raise UserError(
-            f"exit({code}) was called at {frame.filename}:{frame.lineno}. A recipe must not end "
+            f"exit({code}) was called{raised_at(error)}. A recipe must not end "
             "the process: other ranks may be waiting for it.",
             remedy="Raise an error there instead.",
         ) from error

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.base.errors import UserError, error_text, listed
 from samestep.base.run.checkpoints import own_memory
-from samestep.base.trees import map_tensors
+from samestep.base.trees import map_leaves, map_tensors, tree_leaves
 from samestep.launch.ranks.mesh import is_sharded, sharded_as
 
 EXTRA_STATE = "_extra_state"
@@ -62,6 +62,8 @@ def _of_copy(own: Any, known: dict[int, Any]) -> Any:
     """Return a function or a method that belongs to the copies known by their ids, or a copy."""
     if isinstance(own, MethodType):
         return MethodType(_of_copy(own.__func__, known), _of_copy(own.__self__, known))
+    if isinstance(own, list | dict) and any(id(leaf) in known for leaf in tree_leaves(own)):
+        return map_leaves(lambda leaf: _of_copy(leaf, known), own)  # such as layers in a list
     if not isinstance(own, FunctionType) or own.__closure__ is None or id(own) in known:
         return known.get(id(own), own)
     cells = tuple(known.setdefault(id(cell), CellType()) for cell in own.__closure__)

@@ -73,16 +73,18 @@ class Unkept(NamedTuple):
                 unless = "or, if no weight depends on it, add --no-self-check."
                 raise UserError(f"{sentence}; {unless}", on_all_ranks=True)
 
-    def notes(self, remedy: str) -> list[str]:
+    def notes(
+        self, remedy: str, owner: str = "The recipe's", keyed: str = "in augment by its keys"
+    ) -> list[str]:
         """Return what to tell before the first step; `remedy` is for buffers of one rank."""
         names_by_note = {
-            f"The recipe's {' or '.join(self.data)} gives other samples when it is asked again "
+            f"{owner} {' or '.join(self.data)} gives other samples when it is asked again "
             "with the same seeds: it draws from a generator of its own, or counts. So will other "
             "ranks, and a resumed run. Draw from the generators of torch, NumPy and Python: "
             "samestep seeds them.": self.data,
-            f"What the recipe's {' or '.join(self.among)} makes of a sample depends on the others "
-            "in its batch, or is drawn for all of them at once: on another number of ranks this is "
-            "another training. Draw in a data set, or in augment by its keys.": self.among,
+            f"What {owner.lower()} {' or '.join(self.among)} makes of a sample depends on the "
+            "others in its batch, or is drawn for all of them at once: on another number of ranks "
+            f"this is another training. Draw in a data set, or {keyed}.": self.among,
             f"The loss changes {listed(self.loss, 3)} from call to call, and no checkpoint holds "
             "it: a resume will be refused. Let the loss name `step` or `epoch` among its "
             "arguments.": self.loss,

@@ -8,6 +8,7 @@ from samestep.base.run.files import read_object
 from samestep.core.data.keyed_random import mix, seed_alike
 from samestep.core.data.order import steps_per_epoch
 from samestep.core.learner.agreement import is_checked
+from samestep.core.loops.forgotten import Forgotten
 from samestep.core.loops.gradients import meet
 from samestep.core.loops.kept_state import Stateful
 from samestep.core.loops.loop_session import LoopSession
@@ -46,6 +47,7 @@ class LoopEpochs:
         opened.track(state, num_epochs)
         self._num_epochs, position = num_epochs, opened.position
         opened.clock = Clock(position)
+        variables = Forgotten(opened.values, state.values())
         if opened.finished and num_epochs > opened.finished["epochs"]:
             opened.finished = None  # the script asks for more epochs now
         if not self._goes_on:
@@ -54,6 +56,8 @@ class LoopEpochs:
             loop.place = BEFORE_BATCHES
             self._summed_up = False
             loop.means, opened.metric = {}, None
+            if note := variables.look():
+                opened.left_out.say(note)
             self.seed(_EPOCH_BEGINS)
             yield position.epoch
             loop.check_place("the next epoch", AFTER_BATCHES)

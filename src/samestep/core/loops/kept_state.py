@@ -19,6 +19,7 @@ from samestep.base.errors import UserError, blame
 from samestep.base.run import checkpoints
 from samestep.base.run.directory import names_secret
 from samestep.base.run.records import TAKEN_NAMES
+from samestep.base.trees import map_leaves
 from samestep.core.learner.model_state import load_model
 from samestep.core.learner.prepare import check_dense
 from samestep.core.session.declared import plain_value
@@ -30,6 +31,10 @@ KNOWN = (nn.Module, *_STEPPING)
 _AS_SAVED = "Give it before run.epochs the layers, parameters and groups that it had when saved."
 _PER_EPOCH = ("num_samples", "data")
 """Parts of the order that each epoch may have of its own."""
+_WEIGHTED = (
+    " Where each epoch has its own weights, draw the samples yourself: "
+    "run.batches(torch.multinomial(weights, n), …)."
+)
 
 
 @runtime_checkable
@@ -88,10 +93,12 @@ def state_of(name: str, part: Stateful) -> Any:
         state = part.state_dict()
     except Exception as error:
         blame(f"state[{name!r}].state_dict() failed", error)
+    state = state if checkpoints.is_plain(state) else map_leaves(_of_python, state)
     if why := checkpoints.why_not_kept(state):
         raise UserError(
             f"state[{name!r}].state_dict() holds what a checkpoint would not give back: {why}. It "
-            "may hold tensors, numbers, texts, and lists and dicts of them."
+            "may hold tensors (of an array torch.from_numpy), numbers, texts, and lists and dicts "
+            "of them."
         )
     return state
 
@@ -207,6 +214,12 @@ def _opened(value: Any) -> Any:
     return f"{value.__module__}.{value.__qualname__}" if is_named else plain_value(value)
 
 
+def _of_python(value: Any) -> Any:
+    """Return a number of NumPy as Python's: an array of rates gives an optimizer such numbers."""
+    is_number = type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0
+    return value.item() if is_number else value
+
+
 def _simple(value: Any) -> str | int | float | None:
     """Return a number or a text without what a subclass adds, such as an enum's name; else None."""
     return next((kind(value) for kind in (bool, int, float, str) if isinstance(value, kind)), None)
@@ -234,7 +247,7 @@ def keep_still(module: nn.Module, begun: Collection[str], saved: Mapping[str, An
 
 def checked_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `run.state` for a checkpoint."""
-    simple = {str(name): _simple(value) for name, value in values.items()}
+    simple = {str(name): _simple(_of_python(value)) for name, value in values.items()}
     for name, value in values.items():
         if value is not None and simple[str(name)] is None:
             raise UserError(
@@ -263,7 +276,8 @@ def check_order(
         per_epoch, was, value = name in _PER_EPOCH, before.get(name), now.get(name)
         if name == "changes" or (free and per_epoch) or was == value:
             continue
-        what = f"{name} = {was}, and now it is {value}" if name != "data" else "other data"
+        hashed = {"data": "other data", "weights": "other weights of the samples"}
+        what = hashed.get(name, f"{name} = {was}, and now it is {value}")
         more = (
             " Where each epoch makes its data with the model, a run cannot continue within an "
             "epoch: delete the newest checkpoint to continue from the one before, or make the data "
@@ -272,7 +286,7 @@ def check_order(
         raise UserError(
             f"{path} was begun with {what}: the order of the samples would change within the run. "
             "Take what it was before, or begin a run in another directory."
-            + (more if within and per_epoch else "")
+            + (more if within and per_epoch else _WEIGHTED if name == "weights" else "")
         )
 
 

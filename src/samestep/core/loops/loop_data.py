@@ -142,8 +142,7 @@ class OpenedData:
         """
         recipe = Recipe(model=torch.nn.Identity, data=Splits, collate=self._collate)
         found = of_data(self.source, self._data, recipe, Settings(), self._world)
-        texts = "\n".join(Unkept(**found).notes(""))
-        return texts.replace("he recipe's", "he").replace("augment by its", "batch").splitlines()
+        return Unkept(**found).notes("", owner="The", keyed="by batch.keys")
 
     def is_of(
         self, data: Any, collate: Collate | None, workers: int, drawn: Drawn = ("shuffled", None)

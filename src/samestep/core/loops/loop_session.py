@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from samestep.base.errors import UserError, listed
+from samestep.base.errors import UserError, listed, no_sudden_exit
 from samestep.base.run import checkpoints
 from samestep.base.run.directory import is_run, new_run_path
 from samestep.base.run.files import write_text
@@ -158,6 +158,8 @@ class LoopSession:
         self.received = self._signals.__enter__()
         self.agreement = Agreement(self.world, self.received)
         self._trackers = contextlib.ExitStack()
+        self._exits = no_sudden_exit()
+        self._exits.__enter__()
         # Autocast keeps casts of the weights until its outermost context ends, and that may be
         # around the whole loop: forget them whenever the weights have changed.
         self._hook = register_optimizer_step_post_hook(self._has_stepped)
@@ -468,6 +470,7 @@ class LoopSession:
     def close(self, error: BaseException | None) -> None:
         """Stop catching signals, and let another process open the run."""
         self._hook.remove()
+        self._exits.__exit__(None, None, None)
         raised: Any = (None, None, None)
         if error is not None and not isinstance(error, Stopped):
             raised = type(error), error, error.__traceback__
