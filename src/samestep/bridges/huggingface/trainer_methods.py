@@ -1,6 +1,7 @@
 """Methods that a Trainer's class has of its own: which are called, and how, and which refused."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,18 +13,22 @@ from transformers import Seq2SeqTrainer, Trainer
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.bridges.huggingface.training_arguments import refuse
-from samestep.core.data.recipe_data import Unpacked
+from samestep.core.data.recipe_data import Unpacked, without_loaders
 from samestep.core.recipe import Splits
 
 _OVERRIDES = (
-    *("training_step", "create_optimizer_and_scheduler", "get_batch_samples", "prediction_step"),
-    *("get_train_dataloader", "get_eval_dataloader", "_get_eval_sampler", "evaluation_loop"),
-    *("evaluate", "_inner_training_loop", "compute_loss_context_manager", "_prepare_inputs"),
+    *("training_step", "create_optimizer_and_scheduler", "get_batch_samples"),
+    *("_inner_training_loop", "compute_loss_context_manager", "_prepare_inputs"),
     *("_clip_grad_norm", "_maybe_log_save_evaluate", "_get_num_items_in_batch"),
     *("_remove_unused_columns", "_prepare_input", "_get_dataloader"),
     *("_get_collator_with_removed_columns", "autocast_smart_context_manager"),
 )
 """Methods of a Trainer that would not be called."""
+_EVALUATE = (
+    *("prediction_step", "get_eval_dataloader", "_get_eval_sampler", "evaluation_loop"),
+    *("evaluate", "prediction_loop"),
+)
+"""Those that change its evaluations only."""
 _OF_TRL = {
     f"trl.trainer.{module}.{kind}.{name}"
     for module, kind in (
@@ -57,18 +62,31 @@ def has_own(kind: type, name: str) -> bool:
     return getattr(kind, name, None) not in known
 
 
-def check_methods(kind: type) -> None:
-    """Refuse a Trainer's class with methods that would not be called.
+def _own(kind: type, names: Iterable[str]) -> list[str]:
+    own = [name for name in names if has_own(kind, name)]
+    return [name for name in own if _full_name(getattr(kind, name)) not in _OF_TRL]
+
+
+def evaluates(kind: type) -> bool:
+    """Whether a Trainer's class evaluates as that of transformers."""
+    return not _own(kind, _EVALUATE)
+
+
+def check_methods(trainer: Trainer) -> None:
+    """Refuse a Trainer whose class has methods that would not be called in its training.
 
     Raises:
         UserError: names them.
     """
-    own = [name for name in _OVERRIDES if has_own(kind, name)]
-    if own := [name for name in own if _full_name(getattr(kind, name)) not in _OF_TRL]:
+    kind, plain = type(trainer), trainer.args.eval_strategy == "no"
+    own, remedy = _own(kind, _OVERRIDES), "Write a Recipe, or keep the loop: samestep.open_run."
+    if not own and not plain:
+        own, remedy = _own(kind, _EVALUATE), f"eval_strategy='no' trains without it. {remedy}"
+    if own:
         raise UserError(
             f"{kind.__name__}{defined_at(kind)} has its own {listed(own)}, which samestep would "
             "not call.",
-            remedy="Write a Recipe, or keep the loop: samestep.open_run.",
+            remedy=remedy,
         )
 
 
@@ -100,9 +118,14 @@ def take_model(trainer: Trainer, model: nn.Module) -> None:
 def noting_uncalled(trainer: Trainer, data: Callable[[], Splits]) -> Splits:
     """Return the data, and notes of a Trainer's own methods and script that are not called."""
     splits, shown = data(), ("log", "save_model", "_save", "_save_checkpoint", "_load_best_model")
-    own, kind = [name for name in shown if has_own(type(trainer), name)], type(trainer)
-    note = f"{kind.__name__}{defined_at(kind)} has its own {listed(own)}: not called here."
-    notes = *([note] if own else []), *vars(trainer).get("_not_run", ())
+    kind, notes = type(trainer), list(vars(trainer).get("_not_run", ()))
+    named = f"{kind.__name__}{defined_at(kind)}"
+    if own := _own(kind, (*shown, *_EVALUATE)):
+        without = "" if evaluates(kind) else ", so nothing is evaluated"
+        notes.append(f"{named} has its own {listed(own)}: not called here{without}.")
+    code = getattr(inspect.unwrap(kind.compute_loss), "__code__", None)
+    if has_own(kind, "compute_loss") and "log" in getattr(code, "co_names", ()):
+        notes.append(f"{named} logs in its compute_loss: no record has that. Loss and rate are.")
     return replace(splits, notes=(*splits.notes, *notes))
 
 
@@ -110,6 +133,30 @@ def ordered_by(trainer: Trainer, data: Callable[[], Splits]) -> Splits:
     """Return the data in the order of a Trainer's own sampler."""
     splits, sampler = data(), trainer._get_train_sampler()  # noqa: SLF001 - the user's method
     return replace(splits, train=Unpacked(cast("Any", splits.train), default_collate, sampler))
+
+
+def loaded_by(trainer: Trainer, data: Callable[[], Splits]) -> Splits:
+    """Return the data in the order of a Trainer's own training loader.
+
+    Raises:
+        UserError: it puts samples together in another way than the Trainer.
+    """
+    splits, prepared = data(), vars(trainer.accelerator)
+    prepared["prepare"] = lambda *given, **_: given[0] if len(given) == 1 else given
+    loader: Any = trainer.get_train_dataloader()
+    del prepared["prepare"]
+    collate = getattr(loader, "collate_fn", None)
+    if getattr(collate, "data_collator", collate) not in (trainer.data_collator, default_collate):
+        raise UserError(
+            f"The loader of {type(trainer).__name__}.get_train_dataloader has another collate_fn "
+            f"than the Trainer{defined_at(collate)}.",
+            remedy="Give it to the Trainer, as data_collator.",
+        )
+    train: Any = without_loaders(Splits(train=loader), None).train
+    if isinstance(train, Unpacked):
+        size = None if train.batch_size == trainer.args.train_batch_size else train.batch_size
+        train = replace(train, collate=default_collate, batch_size=size)
+    return replace(splits, train=train)
 
 
 def optimizer_of(trainer: Trainer, model: nn.Module, _: Settings) -> torch.optim.Optimizer:

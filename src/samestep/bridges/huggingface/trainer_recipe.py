@@ -43,7 +43,9 @@ from samestep.bridges.huggingface.trainer_methods import (
     OF_OPTIMIZER,
     check_methods,
     check_of_trl,
+    evaluates,
     has_own,
+    loaded_by,
     noting_uncalled,
     optimizer_of,
     ordered_by,
@@ -126,6 +128,7 @@ def recipe(
         )
     for name, data in (("train", train_dataset), ("eval", eval_dataset), ("test", test_dataset)):
         check_data(name, data)
+    stops, called, uncalled = settings_of_callbacks(callbacks or ())
     pads = isinstance(processing_class, PreTrainedTokenizerBase)
     padding = DataCollatorWithPadding(processing_class) if pads else default_data_collator
     given = _ForTrainer(
@@ -136,12 +139,12 @@ def recipe(
         optimizers=optimizers,
         loss_func=compute_loss_func,
         predicts=compute_metrics is not None and not args.prediction_loss_only,
+        notes=(*uncalled, *([_NO_FP16] if args.fp16 and not uses_fp16(args) else [])),
         preprocess=preprocess_logits_for_metrics,
         processing_class=processing_class,
     )
     if isinstance(model, nn.Module):
         given.look_at(model)
-    stops, called = settings_of_callbacks(callbacks or ())
     functions = compute_metrics, compute_loss_func, preprocess_logits_for_metrics
     check_held("What a recipe is given", [*filter(None, functions)], {})
     derived = settings_of(args) | stops
@@ -185,16 +188,17 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
         UserError: as of `recipe`; or the Trainer's class has methods that would not be called.
     """
     kind = type(trainer)
-    check_methods(kind)
+    check_methods(trainer)
     check_of_trl(trainer)
+    seen = evaluates(kind)
     init = getattr(trainer, "model_init", None)
     base = recipe(
         init if init is not None else trainer.model,
         trainer.args,
         trainer.train_dataset,
-        trainer.eval_dataset,
+        trainer.eval_dataset if seen else None,
         trainer.data_collator,
-        trainer.compute_metrics,
+        trainer.compute_metrics if seen else None,
         (trainer.optimizer, trainer.lr_scheduler),
         test_dataset=test_dataset,
         processing_class=getattr(trainer, "processing_class", None),
@@ -210,8 +214,10 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
         given.about.kept = frozenset(trainer._signature_columns or ())  # noqa: SLF001
     if has_own(kind, "compute_loss"):
         parts["forward"] = given.computed_by(trainer)
-    if has_own(kind, "_get_train_sampler"):
-        parts["data"] = functools.partial(ordered_by, trainer, parts["data"])
+        vars(trainer)["log"] = lambda *_, **__: None  # else trackers of the Trainer begin
+    by_own = {"get_train_dataloader": loaded_by, "_get_train_sampler": ordered_by}
+    if ordered := [of for name, of in by_own.items() if has_own(kind, name)]:
+        parts["data"] = functools.partial(ordered[0], trainer, parts["data"])
     chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
     if chosen or any(has_own(kind, name) for name in OF_OPTIMIZER):
         parts["optimizer"] = functools.partial(optimizer_of, trainer)
@@ -260,6 +266,8 @@ class _About:
     """Whether position i predicts label i + 1."""
     takes_items: bool = False
     """Whether its forward takes `num_items_in_batch`."""
+    by_sample: bool = False
+    """Whether its loss is a mean over samples, whose labels are texts (CTC)."""
     smoother: LabelSmoother | None = None
     not_predicted: frozenset[str] = frozenset({"loss", "past_key_values"})
     steps_per_epoch: int = 1
@@ -276,6 +284,7 @@ class _ForTrainer:
     optimizers: tuple[Any, Any]
     loss_func: Callable[..., Tensor] | None
     predicts: bool
+    notes: tuple[str, ...]
     preprocess: Callable[[Any, Any], Any] | None
     processing_class: Any = None
     about: _About = field(default_factory=_About)
@@ -322,6 +331,7 @@ class _ForTrainer:
         by_type = LOSS_MAPPING.get(getattr(base, "loss_type", None)) is ForCausalLMLoss
         about.shifts = causal or (by_type and not getattr(config, "is_encoder_decoder", False))
         about.takes_items = getattr(base, "accepts_loss_kwargs", variable)
+        about.by_sample = getattr(config, "ctc_loss_reduction", "") == "mean"
         many = getattr(config, "problem_type", None) == "multi_label_classification"
         about.smoother = LabelSmoother(epsilon=eps) if eps and not many else None
         ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
@@ -330,9 +340,7 @@ class _ForTrainer:
     def data(self) -> Splits:
         """Return the data sets."""
         train, held_out, test = map(_map_style, self.datasets)
-        plain = self.args.fp16 and not uses_fp16(self.args)
-        notes = (_NO_FP16,) if plain else ()
-        return Splits(train=train, validation=held_out, test=test, notes=notes)
+        return Splits(train=train, validation=held_out, test=test, notes=self.notes)
 
     def collate(self, samples: list[Any]) -> Any:
         """Put samples into a batch, without columns that the model does not take."""
@@ -357,7 +365,7 @@ class _ForTrainer:
     def terms(self, batch: Any) -> Any:
         """Return how many labels a batch has, -100 left out; without them its samples."""
         labels = batch.get("shift_labels", batch.get("labels"))
-        if not isinstance(labels, Tensor) or labels.is_floating_point():
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or self.about.by_sample:
             tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
             # None: of pairs that are put one below the other, with scores.
             return num_rows(batch) or min((len(t) for t in tensors if t.ndim), default=1)
