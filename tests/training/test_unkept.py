@@ -112,10 +112,12 @@ DRAWN = {
     f"{BESIDE}, collate=partial(pairs, {PADDED})": "",
     f"{BESIDE}, collate=partial(pairs, {PACKED})": None,
     f"{BESIDE}, collate=partial(pairs, lambda x: 3 * torch.arange(len(x)))": None,
+    f"{BESIDE}, collate=partial(pairs, list)": None,
+    "loss=partial(mean, weight=torch.tensor([1.0, 3.0]).double())": None,
 }
 
 
-@pytest.mark.parametrize(("fields", "named"), DRAWN.items(), ids=range(8))
+@pytest.mark.parametrize(("fields", "named"), DRAWN.items(), ids=range(10))
 def test_what_gives_other_samples_when_asked_again_is_told(tmp_path, fields, named):
     """It draws from a generator of its own, or for the batch as a whole."""
     text = """
@@ -134,11 +136,13 @@ class Rows(list):
 """
     text = f"{tiny.RECIPE}{BEFORE}{text}recipe = replace(recipe, {fields})\n"
     run = tmp_path / "run"
-    tiny.trained(tiny.write_recipe(tmp_path, text, "draws.py"), run, "--max-steps", "1")
+    few = ("--max-steps", "1", "--micro-batch-size", "2")
+    tiny.trained(tiny.write_recipe(tmp_path, text, "draws.py"), run, *few)
     told = " ".join(tiny.events(run, "start")[0]["notes"])
     assert ("or is drawn for all of them" in told) == (named == "")
     assert ("when it is asked again" in told) == bool(named)
     assert f"recipe's {named or ''}" in told or named is None
+    assert ("weighed by its samples" in told) == ("weight=" in fields)
 
 
 class Buffers(nn.Module):

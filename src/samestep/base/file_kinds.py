@@ -4,6 +4,7 @@ import ast
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from samestep.base.errors import UserError
 from samestep.base.nearby import nearby
@@ -17,9 +18,6 @@ _OF_TRAINERS = {
 _TRAINS = {"huggingface": {"train", "hyperparameter_search"}, "lightning": {"fit", "LightningCLI"}}
 _OF_MODELS = re.compile(r"model|net(work)?$|module|coder", re.IGNORECASE)
 """The ends of names whose `train()` only sets a mode."""
-
-
-_ENDS = (".py", "/__init__.py")
 
 
 def names_recipe(tree: ast.Module) -> bool:
@@ -117,24 +115,21 @@ def trainer_of(path: Path, folder: Path) -> str:
                     text = ast.unparse(package)
                     known = packages.get(text) or packages.get(text.partition(".")[0], "")
                     takes |= {(kind, "*") for kind in _kinds(known, name)}
-                case ast.Name(id=name):
+                case ast.Name(id=name):  # called, or a class's base
                     used |= {name}
-                case ast.Call(func=ast.Name(id="LightningCLI") | ast.Attribute() as called):
-                    trains |= _called(called)
-        files = (f"{name.replace('.', '/')}{end}" for name in modules for end in _ENDS)
+                case ast.Call(func=ast.Attribute(value=of, attr=name)):
+                    trains |= _called(of, name)
+        ends = (".py", "/__init__.py")
+        files = (f"{name.replace('.', '/')}{end}" for name in modules for end in ends)
         found = [at / one for one in files for at in (folder, Path()) if (at / one).is_file()]
         waiting += [one for one in found if one not in read]
-    taken = {kind for kind, name in takes if name in used}
+    taken, trains = {kind for kind, name in takes if name in used}, trains | used & {"LightningCLI"}
     return next((kind for kind in _OF_TRAINERS if kind in taken and _TRAINS[kind] & trains), "")
 
 
-def _called(function: ast.Name | ast.Attribute) -> set[str]:
-    """Return the name of what is called, but for what only sets a model's mode."""
-    if isinstance(function, ast.Name):
-        return {function.id}
-    of = function.value
-    name = getattr(of, "attr", getattr(of, "id", ""))
-    return set() if _OF_MODELS.search(name) else {function.attr}
+def _called(of: Any, name: str) -> set[str]:
+    """Return the name of what is called of something, but for what only sets a model's mode."""
+    return set() if _OF_MODELS.search(getattr(of, "attr", getattr(of, "id", ""))) else {name}
 
 
 def _kinds(package: str, name: str) -> set[str]:

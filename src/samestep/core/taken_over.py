@@ -62,7 +62,7 @@ def note_on_the_rest(trainer: object, called: FrameType, call: str) -> tuple[str
     while called.f_back and called.f_locals.get("self") is trainer:  # a method of its class
         called = called.f_back
     file, line = called.f_code.co_filename, called.f_lineno
-    if loop := next(filter(None, map(_in_loop, _frames(called))), ""):
+    if loop := _loop_around(called):
         note = f"The script calls {call} in the loop at {loop}: its first training is all that is "
         return (f"{note}run. Let an argument of the script say which one, or: samestep sweep.",)
     if not _MORE.search("".join(linecache.getlines(file)[line:])):
@@ -71,17 +71,13 @@ def note_on_the_rest(trainer: object, called: FrameType, call: str) -> tuple[str
     return (f"{note}samestep evaluate, predict and export use the weights of the run.",)
 
 
-def _frames(called: FrameType | None) -> Iterator[FrameType]:
-    while called is not None:
-        yield called
-        called = None if called.f_code.co_name == "<module>" else called.f_back
-
-
-def _in_loop(frame: FrameType) -> str:
-    """Return the place of the loop, in its file, that a frame is in."""
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    loops = (ast.For, ast.While)
-    for node in ast.walk(ast.parse("".join(linecache.getlines(file)))):
-        if isinstance(node, loops) and node.body[0].lineno <= line <= (node.end_lineno or 0):
-            return f"{Path(file).name}:{node.lineno}"
+def _loop_around(frame: FrameType | None) -> str:
+    """Return the place of the script's loop that a frame is in."""
+    while frame is not None:
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
+        for loop in (node for node in nodes if isinstance(node, ast.For | ast.While)):
+            if loop.body[0].lineno <= line <= (loop.end_lineno or 0):
+                return f"{Path(file).name}:{loop.lineno}"
+        frame = None if frame.f_code.co_name == "<module>" else frame.f_back
     return ""

@@ -58,9 +58,10 @@ def settings_of_callbacks(
         if own := _own_methods(callback):
             _check(callback, own)
             called.append(callback)
-            if uncalled := own.keys() & {*_UNCALLED[1:]}:
-                named = f"The callback {type(callback).__name__}{defined_at(type(callback))}"
-                notes.append(f"{named} has its own {listed(sorted(uncalled))}: not called here.")
+            if uncalled := [name for name in _UNCALLED[1:] if name in own]:
+                kind = type(callback)
+                what = f"{kind.__name__}{defined_at(kind)} has its own {listed(uncalled)}"
+                notes.append(f"The callback {what}: not called here.")
     return settings, called, notes
 
 
@@ -68,7 +69,8 @@ def _own_methods(callback: Any) -> dict[str, Callable[..., Any]]:
     """Return the events that a callback answers by methods which are not of transformers."""
     events = {n: getattr(callback, n) for n in dir(TrainerCallback) if n.startswith("on_")}
     of = {name: getattr(inspect.unwrap(f), "__module__", "") for name, f in events.items()}
-    return {n: f for n, f in events.items() if not (of[n] or "").startswith("transformers.")}
+    theirs = ("transformers.", "sentence_transformers.")  # the latter's writes a model card
+    return {n: f for n, f in events.items() if not (of[n] or "").startswith(theirs)}
 
 
 def _check(callback: Any, own: Mapping[str, Callable[..., Any]]) -> None:
@@ -117,16 +119,14 @@ def check_held(named: str, functions: Iterable[Any], held: Mapping[str, Any]) ->
 
 
 def _asked(kind: type, function: Any) -> str:
-    """Return what an event's function, or one of the class that it calls, uses and is not given."""
-    codes = [getattr(inspect.unwrap(function), "__code__", None)]
-    own = (getattr(kind, name, None) for name in getattr(codes[0], "co_names", ()))
-    codes += [getattr(called, "__code__", None) for called in own]
-    for code in filter(None, codes):
-        loads = itertools.pairwise(dis.get_instructions(code))
-        used = {one.argval for one, then in loads if then.opname in ("LOAD_ATTR", "LOAD_METHOD")}
-        if found := next((n for n in _OF_TRAINER if n in {*code.co_consts} | used), ""):
-            return found
-    return ""
+    """Return what an event's function, or a method that it calls, uses and is not given."""
+    code, used = getattr(inspect.unwrap(function), "__code__", None), set[Any]()
+    called = (getattr(kind, name, None) for name in getattr(code, "co_names", ()))
+    for one in filter(None, (code, *(getattr(its, "__code__", None) for its in called))):
+        loads = itertools.pairwise(dis.get_instructions(one))
+        used |= {by.argval for by, then in loads if then.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+        used |= {*one.co_consts}  # as in kwargs["model"]
+    return next((name for name in _OF_TRAINER if name in used), "")
 
 
 def _names(function: Any) -> list[dis.Instruction]:

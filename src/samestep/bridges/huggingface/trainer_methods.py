@@ -1,7 +1,8 @@
 """Methods that a Trainer's class has of its own: which are called, and how, and which refused."""
 
 import inspect
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,28 +17,19 @@ from samestep.bridges.huggingface.training_arguments import refuse
 from samestep.core.data.recipe_data import Unpacked, without_loaders
 from samestep.core.recipe import Splits
 
-_OVERRIDES = (
-    *("training_step", "create_optimizer_and_scheduler", "get_batch_samples"),
-    *("_inner_training_loop", "compute_loss_context_manager", "_prepare_inputs"),
-    *("_clip_grad_norm", "_maybe_log_save_evaluate", "_get_num_items_in_batch"),
-    *("_remove_unused_columns", "_prepare_input", "_get_dataloader"),
-    *("_get_collator_with_removed_columns", "autocast_smart_context_manager"),
-)
+_OVERRIDES = """
+    training_step create_optimizer_and_scheduler get_batch_samples _inner_training_loop
+    compute_loss_context_manager _prepare_inputs _clip_grad_norm _maybe_log_save_evaluate
+    _get_num_items_in_batch _remove_unused_columns _prepare_input _get_dataloader
+    _get_collator_with_removed_columns autocast_smart_context_manager
+"""
 """Methods of a Trainer that would not be called."""
-_EVALUATE = (
-    *("prediction_step", "get_eval_dataloader", "_get_eval_sampler", "evaluation_loop"),
-    *("evaluate", "prediction_loop"),
-)
+_EVALUATE = "prediction_step get_eval_dataloader _get_eval_sampler evaluation_loop evaluate"
 """Those that change its evaluations only."""
-_OF_TRL = {
-    f"trl.trainer.{module}.{kind}.{name}"
-    for module, kind in (
-        ("sft_trainer", "SFTTrainer"),
-        ("dpo_trainer", "DPOTrainer"),
-        ("reward_trainer", "RewardTrainer"),
-    )
-    for name in ("training_step", "prediction_step", "evaluate")
-}
+_OF_TRL = re.compile(
+    r"trl\.trainer\.(sft_trainer\.SFT|dpo_trainer\.DPO|reward_trainer\.Reward)Trainer\."
+    r"(training_step|prediction_step|evaluate)"
+)
 """Methods that offload activations, call `compute_loss` or tokenize what is given to them."""
 _REFUSED_OF_TRL = {
     "activation_offloading": "gradient_checkpointing=True saves memory.",
@@ -62,9 +54,10 @@ def has_own(kind: type, name: str) -> bool:
     return getattr(kind, name, None) not in known
 
 
-def _own(kind: type, names: Iterable[str]) -> list[str]:
-    own = [name for name in names if has_own(kind, name)]
-    return [name for name in own if _full_name(getattr(kind, name)) not in _OF_TRL]
+def _own(kind: type, names: str) -> list[str]:
+    own = {name: getattr(kind, name) for name in names.split() if has_own(kind, name)}
+    full = {name: f"{of.__module__}.{of.__qualname__}" for name, of in own.items()}
+    return [name for name in own if not _OF_TRL.fullmatch(full[name])]
 
 
 def evaluates(kind: type) -> bool:
@@ -80,6 +73,8 @@ def check_methods(trainer: Trainer) -> None:
     """
     kind, plain = type(trainer), trainer.args.eval_strategy == "no"
     own, remedy = _own(kind, _OVERRIDES), "Write a Recipe, or keep the loop: samestep.open_run."
+    if kind.get_train_dataloader.__module__.startswith("sentence_transformers."):
+        own.append("get_train_dataloader")  # of columns that no forward names
     if not own and not plain:
         own, remedy = _own(kind, _EVALUATE), f"eval_strategy='no' trains without it. {remedy}"
     if own:
@@ -88,10 +83,6 @@ def check_methods(trainer: Trainer) -> None:
             "not call.",
             remedy=remedy,
         )
-
-
-def _full_name(method: Any) -> str:
-    return f"{method.__module__}.{method.__qualname__}"
 
 
 def check_of_trl(trainer: Trainer) -> None:
@@ -110,6 +101,7 @@ def check_of_trl(trainer: Trainer) -> None:
 def take_model(trainer: Trainer, model: nn.Module) -> None:
     """Let a Trainer's own methods use a model, and its reference (of DPO) be on the same device."""
     trainer.model = trainer.model_wrapped = model
+    vars(trainer)["log"] = lambda *_, **__: None  # of `compute_loss`: its trackers would begin
     reference, device = getattr(trainer, "ref_model", None), next(model.parameters()).device
     if isinstance(reference, nn.Module) and next(reference.parameters()).device != device:
         reference.to(device)
@@ -117,10 +109,10 @@ def take_model(trainer: Trainer, model: nn.Module) -> None:
 
 def noting_uncalled(trainer: Trainer, data: Callable[[], Splits]) -> Splits:
     """Return the data, and notes of a Trainer's own methods and script that are not called."""
-    splits, shown = data(), ("log", "save_model", "_save", "_save_checkpoint", "_load_best_model")
+    splits, shown = data(), "log save_model _save _save_checkpoint _load_best_model"
     kind, notes = type(trainer), list(vars(trainer).get("_not_run", ()))
     named = f"{kind.__name__}{defined_at(kind)}"
-    if own := _own(kind, (*shown, *_EVALUATE)):
+    if own := _own(kind, f"{shown} {_EVALUATE}"):
         without = "" if evaluates(kind) else ", so nothing is evaluated"
         notes.append(f"{named} has its own {listed(own)}: not called here{without}.")
     code = getattr(inspect.unwrap(kind.compute_loss), "__code__", None)
@@ -170,3 +162,7 @@ def schedule_of(trainer: Trainer, optimizer: torch.optim.Optimizer, plan: Any) -
     """Return the scheduler that a Trainer's own `create_scheduler` makes."""
     trainer.lr_scheduler = None
     return trainer.create_scheduler(plan.total_steps, optimizer) or trainer.lr_scheduler
+
+
+ORDERED = {"_get_train_sampler": ordered_by, "get_train_dataloader": loaded_by}
+"""What takes the order from a Trainer's own method; its own loader decides last."""

@@ -236,29 +236,25 @@ def of_shares(
 ) -> tuple[str, ...]:
     """Name what a loss should be a mean over, if that of a batch is none of those of two shares.
 
-    One that draws numbers tells nothing. `loss` is by a copy of the model in eval mode, right to
-    the fraction `rounds`.
+    One that draws numbers tells nothing. `loss` is by a copy of the model, right to `rounds`.
     """
     terms = recipe.loss_terms
-    head = [p for p in model.parameters() if p.dim() > 1][-1:]
-    before = [p.detach().clone() for p in head]
+    head = [p.data for p in model.parameters() if p.dim() > 1][-1:]
 
     def of(samples: Sequence[int], seed: int = 0) -> Tensor:
         assert isinstance(train, OrderedSource)
         with random_numbers(seed, *(p.device for p in head)):
             batch = train.trained(samples)
-            value = float(loss(batch))
             whole = batch.inputs if recipe.forward else (batch.inputs, batch.targets)
-            return torch.tensor([value, 1.0]) * (float(terms(whole)) if terms else len(samples))
+            number = float(terms(whole)) if terms else len(samples)
+            return torch.tensor([float(loss(batch)) * number, number])
 
     with contextlib.suppress(Exception), torch.no_grad():  # the first step tells how it fails
-        for weight in head:
-            weight.mul_(16.0)  # to a new model all samples are alike
+        torch._foreach_mul_(head, 16.0)  # to a new model all samples are alike; exact
         chosen = range(0, train.num_samples, max(1, train.num_samples // 8))[:8]
         whole, again, shares = of(chosen), of(chosen, 1), of(chosen[:3]) + of(chosen[3:])
+        torch._foreach_div_(head, 16.0)
         value, divided = whole[0] / whole[1], shares[0] / shares[1]
-        for weight, old in zip(head, before, strict=True):
-            weight.copy_(old)
         if torch.allclose(whole, again) and abs(value - divided) > rounds * abs(value):
             return ("samples" if terms is None else "loss_terms",)
     return ()

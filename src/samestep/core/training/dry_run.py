@@ -281,11 +281,11 @@ def _of_model(
     def loss(batch: Batch) -> Tensor:
         return total(apply(batch.inputs), batch.targets)
 
-    whole = recipe.loss_over == "batch" or recipe.reduction == "sum" or recipe.batch_transform
+    others = recipe.carry or recipe.batch_transform or any_sharded(trial.model)
+    mean = recipe.loss_over == "samples" and recipe.reduction == "mean" and not others
     shared = (world.world_size > 1 and not world.virtual_ranks) or settings.micro_batch_size
-    asks = shared and not whole and recipe.carry is None and not any_sharded(trial.model)
     rounds = 1e-4 if world.device.type == "cpu" and settings.precision in ("fp32", "fp64") else 1e-2
-    no_mean = of_shares(trial.model, train, loss, recipe, rounds) if asks else ()
+    no_mean = of_shares(trial.model, train, loss, recipe, rounds) if mean and shared else ()
     trial.applied.train()
     buffers = of_buffers(trial.model, forward, _SAMPLES, world)
     return {**buffers, **of_forward(trial.model, recipe.forward, forward, _FEW), "no_mean": no_mean}
