@@ -237,9 +237,8 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     mine, theirs = (last_state(tmp_path / name)["model"] for name in ("run", "recipe"))
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
     place = ("--run-dir", str(tmp_path / "told"))
-    Path(script).write_text(
-        f"from parts import *\n{SCRIPT.replace('    tr', '    while 1: tr', 2)}"
-    )
+    loop = SCRIPT.replace("    trainer.train", "    while 1: trainer.train")
+    Path(script).write_text(f"from parts import *\n{loop}")
     assert "in the loop at brought.py:6: its first" in train_here(script, *how, *place, "--", "7")
     train_here(str(tmp_path / "told"), "--resume", "--max-steps", "5")
     assert "seed = 7" in (tmp_path / "told/settings.toml").read_text()
@@ -258,7 +257,7 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
 
 OwnSteps = type("OwnSteps", (transformers.Trainer,), {"training_step": print})
 OwnEvaluate = type("OwnEvaluate", (transformers.Trainer,), {"evaluate": print})
-SAVES = {"on_train_end": lambda own, *known, **given: given["model"].save_pretrained(own)}
+SAVES = {"on_train_end": lambda own, *known, **given: given["model"].save()}
 Saves = type("Saves", (transformers.TrainerCallback,), SAVES)
 OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {"on_step_end": print})
 PaddingFree = type("PaddingFree", (transformers.Trainer,), {"padding_free": True})

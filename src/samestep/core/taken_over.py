@@ -77,7 +77,8 @@ def _loop_around(frame: FrameType | None) -> str:
         file, line = frame.f_code.co_filename, frame.f_lineno
         nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
         for loop in (node for node in nodes if isinstance(node, ast.For | ast.While)):
-            if loop.body[0].lineno <= line <= (loop.end_lineno or 0):
+            inside = loop.body[0].lineno <= line <= (loop.end_lineno or 0)
+            if inside and "site-packages" not in file:  # as that of Fire
                 return f"{Path(file).name}:{loop.lineno}"
         frame = None if frame.f_code.co_name == "<module>" else frame.f_back
     return ""

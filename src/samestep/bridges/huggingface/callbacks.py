@@ -28,6 +28,8 @@ _CALLED: dict[str, tuple[str, ...]] = {
 """What is called, and what each is given besides args, state and control."""
 _OF_TRAINER = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 """What a Trainer also gives, and is not at hand where records are."""
+_USES = {"LOAD_FAST": ("LOAD_ATTR", "LOAD_METHOD"), "LOAD_CONST": ("BINARY_SUBSCR", "BINARY_OP")}
+"""By what it follows: as `model.save()`, or `kwargs["model"]`."""
 _OF_RECORDS = ("event", "split", "epoch", "step", "samples", "seconds")
 _LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
 _BY_SETTINGS = "--patience stops early, --eval-every-steps evaluates, --log-every logs."
@@ -124,8 +126,7 @@ def _asked(kind: type, function: Any) -> str:
     called = (getattr(kind, name, None) for name in getattr(code, "co_names", ()))
     for one in filter(None, (code, *(getattr(its, "__code__", None) for its in called))):
         loads = itertools.pairwise(dis.get_instructions(one))
-        used |= {by.argval for by, then in loads if then.opname in ("LOAD_ATTR", "LOAD_METHOD")}
-        used |= {*one.co_consts}  # as in kwargs["model"]
+        used |= {by.argval for by, then in loads if then.opname in _USES.get(by.opname, ())}
     return next((name for name in _OF_TRAINER if name in used), "")
 
 
