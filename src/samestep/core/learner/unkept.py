@@ -236,10 +236,11 @@ def of_shares(
 ) -> tuple[str, ...]:
     """Name what a loss should be a mean over, if that of a batch is none of those of two shares.
 
-    One that draws numbers tells nothing. `loss` is by a copy of the model, right to `rounds`.
+    One that draws numbers tells nothing. `loss` is right to the fraction `rounds`.
     """
     terms = recipe.loss_terms
-    head = [p.data for p in model.parameters() if p.dim() > 1][-1:]
+    head = [p for p in model.parameters() if p.dim() > 1][-1:]  # of the model itself
+    before = [p.data for p in head]
 
     def of(samples: Sequence[int], seed: int = 0) -> Tensor:
         assert isinstance(train, OrderedSource)
@@ -249,15 +250,19 @@ def of_shares(
             number = float(terms(whole)) if terms else len(samples)
             return torch.tensor([float(loss(batch)) * number, number])
 
-    with contextlib.suppress(Exception), torch.no_grad():  # the first step tells how it fails
-        torch._foreach_mul_(head, 16.0)  # to a new model all samples are alike; exact
+    try:
+        for weight in head:
+            weight.data = 16.0 * weight.data  # to a new model all samples are alike
         chosen = range(0, train.num_samples, max(1, train.num_samples // 8))[:8]
         whole, again, shares = of(chosen), of(chosen, 1), of(chosen[:3]) + of(chosen[3:])
-        torch._foreach_div_(head, 16.0)
-        value, divided = whole[0] / whole[1], shares[0] / shares[1]
-        if torch.allclose(whole, again) and abs(value - divided) > rounds * abs(value):
-            return ("samples" if terms is None else "loss_terms",)
-    return ()
+    except Exception:  # the first step tells how it fails
+        return ()
+    finally:
+        for weight, data in zip(head, before, strict=True):
+            weight.data = data
+    value, divided = whole[0] / whole[1], shares[0] / shares[1]
+    apart = torch.allclose(whole, again) and abs(value - divided) > rounds * abs(value)
+    return ("samples" if terms is None else "loss_terms",) * bool(apart)
 
 
 class OptimizerTrial:

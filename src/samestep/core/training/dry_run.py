@@ -278,6 +278,7 @@ def _of_model(
     def forward(samples: int) -> Any:
         return apply(evaluated.peek(samples).inputs)
 
+    @torch.no_grad()
     def loss(batch: Batch) -> Tensor:
         return total(apply(batch.inputs), batch.targets)
 
