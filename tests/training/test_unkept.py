@@ -119,7 +119,6 @@ DRAWN = {
 
 @pytest.mark.parametrize(("fields", "named"), DRAWN.items(), ids=range(10))
 def test_what_gives_other_samples_when_asked_again_is_told(tmp_path, fields, named):
-    """It draws from a generator of its own, or for the batch as a whole."""
     text = """
 import samestep, random
 from functools import partial
