@@ -55,9 +55,13 @@ recipe = samestep.huggingface.recipe(model, args, **given)
 """
 FROM = "recipe = samestep.huggingface.from_trainer(trainer)\n"
 OURS = "recipe = samestep.huggingface.recipe(model, args, **given)\n"
-OWN = """sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+OWN = """class Loads(Trainer):
+    def get_train_dataloader(self):
+        options = {"batch_size": 4, "collate_fn": self.data_collator}
+        return self.accelerator.prepare(torch.utils.data.DataLoader(train[::-1], **options))
+sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 falling = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1 / (1 + step))
-trainer = Trainer(model, args, optimizers=(sgd, falling), **given)
+trainer = Loads(model, args, optimizers=(sgd, falling), **given)
 """
 STREAM = """class Stream(torch.utils.data.IterableDataset):
     __iter__ = lambda self: iter(train)
@@ -154,7 +158,6 @@ def test_it_takes_the_steps_of_the_trainer(tmp_path, kind):
     own = {"own optimizer": OWN, "own methods": METHODS, "stream": STREAM, "generates": GENERATES}
     own |= {"sft": SFT, "dpo": DPO}
     changes += [(OURS, own[kind] + FROM if kind in own else OURS)]
-    changes += [('"train_sampling_strategy": "sequential", ', "")] * (kind == "own methods")
     by_name = kind == "classes"
     changes += [("model = make()", "model = make(); args.fp16 = True")] * by_name  # no effect
     changes += [('eval_dataset": validation', 'eval_dataset": {"a": validation}')] * by_name
@@ -219,11 +222,11 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     how = ("--max-steps", "4", *ALONE)
     train_here(written(tmp_path), *how, "--run-dir", str(tmp_path / "recipe"))
     imports = ("import samestep.huggingface\n", "")
-    (tmp_path / "star.py").write_text(f"from transformers import *\n{SCRIPT}")
-    assert trainer_of(tmp_path / "star.py", tmp_path)
-    text = "import transformers as hf\nhf.Trainer(hf.AutoModel()).hyperparameter_search()\n"
-    (tmp_path / "search.py").write_text(text)
-    assert trainer_of(tmp_path / "search.py", tmp_path)
+    search = "import transformers as hf\nhf.Trainer(hf.AutoModel()).hyperparameter_search()\n"
+    unused = "from transformers import Trainer\nprint(Trainer)\nself.model.train()\ntrain()\n"
+    for text in (f"from transformers import *\n{SCRIPT}", search, unused):
+        (tmp_path / "text.py").write_text(text)
+        assert bool(trainer_of(tmp_path / "text.py", tmp_path)) is (text != unused)
     search = (OURS, SCRIPT.replace("train(resume_from_checkpoint=None)", "hyperparameter_search()"))
     assert "samestep sweep" in refused("train", written(tmp_path, search, imports), *how)
     script = written(tmp_path, (OURS, SCRIPT), imports)
@@ -234,7 +237,9 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     mine, theirs = (last_state(tmp_path / name)["model"] for name in ("run", "recipe"))
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
     place = ("--run-dir", str(tmp_path / "told"))
-    train_here(script, *how, *place, "--", "7")
+    loop = SCRIPT.replace("    trainer.train", "    while 1: trainer.train")
+    Path(script).write_text(f"from parts import *\n{loop}")
+    assert "in the loop at brought.py:6: its first" in train_here(script, *how, *place, "--", "7")
     train_here(str(tmp_path / "told"), "--resume", "--max-steps", "5")
     assert "seed = 7" in (tmp_path / "told/settings.toml").read_text()
     assert "given 7 and now 8" in refused("train", script, *place, "--resume", "--", "8")
@@ -242,7 +247,8 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     assert call(*sweep, "7") == 0
     assert "seed = 7" in (tmp_path / "sweep/lr=0.2/settings.toml").read_text()
     assert "another sweep ('script_args'" in refused(*sweep, "8")
-    says = {"train(resume_from_checkpoint=True)": "--resume", "train": "-- --do_train"}
+    says = {"train(resume_from_checkpoint=True)": "another output_dir"}
+    says |= {"train() if sys.argv[2:] else 0": "-- --do_train", "train": "has no `recipe`"}
     for ending, told in (says | {"train(exit(2))": "no arguments"}).items():
         changed = SCRIPT.replace("train(resume_from_checkpoint=None)", ending)
         file = written(tmp_path, (OURS, changed), imports)
@@ -250,6 +256,9 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
 
 
 OwnSteps = type("OwnSteps", (transformers.Trainer,), {"training_step": print})
+OwnEvaluate = type("OwnEvaluate", (transformers.Trainer,), {"evaluate": print})
+SAVES = {"on_train_end": lambda own, *known, **given: given["model"].save()}
+Saves = type("Saves", (transformers.TrainerCallback,), SAVES)
 OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {"on_step_end": print})
 PaddingFree = type("PaddingFree", (transformers.Trainer,), {"padding_free": True})
 WITH_MODEL = {"__init__": lambda own: vars(own).update(net=torch.nn.Linear(1, 1)), "on_log": print}
@@ -265,7 +274,7 @@ Held = type("Held", (transformers.TrainerCallback,), WITH_MODEL)
         ({"label_names": []}, {"compute_metrics": print}, "BertFor.*label_names"),
         ({"num_train_epochs": 1.5}, {}, "max_steps"),
         ({"save_steps": 0.1}, {}, "save_steps"),
-        ({"train_sampling_strategy": "batch_rebalance"}, {}, "group_by_length"),
+        ({}, {"callbacks": [Saves()]}, "Saves.*on_train_end uses 'model'.*samestep.load"),
         ({"accelerator_config": {"split_batches": True}}, {}, "batch_size"),
         ({}, {"callbacks": [OwnCallback()]}, "OwnCallback.*its own on_step_end"),
         ({}, {"callbacks": [Held()]}, "Held.*uses self.net, a Linear"),
@@ -273,6 +282,7 @@ Held = type("Held", (transformers.TrainerCallback,), WITH_MODEL)
         ({}, {"eval_dataset": iter([])}, "is a stream"),
         ({}, {"trainer": PaddingFree}, "padding_free=True.*packing_strategy"),
         ({}, {"trainer": OwnSteps}, "its own training_step.*open_run"),
+        ({"eval_strategy": "epoch"}, {"trainer": OwnEvaluate}, "own evaluate.*eval_strategy='no'"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(tmp_path, arguments, given, told):
@@ -282,8 +292,7 @@ def test_what_has_no_counterpart_is_refused_by_name(tmp_path, arguments, given, 
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
     more = {"use_cpu": True, "report_to": "none", **arguments}
     args, rows = transformers.TrainingArguments(str(tmp_path), **more), [{}]
-    given = {"model": model, "args": args, "train_dataset": rows, **given}
-    own = given.pop("trainer", None)
-    own = own and own(**given)
+    given = {"model": model, "args": args, "train_dataset": rows, "eval_dataset": rows, **given}
+    own = given.pop("trainer", lambda **_: None)(**given)
     with pytest.raises(samestep.UserError, match=told):
         huggingface.from_trainer(own) if own else huggingface.recipe(**given)

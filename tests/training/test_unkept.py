@@ -112,12 +112,13 @@ DRAWN = {
     f"{BESIDE}, collate=partial(pairs, {PADDED})": "",
     f"{BESIDE}, collate=partial(pairs, {PACKED})": None,
     f"{BESIDE}, collate=partial(pairs, lambda x: 3 * torch.arange(len(x)))": None,
+    f"{BESIDE}, collate=partial(pairs, list)": None,
+    "loss=partial(mean, weight=torch.tensor([1.0, 3.0]).double())": None,
 }
 
 
-@pytest.mark.parametrize(("fields", "named"), DRAWN.items(), ids=range(8))
+@pytest.mark.parametrize(("fields", "named"), DRAWN.items(), ids=range(10))
 def test_what_gives_other_samples_when_asked_again_is_told(tmp_path, fields, named):
-    """It draws from a generator of its own, or for the batch as a whole."""
     text = """
 import samestep, random
 from functools import partial
@@ -134,11 +135,13 @@ class Rows(list):
 """
     text = f"{tiny.RECIPE}{BEFORE}{text}recipe = replace(recipe, {fields})\n"
     run = tmp_path / "run"
-    tiny.trained(tiny.write_recipe(tmp_path, text, "draws.py"), run, "--max-steps", "1")
+    few = ("--max-steps", "1", "--micro-batch-size", "2")
+    tiny.trained(tiny.write_recipe(tmp_path, text, "draws.py"), run, *few)
     told = " ".join(tiny.events(run, "start")[0]["notes"])
     assert ("or is drawn for all of them" in told) == (named == "")
     assert ("when it is asked again" in told) == bool(named)
     assert f"recipe's {named or ''}" in told or named is None
+    assert ("weighed by its samples" in told) == ("weight=" in fields)
 
 
 class Buffers(nn.Module):
@@ -182,19 +185,11 @@ def test_buffers_that_are_lost_or_made_of_a_ranks_own_samples_are_told(tmp_path)
         "class Loss(nn.PReLU):\n    def forward(self, o, t): return nn.functional.nll_loss(o, t)\n"
         "from dataclasses import replace\nrecipe = replace(recipe, model=drifts, loss=Loss())\n"
     )
-    tiny.trained(
-        tiny.write_recipe(tmp_path, tiny.RECIPE + text),
-        tmp_path / "run",
-        *("--max-steps", "1", "--micro-batch-size", "1"),
-    )
+    recipe = tiny.write_recipe(tmp_path, tiny.RECIPE + text)
+    tiny.trained(recipe, tmp_path / "run", "--max-steps", "1", "--micro-batch-size", "1")
     told = " ".join(tiny.events(tmp_path / "run", "start")[0]["notes"])
-    named = (
-        "drift",
-        "Each forward changes the model's buffer drift",
-        "persistent=True",
-        "Hooks of weight",
-        "The loss's weight",
-    )
+    named = ["drift", "Each forward changes the model's buffer drift", "persistent=True"]
+    named += ["Hooks of weight", "The loss's weight"]
     assert [name for name in named if name not in told] == []
 
 

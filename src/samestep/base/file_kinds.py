@@ -4,6 +4,7 @@ import ast
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from samestep.base.errors import UserError
 from samestep.base.nearby import nearby
@@ -15,6 +16,8 @@ _OF_TRAINERS = {
 }
 """The packages of each kind of Trainer, and the ends of names that are one or make one."""
 _TRAINS = {"huggingface": {"train", "hyperparameter_search"}, "lightning": {"fit", "LightningCLI"}}
+_OF_MODELS = re.compile(r"model|net(work)?$|module|coder", re.IGNORECASE)
+"""The ends of names whose `train()` only sets a mode."""
 
 
 def names_recipe(tree: ast.Module) -> bool:
@@ -84,7 +87,8 @@ def trainer_of(path: Path, folder: Path) -> str:
 
     It may do so in modules of its own, from its `folder`; "" for any other.
     """
-    takes, trains = set[str](), set[str]()
+    takes, trains = set[tuple[str, str]](), set[str]()  # kinds, by what the file calls a Trainer
+    used = {"*"}
     waiting = [path]
     read = set[Path]()
     while waiting:
@@ -103,19 +107,29 @@ def trainer_of(path: Path, folder: Path) -> str:
                     modules += [alias.name for alias in names]
                     packages |= {alias.asname or alias.name: alias.name for alias in names}
                 case ast.ImportFrom(module=str(module), names=names):
-                    modules.append(module)
+                    modules += [module, *(f"{module}.{alias.name}" for alias in names)]
                     packages |= {alias.asname or alias.name: module for alias in names}
-                    takes |= {kind for alias in names for kind in _kinds(module, alias.name)}
+                    own = ((a.asname or a.name, _kinds(module, a.name)) for a in names)
+                    takes |= {(kind, name) for name, kinds in own for kind in kinds}
                 case ast.Attribute(value=package, attr=name) if name.endswith(_MADE_BY):
                     text = ast.unparse(package)
                     known = packages.get(text) or packages.get(text.partition(".")[0], "")
-                    takes |= _kinds(known, name)
-                case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
-                    trains |= {name}
-        own = (folder / f"{name.replace('.', '/')}.py" for name in modules)
-        waiting += [one for one in own if one not in read and one.is_file()]
-    kinds = (kind for kind in _OF_TRAINERS if kind in takes)
-    return next((kind for kind in kinds if _TRAINS[kind] & trains), "")
+                    takes |= {(kind, "*") for kind in _kinds(known, name)}
+                case ast.Name(id=name):  # called, or a class's base
+                    used |= {name}
+                case ast.Call(func=ast.Attribute(value=of, attr=name)):
+                    trains |= _called(of, name)
+        ends = (".py", "/__init__.py")
+        files = (f"{name.replace('.', '/')}{end}" for name in modules for end in ends)
+        found = [at / one for one in files for at in (folder, Path()) if (at / one).is_file()]
+        waiting += [one for one in found if one not in read]
+    taken, trains = {kind for kind, name in takes if name in used}, trains | used & {"LightningCLI"}
+    return next((kind for kind in _OF_TRAINERS if kind in taken and _TRAINS[kind] & trains), "")
+
+
+def _called(of: Any, name: str) -> set[str]:
+    """Return the name of what is called of something, but for what only sets a model's mode."""
+    return set() if _OF_MODELS.search(getattr(of, "attr", getattr(of, "id", ""))) else {name}
 
 
 def _kinds(package: str, name: str) -> set[str]:

@@ -1,5 +1,6 @@
 """A training script run as the main program, up to the call by which it would train."""
 
+import ast
 import linecache
 import re
 import sys
@@ -61,7 +62,23 @@ def note_on_the_rest(trainer: object, called: FrameType, call: str) -> tuple[str
     while called.f_back and called.f_locals.get("self") is trainer:  # a method of its class
         called = called.f_back
     file, line = called.f_code.co_filename, called.f_lineno
+    if loop := _loop_around(called):
+        note = f"The script calls {call} in the loop at {loop}: its first training is all that is "
+        return (f"{note}run. Let an argument of the script say which one, or: samestep sweep.",)
     if not _MORE.search("".join(linecache.getlines(file)[line:])):
         return ()
     note = f"The script ends at its {call}, {Path(file).name}:{line}: what follows it is not run. "
     return (f"{note}samestep evaluate, predict and export use the weights of the run.",)
+
+
+def _loop_around(frame: FrameType | None) -> str:
+    """Return the place of the script's loop that a frame is in."""
+    while frame is not None:
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
+        for loop in (node for node in nodes if isinstance(node, ast.For | ast.While)):
+            inside = loop.body[0].lineno <= line <= (loop.end_lineno or 0)
+            if inside and "site-packages" not in file:  # as that of Fire
+                return f"{Path(file).name}:{loop.lineno}"
+        frame = None if frame.f_code.co_name == "<module>" else frame.f_back
+    return ""

@@ -28,14 +28,21 @@ _CALLED: dict[str, tuple[str, ...]] = {
 """What is called, and what each is given besides args, state and control."""
 _OF_TRAINER = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 """What a Trainer also gives, and is not at hand where records are."""
+_USES = {"LOAD_FAST": ("LOAD_ATTR", "LOAD_METHOD"), "LOAD_CONST": ("BINARY_SUBSCR", "BINARY_OP")}
+"""By what it follows: as `model.save()`, or `kwargs["model"]`."""
 _OF_RECORDS = ("event", "split", "epoch", "step", "samples", "seconds")
 _LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
 _BY_SETTINGS = "--patience stops early, --eval-every-steps evaluates, --log-every logs."
 _WITH_MODEL = "For what needs the model, write a Recipe with after_epoch."
+_AFTER = f"Leave it out: samestep.load(run) has the trained model. {_WITH_MODEL}"
+_UNCALLED = ("on_init_end", "on_save", "on_predict", "on_prediction_step", "on_push_begin")
+"""What changes no training; the Trainer has called the first as it was made."""
 
 
-def settings_of_callbacks(callbacks: Sequence[Any]) -> tuple[dict[str, Any], list[TrainerCallback]]:
-    """Return the settings that callbacks stand for, early stopping, and the callbacks to call.
+def settings_of_callbacks(
+    callbacks: Sequence[Any],
+) -> tuple[dict[str, Any], list[TrainerCallback], list[str]]:
+    """Return the settings that callbacks stand for, the callbacks to call, and notes.
 
     Those of transformers only show and save.
 
@@ -44,6 +51,7 @@ def settings_of_callbacks(callbacks: Sequence[Any]) -> tuple[dict[str, Any], lis
     """
     settings: dict[str, Any] = {}
     called: list[TrainerCallback] = []
+    notes: list[str] = []
     for given in callbacks:
         callback = given() if isinstance(given, type) else given
         if isinstance(callback, EarlyStoppingCallback):
@@ -52,28 +60,34 @@ def settings_of_callbacks(callbacks: Sequence[Any]) -> tuple[dict[str, Any], lis
         if own := _own_methods(callback):
             _check(callback, own)
             called.append(callback)
-    return settings, called
+            if uncalled := [name for name in _UNCALLED[1:] if name in own]:
+                kind = type(callback)
+                what = f"{kind.__name__}{defined_at(kind)} has its own {listed(uncalled)}"
+                notes.append(f"The callback {what}: not called here.")
+    return settings, called, notes
 
 
 def _own_methods(callback: Any) -> dict[str, Callable[..., Any]]:
     """Return the events that a callback answers by methods which are not of transformers."""
     events = {n: getattr(callback, n) for n in dir(TrainerCallback) if n.startswith("on_")}
     of = {name: getattr(inspect.unwrap(f), "__module__", "") for name, f in events.items()}
-    return {n: f for n, f in events.items() if not (of[n] or "").startswith("transformers.")}
+    theirs = ("transformers.", "sentence_transformers.")  # the latter's writes a model card
+    return {n: f for n, f in events.items() if not (of[n] or "").startswith(theirs)}
 
 
 def _check(callback: Any, own: Mapping[str, Callable[..., Any]]) -> None:
     """Refuse a callback that would miss a call, what it asks for in one, or the trained model."""
     kind = type(callback)
     named = f"The callback {kind.__name__}{defined_at(kind)}"
-    before = "on_init_end"  # the Trainer has called it as it was made
-    if others := [name for name in own if name not in (*_CALLED, before)]:
+    if others := [name for name in own if name not in (*_CALLED, *_UNCALLED)]:
         raise UserError(
             f"{named} has its own {listed(others)}, which would not be called.",
-            remedy=f"{listed([*_CALLED], 5)} are. {_BY_SETTINGS} {_WITH_MODEL}",
+            remedy=f"Leave it out. {listed([*_CALLED], 5)} are. {_BY_SETTINGS} {_WITH_MODEL}",
         )
     check_held(named, own.values(), {f"self.{n}": value for n, value in vars(callback).items()})
-    for name in _CALLED.keys() & own.keys():
+    for name in sorted(_CALLED.keys() & own.keys()):
+        if asked := _asked(kind, own[name]):
+            raise UserError(f"{named}: {name} uses {asked!r}, which is not here.", remedy=_AFTER)
         try:
             inspect.signature(own[name]).bind(None, None, None, **dict.fromkeys(_CALLED[name]))
         except TypeError as error:
@@ -104,6 +118,16 @@ def check_held(named: str, functions: Iterable[Any], held: Mapping[str, Any]) ->
                 "model, so it would see weights that are not trained.",
                 remedy=_WITH_MODEL,
             )
+
+
+def _asked(kind: type, function: Any) -> str:
+    """Return what an event's function, or a method that it calls, uses and is not given."""
+    code, used = getattr(inspect.unwrap(function), "__code__", None), set[Any]()
+    called = (getattr(kind, name, None) for name in getattr(code, "co_names", ()))
+    for one in filter(None, (code, *(getattr(its, "__code__", None) for its in called))):
+        loads = itertools.pairwise(dis.get_instructions(one))
+        used |= {by.argval for by, then in loads if then.opname in _USES.get(by.opname, ())}
+    return next((name for name in _OF_TRAINER if name in used), "")
 
 
 def _names(function: Any) -> list[dis.Instruction]:

@@ -1,5 +1,7 @@
 """Methods that a Trainer's class has of its own: which are called, and how, and which refused."""
 
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -12,27 +14,22 @@ from transformers import Seq2SeqTrainer, Trainer
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.bridges.huggingface.training_arguments import refuse
-from samestep.core.data.recipe_data import Unpacked
+from samestep.core.data.recipe_data import Unpacked, without_loaders
 from samestep.core.recipe import Splits
 
-_OVERRIDES = (
-    *("training_step", "create_optimizer_and_scheduler", "get_batch_samples", "prediction_step"),
-    *("get_train_dataloader", "get_eval_dataloader", "_get_eval_sampler", "evaluation_loop"),
-    *("evaluate", "_inner_training_loop", "compute_loss_context_manager", "_prepare_inputs"),
-    *("_clip_grad_norm", "_maybe_log_save_evaluate", "_get_num_items_in_batch"),
-    *("_remove_unused_columns", "_prepare_input", "_get_dataloader"),
-    *("_get_collator_with_removed_columns", "autocast_smart_context_manager"),
-)
+_OVERRIDES = """
+    training_step create_optimizer_and_scheduler get_batch_samples _inner_training_loop
+    compute_loss_context_manager _prepare_inputs _clip_grad_norm _maybe_log_save_evaluate
+    _get_num_items_in_batch _remove_unused_columns _prepare_input _get_dataloader
+    _get_collator_with_removed_columns autocast_smart_context_manager
+"""
 """Methods of a Trainer that would not be called."""
-_OF_TRL = {
-    f"trl.trainer.{module}.{kind}.{name}"
-    for module, kind in (
-        ("sft_trainer", "SFTTrainer"),
-        ("dpo_trainer", "DPOTrainer"),
-        ("reward_trainer", "RewardTrainer"),
-    )
-    for name in ("training_step", "prediction_step", "evaluate")
-}
+_EVALUATE = "prediction_step get_eval_dataloader _get_eval_sampler evaluation_loop evaluate"
+"""Those that change its evaluations only."""
+_OF_TRL = re.compile(
+    r"trl\.trainer\.(sft_trainer\.SFT|dpo_trainer\.DPO|reward_trainer\.Reward)Trainer\."
+    r"(training_step|prediction_step|evaluate)"
+)
 """Methods that offload activations, call `compute_loss` or tokenize what is given to them."""
 _REFUSED_OF_TRL = {
     "activation_offloading": "gradient_checkpointing=True saves memory.",
@@ -57,23 +54,35 @@ def has_own(kind: type, name: str) -> bool:
     return getattr(kind, name, None) not in known
 
 
-def check_methods(kind: type) -> None:
-    """Refuse a Trainer's class with methods that would not be called.
+def _own(kind: type, names: str) -> list[str]:
+    own = {name: getattr(kind, name) for name in names.split() if has_own(kind, name)}
+    full = {name: f"{of.__module__}.{of.__qualname__}" for name, of in own.items()}
+    return [name for name in own if not _OF_TRL.fullmatch(full[name])]
+
+
+def evaluates(kind: type) -> bool:
+    """Whether a Trainer's class evaluates as that of transformers."""
+    return not _own(kind, _EVALUATE)
+
+
+def check_methods(trainer: Trainer) -> None:
+    """Refuse a Trainer whose class has methods that would not be called in its training.
 
     Raises:
         UserError: names them.
     """
-    own = [name for name in _OVERRIDES if has_own(kind, name)]
-    if own := [name for name in own if _full_name(getattr(kind, name)) not in _OF_TRL]:
+    kind, plain = type(trainer), trainer.args.eval_strategy == "no"
+    own, remedy = _own(kind, _OVERRIDES), "Write a Recipe, or keep the loop: samestep.open_run."
+    if kind.get_train_dataloader.__module__.startswith("sentence_transformers."):
+        own.append("get_train_dataloader")  # of columns that no forward names
+    if not own and not plain:
+        own, remedy = _own(kind, _EVALUATE), f"eval_strategy='no' trains without it. {remedy}"
+    if own:
         raise UserError(
             f"{kind.__name__}{defined_at(kind)} has its own {listed(own)}, which samestep would "
             "not call.",
-            remedy="Write a Recipe, or keep the loop: samestep.open_run.",
+            remedy=remedy,
         )
-
-
-def _full_name(method: Any) -> str:
-    return f"{method.__module__}.{method.__qualname__}"
 
 
 def check_of_trl(trainer: Trainer) -> None:
@@ -92,6 +101,7 @@ def check_of_trl(trainer: Trainer) -> None:
 def take_model(trainer: Trainer, model: nn.Module) -> None:
     """Let a Trainer's own methods use a model, and its reference (of DPO) be on the same device."""
     trainer.model = trainer.model_wrapped = model
+    vars(trainer)["log"] = lambda *_, **__: None  # of `compute_loss`: its trackers would begin
     reference, device = getattr(trainer, "ref_model", None), next(model.parameters()).device
     if isinstance(reference, nn.Module) and next(reference.parameters()).device != device:
         reference.to(device)
@@ -99,10 +109,15 @@ def take_model(trainer: Trainer, model: nn.Module) -> None:
 
 def noting_uncalled(trainer: Trainer, data: Callable[[], Splits]) -> Splits:
     """Return the data, and notes of a Trainer's own methods and script that are not called."""
-    splits, shown = data(), ("log", "save_model", "_save", "_save_checkpoint", "_load_best_model")
-    own, kind = [name for name in shown if has_own(type(trainer), name)], type(trainer)
-    note = f"{kind.__name__}{defined_at(kind)} has its own {listed(own)}: not called here."
-    notes = *([note] if own else []), *vars(trainer).get("_not_run", ())
+    splits, shown = data(), "log save_model _save _save_checkpoint _load_best_model"
+    kind, notes = type(trainer), list(vars(trainer).get("_not_run", ()))
+    named = f"{kind.__name__}{defined_at(kind)}"
+    if own := _own(kind, f"{shown} {_EVALUATE}"):
+        without = "" if evaluates(kind) else ", so nothing is evaluated"
+        notes.append(f"{named} has its own {listed(own)}: not called here{without}.")
+    code = getattr(inspect.unwrap(kind.compute_loss), "__code__", None)
+    if has_own(kind, "compute_loss") and "log" in getattr(code, "co_names", ()):
+        notes.append(f"{named} logs in its compute_loss: no record has that. Loss and rate are.")
     return replace(splits, notes=(*splits.notes, *notes))
 
 
@@ -110,6 +125,30 @@ def ordered_by(trainer: Trainer, data: Callable[[], Splits]) -> Splits:
     """Return the data in the order of a Trainer's own sampler."""
     splits, sampler = data(), trainer._get_train_sampler()  # noqa: SLF001 - the user's method
     return replace(splits, train=Unpacked(cast("Any", splits.train), default_collate, sampler))
+
+
+def loaded_by(trainer: Trainer, data: Callable[[], Splits]) -> Splits:
+    """Return the data in the order of a Trainer's own training loader.
+
+    Raises:
+        UserError: it puts samples together in another way than the Trainer.
+    """
+    splits, prepared = data(), vars(trainer.accelerator)
+    prepared["prepare"] = lambda *given, **_: given[0] if len(given) == 1 else given
+    loader: Any = trainer.get_train_dataloader()
+    del prepared["prepare"]
+    collate = getattr(loader, "collate_fn", None)
+    if getattr(collate, "data_collator", collate) not in (trainer.data_collator, default_collate):
+        raise UserError(
+            f"The loader of {type(trainer).__name__}.get_train_dataloader has another collate_fn "
+            f"than the Trainer{defined_at(collate)}.",
+            remedy="Give it to the Trainer, as data_collator.",
+        )
+    train: Any = without_loaders(Splits(train=loader), None).train
+    if isinstance(train, Unpacked):
+        size = None if train.batch_size == trainer.args.train_batch_size else train.batch_size
+        train = replace(train, collate=default_collate, batch_size=size)
+    return replace(splits, train=train)
 
 
 def optimizer_of(trainer: Trainer, model: nn.Module, _: Settings) -> torch.optim.Optimizer:
@@ -123,3 +162,7 @@ def schedule_of(trainer: Trainer, optimizer: torch.optim.Optimizer, plan: Any) -
     """Return the scheduler that a Trainer's own `create_scheduler` makes."""
     trainer.lr_scheduler = None
     return trainer.create_scheduler(plan.total_steps, optimizer) or trainer.lr_scheduler
+
+
+ORDERED = {"_get_train_sampler": ordered_by, "get_train_dataloader": loaded_by}
+"""What takes the order from a Trainer's own method; its own loader decides last."""

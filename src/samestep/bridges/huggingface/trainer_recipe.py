@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
+from accelerate.state import PartialState
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
@@ -33,40 +34,21 @@ from transformers.utils import find_labels
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.base.trees import num_rows, tree_leaves
+from samestep.bridges.huggingface import trainer_methods as methods
+from samestep.bridges.huggingface import training_arguments as arguments
 from samestep.bridges.huggingface.callbacks import (
     LoggingCallbacks,
     check_held,
     settings_of_callbacks,
 )
 from samestep.bridges.huggingface.predictions import Predictions, generated, predicted
-from samestep.bridges.huggingface.trainer_methods import (
-    OF_OPTIMIZER,
-    check_methods,
-    check_of_trl,
-    has_own,
-    noting_uncalled,
-    optimizer_of,
-    ordered_by,
-    schedule_of,
-    take_model,
-    with_length,
-)
-from samestep.bridges.huggingface.training_arguments import (
-    check_arguments,
-    check_data,
-    groups_by_length,
-    leave_ranks_alone,
-    settings_of,
-    settings_of_weights,
-    uses_fp16,
-)
 from samestep.core.data.recipe_data import is_stream
 from samestep.core.learner.after_epoch import keeps_trained
 from samestep.core.learner.model_state import copied
 from samestep.core.recipe import Recipe, Splits
 from samestep.launch.ranks.world import in_process_group
 
-leave_ranks_alone()
+arguments.leave_ranks_alone()
 
 _IGNORED = -100  # the label of what no loss counts
 _NO_FP16 = (
@@ -117,15 +99,16 @@ def recipe(
     Raises:
         UserError: an argument has no counterpart, or validation data is a stream.
     """
-    check_arguments(args)
-    if getattr(args, "distributed_state", None) is not None and in_process_group():
+    arguments.check_arguments(args)
+    if isinstance(getattr(args, "distributed_state", None), PartialState) and in_process_group():
         raise UserError(
             "TrainingArguments(…) have connected the ranks before samestep could.",
             remedy="Import samestep.huggingface at the top of the file, and start it with: "
             "samestep train FILE.",
         )
     for name, data in (("train", train_dataset), ("eval", eval_dataset), ("test", test_dataset)):
-        check_data(name, data)
+        arguments.check_data(name, data)
+    stops, called, uncalled = settings_of_callbacks(callbacks or ())
     pads = isinstance(processing_class, PreTrainedTokenizerBase)
     padding = DataCollatorWithPadding(processing_class) if pads else default_data_collator
     given = _ForTrainer(
@@ -136,19 +119,19 @@ def recipe(
         optimizers=optimizers,
         loss_func=compute_loss_func,
         predicts=compute_metrics is not None and not args.prediction_loss_only,
+        notes=(*uncalled, *([_NO_FP16] if args.fp16 and not arguments.uses_fp16(args) else [])),
         preprocess=preprocess_logits_for_metrics,
         processing_class=processing_class,
     )
     if isinstance(model, nn.Module):
         given.look_at(model)
-    stops, called = settings_of_callbacks(callbacks or ())
     functions = compute_metrics, compute_loss_func, preprocess_logits_for_metrics
     check_held("What a recipe is given", [*filter(None, functions)], {})
-    derived = settings_of(args) | stops
+    derived = arguments.settings_of(args) | stops
     if is_stream(train_dataset):
         derived.pop("order", None)  # it comes as it comes, for the Trainer, too
     if "precision" not in settings:
-        derived |= settings_of_weights(model)
+        derived |= arguments.settings_of_weights(model)
     monitor = derived.get("monitor", "")  # of several, Trainer's eval_NAME_accuracy
     by_name = eval_dataset if isinstance(eval_dataset, Mapping) else ()
     if names := [name for name in by_name if monitor.startswith(f"{name}_")]:
@@ -167,7 +150,7 @@ def recipe(
         forward=given.forward,
         loss=_loss,
         loss_terms=given.terms,
-        lengths=given.lengths if groups_by_length(args) else None,
+        lengths=given.lengths if arguments.groups_by_length(args) else None,
         optimizer=given.optimizer,
         schedule=given.schedule,
         metrics={"compute_metrics": Predictions(compute_metrics)} if given.predicts else {},
@@ -185,16 +168,17 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
         UserError: as of `recipe`; or the Trainer's class has methods that would not be called.
     """
     kind = type(trainer)
-    check_methods(kind)
-    check_of_trl(trainer)
+    methods.check_methods(trainer)
+    methods.check_of_trl(trainer)
+    seen = methods.evaluates(kind)
     init = getattr(trainer, "model_init", None)
     base = recipe(
         init if init is not None else trainer.model,
         trainer.args,
         trainer.train_dataset,
-        trainer.eval_dataset,
+        trainer.eval_dataset if seen else None,
         trainer.data_collator,
-        trainer.compute_metrics,
+        trainer.compute_metrics if seen else None,
         (trainer.optimizer, trainer.lr_scheduler),
         test_dataset=test_dataset,
         processing_class=getattr(trainer, "processing_class", None),
@@ -204,23 +188,26 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
         **settings,
     )
     given: _ForTrainer = cast("Any", base.model).__self__
-    parts: dict[str, Any] = {"data": functools.partial(noting_uncalled, trainer, base.data)}
-    if has_own(kind, "_set_signature_columns_if_needed"):
+    parts: dict[str, Any] = {"data": functools.partial(methods.noting_uncalled, trainer, base.data)}
+    if methods.has_own(kind, "_set_signature_columns_if_needed"):
         trainer._set_signature_columns_if_needed()  # noqa: SLF001 - the user's method
         given.about.kept = frozenset(trainer._signature_columns or ())  # noqa: SLF001
-    if has_own(kind, "compute_loss"):
+    if methods.has_own(kind, "compute_loss"):
         parts["forward"] = given.computed_by(trainer)
-    if has_own(kind, "_get_train_sampler"):
-        parts["data"] = functools.partial(ordered_by, trainer, parts["data"])
+    for name, of in methods.ORDERED.items():
+        if methods.has_own(kind, name):
+            parts["data"] = functools.partial(of, trainer, parts["data"])
+            not_its = {"order", "group_by_length"} - settings.keys()
+            parts["settings"] = {n: v for n, v in base.settings.items() if n not in not_its}
     chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
-    if chosen or any(has_own(kind, name) for name in OF_OPTIMIZER):
-        parts["optimizer"] = functools.partial(optimizer_of, trainer)
-    if has_own(kind, "create_scheduler"):
-        parts["schedule"] = functools.partial(schedule_of, trainer)
+    if chosen or any(methods.has_own(kind, name) for name in methods.OF_OPTIMIZER):
+        parts["optimizer"] = functools.partial(methods.optimizer_of, trainer)
+    if methods.has_own(kind, "create_scheduler"):
+        parts["schedule"] = functools.partial(methods.schedule_of, trainer)
     if "forward" in parts:  # which may ask the Trainer's state how long the training is
         trainer.state.max_steps = max(1, trainer.args.max_steps)
         schedule = parts.get("schedule", base.schedule)
-        parts["schedule"] = functools.partial(with_length, trainer, given.about, schedule)
+        parts["schedule"] = functools.partial(methods.with_length, trainer, given.about, schedule)
     return replace(base, **parts)
 
 
@@ -260,6 +247,8 @@ class _About:
     """Whether position i predicts label i + 1."""
     takes_items: bool = False
     """Whether its forward takes `num_items_in_batch`."""
+    by_sample: bool = False
+    """Whether its loss is a mean over samples, whose labels are texts (CTC)."""
     smoother: LabelSmoother | None = None
     not_predicted: frozenset[str] = frozenset({"loss", "past_key_values"})
     steps_per_epoch: int = 1
@@ -276,6 +265,7 @@ class _ForTrainer:
     optimizers: tuple[Any, Any]
     loss_func: Callable[..., Tensor] | None
     predicts: bool
+    notes: tuple[str, ...]
     preprocess: Callable[[Any, Any], Any] | None
     processing_class: Any = None
     about: _About = field(default_factory=_About)
@@ -322,6 +312,7 @@ class _ForTrainer:
         by_type = LOSS_MAPPING.get(getattr(base, "loss_type", None)) is ForCausalLMLoss
         about.shifts = causal or (by_type and not getattr(config, "is_encoder_decoder", False))
         about.takes_items = getattr(base, "accepts_loss_kwargs", variable)
+        about.by_sample = getattr(config, "ctc_loss_reduction", "") == "mean"
         many = getattr(config, "problem_type", None) == "multi_label_classification"
         about.smoother = LabelSmoother(epsilon=eps) if eps and not many else None
         ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
@@ -330,9 +321,7 @@ class _ForTrainer:
     def data(self) -> Splits:
         """Return the data sets."""
         train, held_out, test = map(_map_style, self.datasets)
-        plain = self.args.fp16 and not uses_fp16(self.args)
-        notes = (_NO_FP16,) if plain else ()
-        return Splits(train=train, validation=held_out, test=test, notes=notes)
+        return Splits(train=train, validation=held_out, test=test, notes=self.notes)
 
     def collate(self, samples: list[Any]) -> Any:
         """Put samples into a batch, without columns that the model does not take."""
@@ -357,7 +346,7 @@ class _ForTrainer:
     def terms(self, batch: Any) -> Any:
         """Return how many labels a batch has, -100 left out; without them its samples."""
         labels = batch.get("shift_labels", batch.get("labels"))
-        if not isinstance(labels, Tensor) or labels.is_floating_point():
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or self.about.by_sample:
             tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
             # None: of pairs that are put one below the other, with scores.
             return num_rows(batch) or min((len(t) for t in tensors if t.ndim), default=1)
@@ -382,7 +371,7 @@ class _ForTrainer:
         def forward(model: nn.Module, batch: Any, *, step: int) -> dict[str, Any]:
             taken, state = step + (not model.training), trainer.state  # an evaluation follows it
             state.global_step, state.epoch = taken, taken / self.about.steps_per_epoch
-            take_model(trainer, model)
+            methods.take_model(trainer, model)
             if (tokens := self.generated(model, batch)) is not None:
                 return tokens
             items = self._items(batch) if "num_items_in_batch" in takes else {}

@@ -34,8 +34,10 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
         given = dict(zip(["resume_from_checkpoint"], arguments, strict=False)) | named
         if wanted := [name for name, value in given.items() if value]:
             raise UserError(
-                f"trainer.train({wanted[0]}=…) cannot be taken over.",
-                remedy="Leave it out, and continue a run with: samestep train RUN --resume",
+                f"trainer.train({wanted[0]}={given[wanted[0]]!r:.60}) cannot be taken over: the "
+                "Trainer's checkpoints are none of samestep's.",
+                remedy="Leave it out, or give another output_dir, where the script looks for them. "
+                "A run continues with: samestep train RUN --resume",
             )
         trainers.append(trainer)
         called = sys._getframe(2)  # noqa: SLF001 - by what called it

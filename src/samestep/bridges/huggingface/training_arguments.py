@@ -4,10 +4,11 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.state import PartialState
+from accelerate.state import DistributedType, PartialState
 from transformers import TrainingArguments
 
 from samestep.base.errors import UserError, defined_at
@@ -199,6 +200,11 @@ def settings_of_weights(model: Any) -> dict[str, Any]:
 _OF_RANKS = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
+_FIRST = {"process_index": 0, "local_process_index": 0, "num_processes": 1, "is_main_process": True}
+_ALONE = SimpleNamespace(distributed_type=DistributedType.NO, is_local_main_process=True, **_FIRST)
+"""What arguments made in a recipe file say of their ranks; TRL asks for it."""
+
+
 def leave_ranks_alone() -> None:
     """Keep arguments and trainers that a recipe file makes from connecting the ranks.
 
@@ -211,7 +217,7 @@ def leave_ranks_alone() -> None:
     def on_cpu(args: Any) -> torch.device:
         if being_read() is None:
             return real(args)  # type: ignore[no-any-return]
-        args.distributed_state, args._n_gpu = None, 0  # noqa: SLF001
+        args.distributed_state, args._n_gpu = _ALONE, 0  # noqa: SLF001
         return torch.device("cpu")
 
     @functools.wraps(joins)

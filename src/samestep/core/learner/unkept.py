@@ -57,6 +57,8 @@ class Unkept(NamedTuple):
     """What gives other samples when it is asked again, with all generators seeded alike."""
     among: tuple[str, ...] = ()
     """What gives another sample where others are in the batch with it."""
+    no_mean: tuple[str, ...] = ()
+    """What its loss is said to be a mean over, where those of two shares do not add up to it."""
 
     def refuse(self, loss: object, model: object = None) -> None:
         """Refuse to resume a training with such a loss or such a model."""
@@ -85,6 +87,11 @@ class Unkept(NamedTuple):
             f"What {owner.lower()} {' or '.join(self.among)} makes of a sample depends on the "
             "others in its batch, or is drawn for all of them at once: on another number of ranks "
             f"this is another training. Draw in a data set, or {keyed}.": self.among,
+            "The loss of a batch is not the mean of the losses of its shares, each weighed by its "
+            f"{listed(self.no_mean)}: on another number of ranks this is another training. "
+            "Recipe(loss_terms=…) says what it is a mean over, such as weights of classes; "
+            "reduction='sum' that it is a sum, and loss_over='batch' that it compares "
+            "samples.": self.no_mean,
             f"The loss changes {listed(self.loss, 3)} from call to call, and no checkpoint holds "
             "it: a resume will be refused. Let the loss name `step` or `epoch` among its "
             "arguments.": self.loss,
@@ -170,9 +177,10 @@ def _equal_batches(first: Any, other: Any, last: int = 0) -> bool:
     `other` may be the `last` samples of `first`; what is padded to another length is not compared,
     nor what is packed, and numbers of rows are those within each.
     """
-    if last and has_packed(first):
+    leaves, others = [*tree_leaves(first)], [*tree_leaves(other)]
+    if last and (has_packed(first) or len(leaves) != len(others)):  # or a list with one for each
         return True
-    for mine, theirs in zip(tree_leaves(first), tree_leaves(other), strict=False):
+    for mine, theirs in zip(leaves, others, strict=False):
         if not (isinstance(mine, Tensor) and isinstance(theirs, Tensor)):
             continue
         if last:
@@ -223,6 +231,40 @@ def of_loss(
         for name in changed
         if values[0] != values[1] or name in counts
     )
+
+
+def of_shares(
+    model: nn.Module, train: Source, loss: Callable[[Batch], Tensor], recipe: Recipe, rounds: float
+) -> tuple[str, ...]:
+    """Name what a loss should be a mean over, if that of a batch is none of those of two shares.
+
+    One that draws numbers tells nothing. `loss` is right to the fraction `rounds`.
+    """
+    terms = recipe.loss_terms
+    head = [p for p in model.parameters() if p.dim() > 1][-1:]  # of the model itself
+    before = [p.data for p in head]
+
+    def of(samples: Sequence[int], seed: int = 0) -> Tensor:
+        assert isinstance(train, OrderedSource)
+        with random_numbers(seed, *(p.device for p in head)):
+            batch = train.trained(samples)
+            whole = batch.inputs if recipe.forward else (batch.inputs, batch.targets)
+            number = float(terms(whole)) if terms else len(samples)
+            return torch.tensor([float(loss(batch)) * number, number])
+
+    try:
+        for weight in head:
+            weight.data = 16.0 * weight.data  # to a new model all samples are alike
+        chosen = range(0, train.num_samples, max(1, train.num_samples // 8))[:8]
+        whole, again, shares = of(chosen), of(chosen, 1), of(chosen[:3]) + of(chosen[3:])
+    except Exception:  # the first step tells how it fails
+        return ()
+    finally:
+        for weight, data in zip(head, before, strict=True):
+            weight.data = data
+    value, divided = whole[0] / whole[1], shares[0] / shares[1]
+    apart = torch.allclose(whole, again) and abs(value - divided) > rounds * abs(value)
+    return ("samples" if terms is None else "loss_terms",) * bool(apart)
 
 
 class OptimizerTrial:

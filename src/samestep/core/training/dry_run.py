@@ -34,7 +34,7 @@ from samestep.core.learner.apply import (
 from samestep.core.learner.device import autocast, count_flops
 from samestep.core.learner.model_state import copied
 from samestep.core.learner.side_effects import batch_norms, keep_buffers
-from samestep.core.learner.unkept import Unkept, of_buffers, of_forward, of_loss
+from samestep.core.learner.unkept import Unkept, of_buffers, of_forward, of_loss, of_shares
 from samestep.core.plan import Plan
 from samestep.core.recipe import Recipe, Splits, accuracy
 from samestep.core.recipe_checks import check_lower, check_names
@@ -128,7 +128,7 @@ def dry_run(
             _check_pairs(loss_of, outputs, batch.targets, judged)
             if loss_state is None:
                 loss_state = of_loss(trial.loss, loss_of, outputs, batch.targets)
-            of_model = partial(_of_model, trial, recipe.forward, evaluated, precision, world)
+            of_model = partial(_of_model, trial, recipe, train, evaluated, settings, world)
             if told_later:
                 names = named(outputs) if parts is None else parts
                 unkept = Unkept(loss_state, **of_model())
@@ -264,16 +264,32 @@ def _check_alone(
 
 
 def _of_model(
-    trial: _Trial, function: object, evaluated: Source, precision: Precision, world: World
+    trial: _Trial,
+    recipe: Recipe,
+    train: Source,
+    evaluated: Source,
+    settings: Settings,
+    world: World,
 ) -> dict[str, tuple[str, ...]]:
     """Return the state of the model that no checkpoint holds, as `Unkept` names it."""
+    apply = partial(outputs_of, trial.applied, precision=settings.precision, device=world.device)
+    total = summed(timed(trial.loss, Moment()), recipe.loss_weights)
 
     def forward(samples: int) -> Any:
-        return outputs_of(trial.applied, evaluated.peek(samples).inputs, precision, world.device)
+        return apply(evaluated.peek(samples).inputs)
 
+    @torch.no_grad()
+    def loss(batch: Batch) -> Tensor:
+        return total(apply(batch.inputs), batch.targets)
+
+    others = recipe.carry or recipe.batch_transform or any_sharded(trial.model)
+    mean = recipe.loss_over == "samples" and recipe.reduction == "mean" and not others
+    shared = (world.world_size > 1 and not world.virtual_ranks) or settings.micro_batch_size
+    rounds = 1e-4 if world.device.type == "cpu" and settings.precision in ("fp32", "fp64") else 1e-2
+    no_mean = of_shares(trial.model, train, loss, recipe, rounds) if mean and shared else ()
     trial.applied.train()
     buffers = of_buffers(trial.model, forward, _SAMPLES, world)
-    return {**buffers, **of_forward(trial.model, function, forward, _FEW)}
+    return {**buffers, **of_forward(trial.model, recipe.forward, forward, _FEW), "no_mean": no_mean}
 
 
 @contextlib.contextmanager
