@@ -212,7 +212,7 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([("epochs=3", 'epochs=3, strategy="fsdp"')], "parts of the weights"),
         ([("self.save_hyperparameters()", "self.automatic_optimization = False")], "open_run"),
         ([("return [optimizer], ", "return [optimizer, optimizer], ")], "returns several"),
-        ([("def on_train_epoch_start", "def on_validation_start")], "on_validation_start"),
+        ([("def on_train_epoch_start", "def on_validation_end")], "on_validation_end"),
         (LATE, "updates late"),
         ([('"val_step", 2.0)', '"val_step", 2.0); self.kept = [2.0]')], "changes the model's kept"),
         (SEEN, "seen, of which on_train_epoch_end would know one rank's"),
@@ -232,11 +232,11 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([("self.factor", f"{IN_EVAL}; self.factor")], "still into eval mode in one epoch"),
         ([("net = Net()", "net = lambda: Net().double()")], "precision='fp64'"),
         ([("(net, Data, batch", "(net, Own([1]), batch")], "way of its own"),
-        ([(RECIPE, FIT), ("max_epochs=3", "limit_val_batches=3")], "limit_val_batches=3"),
+        ([(RECIPE, FIT), ("max_epochs=3", "overfit_batches=3")], "overfit_batches=3"),
         ([(RECIPE, FIT), ("max_epochs=3", "val_check_interval=9")], "check_val_every_n_epoch=None"),
         ([(RECIPE, FIT), ("stop, keep]", "of.BackboneFinetuning()]")], "callback BackboneFine"),
         ([(RECIPE, FIT), ("bf16-mixed", "16-true")], "Give one of 16, 16-mixed"),
-        ([(RECIPE, FIT), ("    batch_size = 8\n", "")], "attribute `batch_size`"),
+        ([(RECIPE, FIT), ("    batch_size = 8\n", "")], "Add --batch-size 8"),
     ],
 )
 def test_what_it_asks_in_vain_is_refused_by_name(tmp_path, refused, changes, told):

@@ -14,6 +14,7 @@ _OF_TRAINERS = {
     "lightning": (re.compile(r"(pytorch_)?lightning"), (*_MADE_BY, "*")),
 }
 """The packages of each kind of Trainer, and the ends of names that are one or make one."""
+_ENDS = (".py", "/__init__.py")
 _TRAINS = {"huggingface": {"train", "hyperparameter_search"}, "lightning": {"fit", "LightningCLI"}}
 
 
@@ -102,8 +103,9 @@ def trainer_of(path: Path, folder: Path) -> str:
                 case ast.Import(names=names):
                     modules += [alias.name for alias in names]
                     packages |= {alias.asname or alias.name: alias.name for alias in names}
-                case ast.ImportFrom(module=str(module), names=names):
-                    modules.append(module)
+                case ast.ImportFrom(module=module, names=names):
+                    module = module or ""
+                    modules += [module, *(f"{module}.{alias.name}".strip(".") for alias in names)]
                     packages |= {alias.asname or alias.name: module for alias in names}
                     takes |= {kind for alias in names for kind in _kinds(module, alias.name)}
                 case ast.Attribute(value=package, attr=name) if name.endswith(_MADE_BY):
@@ -112,8 +114,10 @@ def trainer_of(path: Path, folder: Path) -> str:
                     takes |= _kinds(known, name)
                 case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
                     trains |= {name}
-        own = (folder / f"{name.replace('.', '/')}.py" for name in modules)
-        waiting += [one for one in own if one not in read and one.is_file()]
+        named = [name.replace(".", "/") for name in modules if name]
+        folders = {folder, file.parent, file.parent.parent}  # for imports that begin with a dot
+        own = (of / f"{name}{end}" for of in folders for name in named for end in _ENDS)
+        waiting += {one for one in own if one not in read and one.is_file()}
     kinds = (kind for kind in _OF_TRAINERS if kind in takes)
     return next((kind for kind in kinds if _TRAINS[kind] & trains), "")
 

@@ -4,7 +4,7 @@ import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.run.records import TAKEN_NAMES
+from samestep.base.trees import map_tensors
 from samestep.core.learner.device import casting_anew
 from samestep.core.learner.model_state import modules_of
 from samestep.core.learner.side_effects import differing, keep_buffers, model_prints
@@ -24,6 +25,8 @@ NTH = "dataloader_idx_"
 """As Lightning calls what several validation loaders measure."""
 
 _logged: ContextVar[dict[str, Any] | None] = ContextVar("logged", default=None)
+_FEW, _PART = 8, 3
+"""Samples of which a loss is tried, and those of its first part."""
 _OF_MEANS = ("mean", "avg", torch.mean)
 
 
@@ -116,6 +119,43 @@ def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", **__: Any) -> N
             remedy="Log a value that is a mean over the samples of the batch, or leave it out.",
         )
     logged[name] = value.detach() if isinstance(value, Tensor) else value
+
+
+def note_on_loss(module: Any, dataset: Any, collate: Callable[[Any], Any]) -> None:
+    """Say if the loss is no mean over samples: on several ranks that is another training.
+
+    It is computed of a few samples, and of them in two parts. One that draws numbers is not.
+    """
+    kind = next(module.parameters())
+    sharded = type(kind) is not nn.Parameter  # all ranks would have to call it
+    if sharded or len(dataset) < _FEW or kind.dtype not in (torch.float32, torch.float64):
+        return
+    samples, losses = [dataset[place] for place in range(_FEW)], []
+
+    def placed(tensor: Tensor) -> Tensor:
+        return tensor.to(kind.device, kind.dtype if tensor.is_floating_point() else None)
+
+    for some in (samples, samples[:_PART], samples[_PART:]):
+        drawn = torch.get_rng_state()
+        with suppress(Exception), torch.no_grad():  # its own mistakes are told when it is taken
+            value = map_tensors(placed, collate(some))
+            outputs, _ = called(module, "training_step", value, 0, 0, seen=Evaluated())
+            losses.append(float(outputs["loss"]))
+        for metric in metrics_of(module):
+            metric.reset()
+        if not torch.equal(drawn, torch.get_rng_state()):
+            return
+    if len(losses) < 3:
+        return
+    whole, mean = losses[0], (_PART * losses[1] + (_FEW - _PART) * losses[2]) / _FEW
+    if abs(whole - mean) > 0.01 * max(abs(whole), abs(mean)):
+        note = (
+            f"samestep: note: The loss of training_step{defined_at(type(module).training_step)} is "
+            f"no mean over samples: of {_FEW} samples it is {whole:.4g}, and the mean of two parts "
+            f"of them is {mean:.4g}. On several ranks this is another training; page “Bring what "
+            "you have” names loss_terms and loss_over."
+        )
+        print(note, file=sys.stderr, flush=True)  # noqa: T201 - found after all notes
 
 
 def mean_of(value: Any, samples: int) -> float:
