@@ -220,7 +220,10 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     train_here(written(tmp_path), *how, "--run-dir", str(tmp_path / "recipe"))
     imports = ("import samestep.huggingface\n", "")
     (tmp_path / "star.py").write_text(f"from transformers import *\n{SCRIPT}")
-    assert trainer_of(tmp_path / "star.py", tmp_path)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/__init__.py").write_text("from ..star import *")
+    (tmp_path / "top.py").write_text("from own import *")
+    assert trainer_of(tmp_path / "top.py", tmp_path) == trainer_of(tmp_path / "star.py", tmp_path)
     text = "import transformers as hf\nhf.Trainer(hf.AutoModel()).hyperparameter_search()\n"
     (tmp_path / "search.py").write_text(text)
     assert trainer_of(tmp_path / "search.py", tmp_path)

@@ -94,6 +94,7 @@ FIT = """if __name__ == "__main__":
     trainer.fit(net, Data())
     trainer.test(net, Data())
 """
+HOOKS = "on_before_zero_grad", "on_before_optimizer_step", "on_train_batch_end"
 ALONE = ("--threads", "1", "--device", "cpu")
 
 
@@ -157,10 +158,27 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(
     assert ended[-1]["metrics"]["bias"] == pytest.approx(float(trainer.callback_metrics["bias"]))
 
 
+def test_a_script_keeps_batches_order_and_limits_that_its_setup_and_trainer_make(tmp_path):
+    """With on_train_batch_start, half precision of a CPU, and a loss that batch_idx weighs."""
+    once = [(f"def {hook}", f"def _{hook}") for hook in HOOKS]  # for each step
+    asked = "accumulate_grad_batches=3, limit_train_batches=0.6, limit_val_batches=2"
+    begins = ("on_train_epoch_start(self)", "on_train_batch_start(self, _, nth)")
+    fit = FIT.replace('"bf16-mixed"', f'"16-mixed", {asked}').replace("/dataloader_idx_0", "")
+    sized = ("    batch_size = 8\n", "")  # known only once its loader is made
+    file = written(tmp_path, sized, begins, (RECIPE, fit), *once)
+    sizes = "--batch-size 24 --micro-batch-size 8".split()
+    train_here(file, *ALONE, *sizes, "--run-dir", str(tmp_path / "run"))
+    theirs, names = runpy.run_path(file), eval(f"dict({asked}, max_epochs=3, accelerator='cpu')")
+    names |= {"precision": "16-mixed", "enable_checkpointing": False}
+    with warnings.catch_warnings(action="ignore"):
+        pl.Trainer(**names, logger=DummyLogger()).fit(theirs["net"], theirs["Data"]())
+    mine, net = samestep.load(tmp_path / "run", checkpoint="last"), theirs["net"]
+    torch.testing.assert_close({**mine.state_dict()}, {**net.state_dict()}, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, strategy):
-    hooks = "on_before_zero_grad", "on_before_optimizer_step", "on_train_batch_end"
-    left_out = [(f"def {hook}", f"def _{hook}") for hook in hooks if strategy == "fsdp"]
+    left_out = [(f"def {hook}", f"def _{hook}") for hook in HOOKS if strategy == "fsdp"]
     drawn = (", generator=torch.Generator().manual_seed(3)", "")  # alike on all ranks
     changes = drawn, ("int(self.trainer.estimated_stepping_batches)", "48"), *left_out
     file = written(tmp_path, *changes)
@@ -178,8 +196,8 @@ def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, str
         assert own.get("top") == own.get("object") == own.get("auroc")
 
 
-def test_an_evaluation_by_training_step_leaves_buffers_as_they_are():
-    from samestep.bridges.lightning.logged import Evaluated, called
+def test_an_evaluation_by_training_step_leaves_buffers_and_a_loss_that_is_a_sum_is_told(capsys):
+    from samestep.bridges.lightning.logged import Evaluated, called, note_on_loss
 
     net = torch.nn.BatchNorm1d(2).eval()
     type(net).training_step = lambda own: own.running_mean.add_(1).sum()
@@ -187,6 +205,11 @@ def test_an_evaluation_by_training_step_leaves_buffers_as_they_are():
     assert called(net, "training_step", None, seen=evaluated)[0]["loss"] == 2
     assert evaluated.buffers(net) is evaluated.buffers(net)  # copied once in an evaluation
     assert not net.running_mean.any()
+    for loss, told in (torch.mean, False), (torch.sum, True), (torch.std, True):
+        own = {"loss": staticmethod(loss), "training_step": lambda own, batch: own.loss(batch)}
+        net = type("Net", (torch.nn.Linear,), own)(1, 1)
+        note_on_loss(net, torch.arange(9.0), torch.stack)
+        assert ("is no mean over samples" in capsys.readouterr().err) is told
 
 
 STEP = ("OneCycleLR(optimizer, max_lr=0.05, total_steps=total)", "ReduceLROnPlateau(optimizer)")

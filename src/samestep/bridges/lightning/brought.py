@@ -318,9 +318,10 @@ class _Brought:
             self.trainer.drops = loader.drop_last
             self.trainer.loaders_batch = getattr(loader.batch_sampler, "batch_size", None)
             self.trainer.trained_on = dataset, loader.collate_fn
+        kept = stage == "train" and type(sampler) is SequentialSampler and self.trainer.script
         if isinstance(sampler, SubsetRandomSampler):
             dataset = Subset(dataset, sampler.indices)
-        elif not self._in_our_order(loader, stage):
+        elif "order" not in self.settings and (not reads_each_once(loader) or kept):
             own = sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
             if stage == "train":
                 own = SequentialSampler(dataset) if reads_each_once(loader) else own
@@ -328,13 +329,6 @@ class _Brought:
             drawn = SamplerOrder(own, len(dataset), 0).order(0, 0)
             dataset = Subset(dataset, drawn.tolist())
         return _data_of(dataset, stage, loader.collate_fn)
-
-    def _in_our_order(self, loader: DataLoader[Any], stage: str) -> bool:
-        """Whether samestep decides the order; a script's own, such as not to shuffle, is kept."""
-        kept = (
-            stage == "train" and type(loader.sampler) is SequentialSampler and self.trainer.script
-        )
-        return "order" in self.settings or (reads_each_once(loader) and not kept)
 
     @partial(torch.compiler.disable, recursive=False)
     def forward(self, module: Any, batch: _Batch, *, step: int, epoch: int) -> dict[str, Any]:
@@ -456,7 +450,8 @@ class _Brought:
 
     def optimizer(self, module: Any, settings: Settings) -> torch.optim.Optimizer:
         """Make the module's optimizer, and keep its scheduler for `schedule`."""
-        self.trainer.train_as(settings, self.settings.get("micro_batch_size"))
+        micro = self.settings.get("micro_batch_size")
+        self.trainer.train_as(settings, micro and (self.trainer.loaders_batch or micro))
         where = defined_at(type(module).configure_optimizers)
         self.trainer.of = weakref.ref(module)
         optimizer, scheduler = unpack_optimizers(module.configure_optimizers(), where)

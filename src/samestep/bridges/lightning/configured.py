@@ -55,18 +55,13 @@ def check_batch(trainer: Any, settings: Settings, given: Mapping[str, Any]) -> N
     taken, real = trainer.script.get("loaders_batch"), trainer.loaders_batch
     if taken in (None, real) or settings.batch_size != given["batch_size"]:
         return
-    name = f"The training loader of {type(trainer.datamodule or trainer.of()).__name__}"
-    if real is None:
-        raise UserError(
-            f"{name} makes batches in a way of its own.",
-            remedy="Add --batch-size, the samples of a step on all ranks.",
-        )
+    name = type(trainer.datamodule or trainer.of()).__name__
     micro = f" --micro-batch-size {real}" if "micro_batch_size" in given else ""
+    size = f"{given['batch_size'] // taken * real}{micro}" if real else "N, the samples of a step"
     raise UserError(
-        f"{name} makes batches of {real} samples, which samestep learns only after its setup().",
-        remedy=f"Add --batch-size {given['batch_size'] // taken * real}{micro}, or let its "
-        "attribute `batch_size` say it.",
-        flags=["batch_size"],
+        f"The training loader of {name} makes batches of {real or 'other'} samples, which samestep "
+        "learns only after its setup().",
+        remedy=f"Add --batch-size {size}, or let its attribute `batch_size` say it.",
     )
 
 

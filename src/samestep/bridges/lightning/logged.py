@@ -25,8 +25,7 @@ NTH = "dataloader_idx_"
 """As Lightning calls what several validation loaders measure."""
 
 _logged: ContextVar[dict[str, Any] | None] = ContextVar("logged", default=None)
-_FEW, _PART = 8, 3
-"""Samples of which a loss is tried, and those of its first part."""
+_FEW, _PART = 8, 3  # samples of which a loss is tried, and those of its first part
 _OF_MEANS = ("mean", "avg", torch.mean)
 
 
@@ -122,10 +121,7 @@ def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", **__: Any) -> N
 
 
 def note_on_loss(module: Any, dataset: Any, collate: Callable[[Any], Any]) -> None:
-    """Say if the loss is no mean over samples: on several ranks that is another training.
-
-    It is computed of a few samples, and of them in two parts. One that draws numbers is not.
-    """
+    """Say if the loss is no mean over samples, computed of a few and of two parts of them."""
     kind = next(module.parameters())
     sharded = type(kind) is not nn.Parameter  # all ranks would have to call it
     if sharded or len(dataset) < _FEW or kind.dtype not in (torch.float32, torch.float64):
@@ -143,10 +139,8 @@ def note_on_loss(module: Any, dataset: Any, collate: Callable[[Any], Any]) -> No
             losses.append(float(outputs["loss"]))
         for metric in metrics_of(module):
             metric.reset()
-        if not torch.equal(drawn, torch.get_rng_state()):
+        if not torch.equal(drawn, torch.get_rng_state()) or not losses:
             return
-    if len(losses) < 3:
-        return
     whole, mean = losses[0], (_PART * losses[1] + (_FEW - _PART) * losses[2]) / _FEW
     if abs(whole - mean) > 0.01 * max(abs(whole), abs(mean)):
         note = (

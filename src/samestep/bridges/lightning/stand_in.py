@@ -37,16 +37,6 @@ _PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp6
 _LEFT = ("of", "built", "newest", "trained_on")
 
 
-class Length:
-    """Stands in for a loader of which only the number of batches is asked."""
-
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return self.batches
-
-
 class StandIn:
     """What stands in for Lightning's Trainer: what a step, or `configure_optimizers`, may ask.
 
@@ -96,7 +86,7 @@ class StandIn:
             own["accumulate_grad_batches"] = -(-batch // micro)
             last, self.steps_per_epoch = 0 if settings.drop_last else micro - 1, steps
             self.num_training_batches = (self.samples + last) // micro
-            self.train_dataloader = Length(self.num_training_batches)
+            self.train_dataloader = range(self.num_training_batches)  # for its length
             self.estimated_stepping_batches = min(each)
 
     def steps_by(self, optimizer: Any, scheduler: dict[str, Any]) -> None:

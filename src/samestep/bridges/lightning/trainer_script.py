@@ -55,9 +55,7 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
         own = {name: value for name, value in given.items() if name not in _OTHERS}
         with _quiet():  # about devices that it does not use
             original(trainer, **own | _BY_ITSELF | {"logger": DummyLogger()})
-        alone, ranks = type(trainer.strategy), num_ranks(unlike)
-        kind = type(alone.__name__, (alone,), {"world_size": ranks})  # rates may grow with it
-        trainer.strategy.__class__ = kind
+        trainer.strategy.world_size = num_ranks(unlike)  # rates may grow with it
 
     def fit(original: Any, trainer: Any, *arguments: Any, **named: Any) -> NoReturn:
         bound = inspect.signature(original).bind(trainer, *arguments, **named).arguments
@@ -154,8 +152,9 @@ def _recipe_of(trainer: Any, bound: dict[str, Any], rest: tuple[str, ...]) -> Re
 
     def noting(options: Any) -> Splits:
         splits: Splits = own(options)
-        several = settings["batch_size"] // ranks
-        told = (_LAST,) if several > size and stand_in.samples % several else ()
+        several = arguments.get("accumulate_grad_batches") or 1
+        last = stand_in.samples % (several * (stand_in.loaders_batch or size))
+        told = (_LAST,) if several > 1 and last else ()
         return replace(splits, notes=(*splits.notes, *notes, *told))
 
     return replace(brought, data=noting)
