@@ -166,7 +166,7 @@ def test_a_script_keeps_batches_order_and_limits_that_its_setup_and_trainer_make
     fit = FIT.replace('"bf16-mixed"', f'"16-mixed", {asked}').replace("/dataloader_idx_0", "")
     sized = ("    batch_size = 8\n", "")  # known only once its loader is made
     file = written(tmp_path, sized, begins, (RECIPE, fit), *once)
-    sizes = "--batch-size 24 --micro-batch-size 8".split()
+    sizes = ["--batch-size", "24", "--micro-batch-size", "8"]
     train_here(file, *ALONE, *sizes, "--run-dir", str(tmp_path / "run"))
     theirs, names = runpy.run_path(file), eval(f"dict({asked}, max_epochs=3, accelerator='cpu')")
     names |= {"precision": "16-mixed", "enable_checkpointing": False}
