@@ -224,7 +224,10 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     imports = ("import samestep.huggingface\n", "")
     search = "import transformers as hf\nhf.Trainer(hf.AutoModel()).hyperparameter_search()\n"
     unused = "from transformers import Trainer\nprint(Trainer)\nself.model.train()\ntrain()\n"
-    for text in (f"from transformers import *\n{SCRIPT}", search, unused):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/__init__.py").write_text("from ..star import *")
+    for text in (star := f"from transformers import *\n{SCRIPT}", "import own", search, unused):
+        (tmp_path / "star.py").write_text(star)
         (tmp_path / "text.py").write_text(text)
         assert bool(trainer_of(tmp_path / "text.py", tmp_path)) is (text != unused)
     search = (OURS, SCRIPT.replace("train(resume_from_checkpoint=None)", "hyperparameter_search()"))

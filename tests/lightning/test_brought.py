@@ -94,6 +94,7 @@ FIT = """if __name__ == "__main__":
     trainer.fit(net, Data())
     trainer.test(net, Data())
 """
+HOOKS = "on_before_zero_grad", "on_before_optimizer_step", "on_train_batch_end"
 ALONE = ("--threads", "1", "--device", "cpu")
 
 
@@ -157,10 +158,27 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(
     assert ended[-1]["metrics"]["bias"] == pytest.approx(float(trainer.callback_metrics["bias"]))
 
 
+def test_a_script_keeps_batches_order_and_limits_that_its_setup_and_trainer_make(tmp_path):
+    """With on_train_batch_start, half precision of a CPU, and a loss that batch_idx weighs."""
+    once = [(f"def {hook}", f"def _{hook}") for hook in HOOKS]  # for each step
+    asked = "accumulate_grad_batches=3, limit_train_batches=0.6, limit_val_batches=2"
+    begins = ("on_train_epoch_start(self)", "on_train_batch_start(self, _, nth)")
+    fit = FIT.replace('"bf16-mixed"', f'"16-mixed", {asked}').replace("/dataloader_idx_0", "")
+    sized = ("    batch_size = 8\n", "")  # known only once its loader is made
+    file = written(tmp_path, sized, begins, (RECIPE, fit), *once)
+    sizes = ["--batch-size", "24", "--micro-batch-size", "8"]
+    train_here(file, *ALONE, *sizes, "--run-dir", str(tmp_path / "run"))
+    theirs, names = runpy.run_path(file), eval(f"dict({asked}, max_epochs=3, accelerator='cpu')")
+    names |= {"precision": "16-mixed", "enable_checkpointing": False}
+    with warnings.catch_warnings(action="ignore"):
+        pl.Trainer(**names, logger=DummyLogger()).fit(theirs["net"], theirs["Data"]())
+    mine, net = samestep.load(tmp_path / "run", checkpoint="last"), theirs["net"]
+    torch.testing.assert_close({**mine.state_dict()}, {**net.state_dict()}, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, strategy):
-    hooks = "on_before_zero_grad", "on_before_optimizer_step", "on_train_batch_end"
-    left_out = [(f"def {hook}", f"def _{hook}") for hook in hooks if strategy == "fsdp"]
+    left_out = [(f"def {hook}", f"def _{hook}") for hook in HOOKS if strategy == "fsdp"]
     drawn = (", generator=torch.Generator().manual_seed(3)", "")  # alike on all ranks
     changes = drawn, ("int(self.trainer.estimated_stepping_batches)", "48"), *left_out
     file = written(tmp_path, *changes)
@@ -178,7 +196,7 @@ def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, str
         assert own.get("top") == own.get("object") == own.get("auroc")
 
 
-def test_an_evaluation_by_training_step_leaves_buffers_as_they_are():
+def test_an_evaluation_by_training_step_leaves_buffers_as_they_were():
     from samestep.bridges.lightning.logged import Evaluated, called
 
     net = torch.nn.BatchNorm1d(2).eval()
@@ -212,7 +230,7 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([("epochs=3", 'epochs=3, strategy="fsdp"')], "parts of the weights"),
         ([("self.save_hyperparameters()", "self.automatic_optimization = False")], "open_run"),
         ([("return [optimizer], ", "return [optimizer, optimizer], ")], "returns several"),
-        ([("def on_train_epoch_start", "def on_validation_start")], "on_validation_start"),
+        ([("def on_train_epoch_start", "def on_validation_end")], "on_validation_end"),
         (LATE, "updates late"),
         ([('"val_step", 2.0)', '"val_step", 2.0); self.kept = [2.0]')], "changes the model's kept"),
         (SEEN, "seen, of which on_train_epoch_end would know one rank's"),
@@ -232,11 +250,11 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([("self.factor", f"{IN_EVAL}; self.factor")], "still into eval mode in one epoch"),
         ([("net = Net()", "net = lambda: Net().double()")], "precision='fp64'"),
         ([("(net, Data, batch", "(net, Own([1]), batch")], "way of its own"),
-        ([(RECIPE, FIT), ("max_epochs=3", "limit_val_batches=3")], "limit_val_batches=3"),
+        ([(RECIPE, FIT), ("max_epochs=3", "overfit_batches=3")], "overfit_batches=3"),
         ([(RECIPE, FIT), ("max_epochs=3", "val_check_interval=9")], "check_val_every_n_epoch=None"),
         ([(RECIPE, FIT), ("stop, keep]", "of.BackboneFinetuning()]")], "callback BackboneFine"),
         ([(RECIPE, FIT), ("bf16-mixed", "16-true")], "Give one of 16, 16-mixed"),
-        ([(RECIPE, FIT), ("    batch_size = 8\n", "")], "attribute `batch_size`"),
+        ([(RECIPE, FIT), ("    batch_size = 8\n", "")], "Add --batch-size 8"),
     ],
 )
 def test_what_it_asks_in_vain_is_refused_by_name(tmp_path, refused, changes, told):

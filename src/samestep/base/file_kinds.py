@@ -15,6 +15,7 @@ _OF_TRAINERS = {
     "lightning": (re.compile(r"(pytorch_)?lightning"), (*_MADE_BY, "*")),
 }
 """The packages of each kind of Trainer, and the ends of names that are one or make one."""
+_ENDS = (".py", "/__init__.py")
 _TRAINS = {"huggingface": {"train", "hyperparameter_search"}, "lightning": {"fit", "LightningCLI"}}
 _OF_MODELS = re.compile(r"model|net(work)?$|module|coder", re.IGNORECASE)
 """The ends of names whose `train()` only sets a mode."""
@@ -106,8 +107,9 @@ def trainer_of(path: Path, folder: Path) -> str:
                 case ast.Import(names=names):
                     modules += [alias.name for alias in names]
                     packages |= {alias.asname or alias.name: alias.name for alias in names}
-                case ast.ImportFrom(module=str(module), names=names):
-                    modules += [module, *(f"{module}.{alias.name}" for alias in names)]
+                case ast.ImportFrom(module=module, names=names):
+                    module = module or ""
+                    modules += [module, *(f"{module}.{alias.name}".strip(".") for alias in names)]
                     packages |= {alias.asname or alias.name: module for alias in names}
                     own = ((a.asname or a.name, _kinds(module, a.name)) for a in names)
                     takes |= {(kind, name) for name, kinds in own for kind in kinds}
@@ -119,10 +121,10 @@ def trainer_of(path: Path, folder: Path) -> str:
                     used |= {name}
                 case ast.Call(func=ast.Attribute(value=of, attr=name)):
                     trains |= _called(of, name)
-        ends = (".py", "/__init__.py")
-        files = (f"{name.replace('.', '/')}{end}" for name in modules for end in ends)
-        found = [at / one for one in files for at in (folder, Path()) if (at / one).is_file()]
-        waiting += [one for one in found if one not in read]
+        named = [name.replace(".", "/") for name in modules if name]
+        folders = {folder, Path(), file.parent, file.parent.parent}  # those of relative imports
+        files = {of / f"{name}{end}" for of in folders for name in named for end in _ENDS}
+        waiting += [own for own in files - read if own.is_file()]
     taken, trains = {kind for kind, name in takes if name in used}, trains | used & {"LightningCLI"}
     return next((kind for kind in _OF_TRAINERS if kind in taken and _TRAINS[kind] & trains), "")
 

@@ -5,14 +5,13 @@ The module is called as Lightning calls it: `training_step` in training, `valida
 shares, seeds, precision and checkpoints are samestep's; what would need more is refused by name.
 """
 
-import dis
 import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
 from weakref import WeakKeyDictionary
 
@@ -23,6 +22,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    SequentialSampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -34,6 +34,7 @@ from samestep.base.settings import Settings
 from samestep.bridges.lightning.configured import (
     Unchanged,
     check_around_step,
+    check_batch,
     check_monitor,
     check_rate,
     settings_of_weights,
@@ -52,25 +53,29 @@ from samestep.bridges.lightning.logged import (
     plain_name,
 )
 from samestep.bridges.lightning.module_hooks import call, in_first_modes, in_kept_modes, keep_modes
-from samestep.bridges.lightning.stand_in import AFTER_STEP, BEFORE_STEP, NEWEST, REMEDIES, StandIn
+from samestep.bridges.lightning.own_hooks import (
+    AROUND_STEP,
+    AT_START,
+    BEFORE_BATCH,
+    BEFORE_EVALUATION,
+    LOADERS,
+    base_of,
+    check_hooks,
+    has_own,
+    is_empty,
+)
+from samestep.bridges.lightning.stand_in import NEWEST, StandIn
+from samestep.bridges.lightning.trainer_arguments import LIMITS, limited
 from samestep.bridges.lightning.whole import AT_END, WholeMetrics, keeping_nothing, take_states
 from samestep.core.data.recipe_data import Unpacked, as_pytorch, reads_each_once
 from samestep.core.data.samplers import SamplerOrder
 from samestep.core.learner.after_epoch import keeps_trained
 from samestep.core.learner.agreement import rng_state, set_rng_state
 from samestep.core.learner.model_state import copied
+from samestep.core.learner.unkept import ASKS_TRAINED
 from samestep.core.recipe import Recipe, Splits
 
 _ALONE: AbstractContextManager[None] = nullcontext()
-_LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
-_OF_BATCHES = {"on_before_batch_transfer", "on_after_batch_transfer"}
-_OF_DATA = {"setup", "prepare_data", *_OF_BATCHES, *_LOADERS.values()}
-_OF_STEPS = {"training_step", "validation_step", "test_step", "configure_optimizers", "forward"}
-_OF_EPOCHS = {"on_train_epoch_start", "on_train_epoch_end", *AT_END.values()}
-_AT_START = ("on_fit_start", "on_train_start")
-_AROUND_STEP = {*BEFORE_STEP, AFTER_STEP}
-_CALLED = _OF_DATA | _OF_STEPS | _OF_EPOCHS | _AROUND_STEP | {"configure_model", *_AT_START}
-_LEFT_ALONE = {"teardown", "predict_dataloader", "predict_step"}  # they change no training
 _DROPS = (
     "The training loader's drop_last=True is not used: --drop-last leaves out an incomplete step."
 )
@@ -225,14 +230,14 @@ class _Brought:
     def model(self) -> nn.Module:
         """Make the module."""
         module = _made(self.module)
-        base = _base(module, "LightningModule")
+        base = base_of(module, "LightningModule")
         if not module.automatic_optimization:
             raise UserError(
                 f"The LightningModule{defined_at(type(module))} steps its optimizers by itself "
                 "(automatic_optimization=False). Such a loop stays yours: samestep.open_run, on "
                 "page “Port your loop”."
             )
-        _check_hooks(module, base)
+        check_hooks(module, base)
         if (kept := settings_of_weights(module)) and "precision" not in self.settings:
             raise UserError(
                 f"The weights of {type(module).__name__}{defined_at(type(module))} are not in "
@@ -248,7 +253,7 @@ class _Brought:
         vars(self.trainer)["max_epochs"] = self.settings.get("epochs")
         module.setup("fit")
         module.configure_model()
-        for hook in _AT_START if self.trainer.samples else ():  # before a training, not to load one
+        for hook in AT_START if self.trainer.samples else ():  # before a training, not to load one
             getattr(module, hook)()
         keep_modes(module)
         self.trainer.built = weakref.ref(module)
@@ -261,13 +266,13 @@ class _Brought:
         own, drawn = source is None, rng_state()
         if not isinstance(source, Mapping):
             source = _made(self.module if own else source)
-            base = _base(source, "LightningModule" if own else "LightningDataModule")
-            _check_hooks(source, base)
+            base = base_of(source, "LightningModule" if own else "LightningDataModule")
+            check_hooks(source, base)
             vars(source)["_trainer" if own else "trainer"] = self.trainer
             if options.download and self.trainer.local_rank == 0:  # first on each node
                 source.prepare_data()
             self.trainer.datamodule = None if own else source
-        train, validation, test = (self._opened(source, base, n, drawn) for n in _LOADERS)
+        train, validation, test = (self._opened(source, base, n, drawn) for n in LOADERS)
         if train is None:
             raise UserError(f"There is no train_dataloader{defined_at(type(source))}.")
         self.trainer.samples = len(train)
@@ -278,13 +283,15 @@ class _Brought:
 
     def _opened(self, source: Any, base: type, stage: str, drawn: dict[str, Any]) -> Any:
         """Return the data of a stage, or, of several validation loaders, that of each by name."""
+        if self.trainer.script.get(LIMITS[stage], 1) == 0:
+            return None
         if isinstance(source, Mapping):
             loader = source.get(stage)
-        elif _has_own(source, base, _LOADERS[stage]):
+        elif has_own(source, base, LOADERS[stage]):
             if stage != "validation":  # a setup that splits at random does it once, and alike
                 set_rng_state(drawn)  # for the test; prepare_data may have drawn on one rank
                 source.setup("test" if stage == "test" else "fit")
-            loader = getattr(source, _LOADERS[stage])()
+            loader = getattr(source, LOADERS[stage])()
         else:
             return None
         where = f"The {stage} loader{defined_at(type(source))}"
@@ -306,14 +313,17 @@ class _Brought:
             raise UserError(
                 f"{where} reads a stream. Write a Recipe whose data returns it: page “Your data”."
             )
+        dataset, sampler = limited(loader, stage, self.trainer.script), loader.sampler
         if stage == "train":
             self.trainer.drops = loader.drop_last
-        dataset, sampler = loader.dataset, loader.sampler
+            self.trainer.loaders_batch = getattr(loader.batch_sampler, "batch_size", None)
+        kept = stage == "train" and type(sampler) is SequentialSampler and self.trainer.script
         if isinstance(sampler, SubsetRandomSampler):
             dataset = Subset(dataset, sampler.indices)
-        elif not reads_each_once(loader) and "order" not in self.settings:
+        elif "order" not in self.settings and (not reads_each_once(loader) or kept):
             own = sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
             if stage == "train":
+                own = SequentialSampler(dataset) if reads_each_once(loader) else own
                 return Unpacked(_data_of(dataset, stage, loader.collate_fn), default_collate, own)
             drawn = SamplerOrder(own, len(dataset), 0).order(0, 0)
             dataset = Subset(dataset, drawn.tolist())
@@ -332,31 +342,22 @@ class _Brought:
             for giver in (trainer.datamodule, module):
                 value = getattr(giver, hook)(value, 0) if hasattr(giver, hook) else value
         if module.training:
-            self.evaluated.pop(module, None)
-            is_new, own_step = module not in self.epochs, type(module).training_step
-            if self.epochs.get(module) != epoch:
-                self.epochs[module] = epoch
-                in_first_modes(module)
-                call(module, "on_train_epoch_start")
-                keep_modes(module)
-            in_kept_modes(module)
-            gathers = gathering_nothing(module, f"training_step{defined_at(own_step)}")
-            with keeps_trained(module, "training_step", own_step), gathers if is_new else _ALONE:
-                number = trainer.nth(step)
-                trainer.is_last_batch = number + 1 == vars(trainer).get("num_training_batches")
-                outputs, _ = called(module, "training_step", value, number, 0)
-            detached = {n: v.detach() if isinstance(v, Tensor) else v for n, v in outputs.items()}
-            NEWEST.set((detached, value, number))
+            return self._trained(module, value, step, epoch)
+        if ASKS_TRAINED.get():
+            outputs, _ = called(module, "training_step", value, 0, 0, seen=Evaluated())
             return {"loss": outputs["loss"]}
         seen = self.evaluated.setdefault(module, Evaluated())
         if seen.stage != batch.stage:
             seen = self.evaluated[module] = Evaluated(batch.stage)
-        base = _base(module, "LightningModule")
+        base = base_of(module, "LightningModule")
         wanted = ("test_step",) * trainer.testing + ("validation_step", "training_step")
-        name = next(n for n in wanted if _has_own(module, base, n))
+        name = next(n for n in wanted if has_own(module, base, n))
         nth = int(batch.stage.removeprefix(NTH)) if batch.stage.startswith(NTH) else None
         hook = AT_END.get(name, "")
-        ends = _has_own(module, base, hook) and not _is_empty(getattr(type(module), hook))
+        if seen.batches == 0 and trainer.validating and not nth:
+            for before in BEFORE_EVALUATION:
+                self._begin(module, before)
+        ends = has_own(module, base, hook) and not is_empty(getattr(type(module), hook))
         place, numbers = defined_at(getattr(type(module), name)), (seen.batches, nth or 0)
         checked = keeping_nothing(module, nth, f"{name}{place}") if ends else _ALONE
         with checked if seen.batches == 0 else _ALONE:
@@ -374,6 +375,38 @@ class _Brought:
             take_states(module, {})  # they are of the evaluation
             own = outputs["loss"]
         return {"loss": torch.as_tensor(own if loss is None else loss), "metrics": metrics}
+
+    def _trained(self, module: Any, value: Any, step: int, epoch: int) -> dict[str, Any]:
+        """Take a step of the training; return its loss."""
+        trainer = self.trainer
+        self.evaluated.pop(module, None)
+        is_new, own_step = module not in self.epochs, type(module).training_step
+        if self.epochs.get(module) != epoch:
+            self.epochs[module] = epoch
+            in_first_modes(module)
+            call(module, "on_train_epoch_start")
+            keep_modes(module)
+        in_kept_modes(module)
+        gathers = gathering_nothing(module, f"training_step{defined_at(own_step)}")
+        with keeps_trained(module, "training_step", own_step), gathers if is_new else _ALONE:
+            number = trainer.nth(step)
+            trainer.is_last_batch = number + 1 == vars(trainer).get("num_training_batches")
+            self._begin(module, BEFORE_BATCH, value, number)
+            outputs, _ = called(module, "training_step", value, number, 0)
+        detached = {n: v.detach() if isinstance(v, Tensor) else v for n, v in outputs.items()}
+        NEWEST.set((detached, value, number))
+        return {"loss": outputs["loss"]}
+
+    def _begin(self, module: Any, name: str, *given: Any) -> None:
+        """Call what the module has of hooks before a batch or an evaluation."""
+        if not has_own(module, base_of(module, "LightningModule"), name):
+            return
+        if call(module, name, *given) == -1:
+            raise UserError(
+                f"{name}{defined_at(getattr(type(module), name))} returned -1, which ends the "
+                "Trainer's epoch.",
+                remedy="Give fewer samples, or --max-steps.",
+            )
 
     def _note_names(self, logged: dict[str, str], nth: int | None, step: str) -> None:
         """Note what a batch logs, plain name → as logged; each batch must log the same."""
@@ -417,7 +450,8 @@ class _Brought:
 
     def optimizer(self, module: Any, settings: Settings) -> torch.optim.Optimizer:
         """Make the module's optimizer, and keep its scheduler for `schedule`."""
-        self.trainer.train_as(settings)
+        micro = self.settings.get("micro_batch_size")
+        self.trainer.train_as(settings, micro and (self.trainer.loaders_batch or micro))
         where = defined_at(type(module).configure_optimizers)
         self.trainer.of = weakref.ref(module)
         optimizer, scheduler = unpack_optimizers(module.configure_optimizers(), where)
@@ -429,10 +463,11 @@ class _Brought:
                 "reach: scale them in configure_optimizers."
             )
         check_rate(optimizer, settings, where)
+        check_batch(self.trainer, settings, self.settings)
         self.schedulers[optimizer] = scheduler
         self.trainer.steps_by(optimizer, scheduler)
-        base = _base(module, "LightningModule")
-        hooks = [name for name in _AROUND_STEP if _has_own(module, base, name)]
+        base = base_of(module, "LightningModule")
+        hooks = [name for name in AROUND_STEP if has_own(module, base, name)]
         check_around_step(hooks, settings, defined_at(type(module)))
         self.trainer.call_around_steps(module, optimizer, hooks)
         return optimizer
@@ -451,22 +486,6 @@ def _made(given: Any) -> Any:
     return given if hasattr(given, "prepare_data") and not inspect.isclass(given) else given()
 
 
-def _base(module: Any, name: str) -> type:
-    """Return Lightning's class, of `lightning` or of `pytorch_lightning`."""
-    for base in type(module).__mro__:
-        if base.__name__ == name and "lightning" in base.__module__:
-            return base
-    raise UserError(
-        f"samestep.lightning.recipe(…) takes a {name}, or a function that makes one, not "
-        f"{type(module).__name__}{defined_at(type(module))}."
-    )
-
-
-def _has_own(module: Any, base: type, name: str) -> bool:
-    own = vars(module).get(name, getattr(type(module), name, None))  # as from_datasets sets it
-    return own is not getattr(base, name, None)
-
-
 def _all_gather(*_: Any, **__: Any) -> NoReturn:
     """Stand in for `LightningModule.all_gather`."""
     raise UserError(
@@ -474,27 +493,3 @@ def _all_gather(*_: Any, **__: Any) -> NoReturn:
         "all samples of all ranks.",
         remedy='For a loss over the whole batch, write a Recipe with loss_over="batch".',
     )
-
-
-def _check_hooks(module: Any, base: type) -> None:
-    """Refuse hooks that would not be called; empty ones need not be."""
-    hooks = [n for n in dir(base) if n.startswith(("on_", "configure_", "optimizer_"))]
-    hooks += ["lr_scheduler_step", "backward", "transfer_batch_to_device"]
-    if base.__name__ == "LightningDataModule":
-        hooks += ["state_dict", "load_state_dict"]
-    own = [n for n in hooks if n not in _CALLED | _LEFT_ALONE and _has_own(module, base, n)]
-    own = [n for n in own if not _is_empty(getattr(type(module), n))]
-    if own:
-        remedy = REMEDIES.get(own[0], "Where the training needs it: samestep.open_run.")
-        raise UserError(
-            f"{type(module).__name__}{defined_at(type(module))} has {listed(own)}, which samestep "
-            f"does not call. {remedy}"
-        )
-
-
-@cache
-def _is_empty(function: Any) -> bool:
-    """Whether a hook does nothing, as those of templates."""
-    code = getattr(function, "__code__", None)
-    does = [] if code is None else list(dis.get_instructions(code))
-    return 0 < len(does) <= 3 and {one.argval for one in does} <= {None, 0}

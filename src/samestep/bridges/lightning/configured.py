@@ -1,6 +1,6 @@
 """What a LightningModule chooses for its training: optimizer, scheduler, and type of weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,21 @@ def check_rate(optimizer: torch.optim.Optimizer, settings: Settings, where: str)
         )
 
 
+def check_batch(trainer: Any, settings: Settings, given: Mapping[str, Any]) -> None:
+    """Refuse a batch of a script's datamodule that is not that of its loader, made by its setup."""
+    taken, real = trainer.script.get("loaders_batch"), trainer.loaders_batch
+    if taken in (None, real) or settings.batch_size != given["batch_size"]:
+        return
+    name = type(trainer.datamodule or trainer.of()).__name__
+    micro = f" --micro-batch-size {real}" if "micro_batch_size" in given else ""
+    size = f"{given['batch_size'] // taken * real}{micro}" if real else "N, the samples of a step"
+    raise UserError(
+        f"The training loader of {name} makes batches of {real or 'other'} samples, which samestep "
+        "learns only after its setup().",
+        remedy=f"Add --batch-size {size}, or let its attribute `batch_size` say it.",
+    )
+
+
 class Unchanged(LRScheduler):
     """Leaves the rates as they are: a hook of the module may set them."""
 
@@ -69,7 +84,10 @@ def unpack_optimizers(returned: Any, where: str) -> tuple[torch.optim.Optimizer,
         returned = {"optimizer": returned}
     optimizer, scheduler = (_only(returned.get(n), where) for n in ("optimizer", "lr_scheduler"))
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(f"configure_optimizers{where} returned no optimizer.")
+        raise UserError(
+            f"configure_optimizers{where} returned no optimizer.",
+            remedy="Return one: without it the Trainer changes no weights.",
+        )
     options = scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler}
     options = {"monitor": returned.get("monitor")} | options  # Lightning takes it at both places
     scheduler = options.get("scheduler")

@@ -13,8 +13,8 @@ from samestep.core.learner.after_epoch import keeps_trained
 _FIRST, _KEPT = "_samestep_first_in_eval", "_samestep_in_eval"
 
 
-def call(module: Any, name: str, *arguments: Any) -> None:
-    """Call a hook of a module during its training.
+def call(module: Any, name: str, *arguments: Any) -> Any:
+    """Call a hook of a module during its training; return what it returns.
 
     Raises:
         UserError: it fails, or freezes parameters.
@@ -22,7 +22,7 @@ def call(module: Any, name: str, *arguments: Any) -> None:
     hook = getattr(module, name)
     with keeps_trained(module, f"The LightningModule's {name}", hook):
         try:
-            hook(*arguments)
+            return hook(*arguments)
         except Exception as error:
             blame(f"The LightningModule's {name} failed", error, hook)
 

@@ -26,23 +26,15 @@ NEWEST: ContextVar[tuple[Any, Any, int]] = ContextVar("newest", default=({}, Non
 
 It is in no attribute: those are compared between two steps, for what a module counts.
 """
-REMEDIES = {
-    "configure_callbacks": "--patience stops early, --keep-top-k keeps the best checkpoints.",
-    "configure_gradient_clipping": "--clip-norm clips.",
-    "optimizer_zero_grad": "Leave it out: gradients are None before each step.",
-    "lr_scheduler_step": "Leave it out: a scheduler steps after each epoch, or by “interval”.",
-    "on_load_checkpoint": "Keep it in a buffer, or by get_extra_state.",
-    "transfer_batch_to_device": "Leave it out: all tensors of a batch are moved.",
-    "state_dict": "Leave it out: a run keeps its place in the data.",
-    "optimizer_step": "Warm up by a scheduler in configure_optimizers, with interval “step”.",
-}
-"""What to do about hooks that are not called."""
 _OF_RANK = {"global_rank": "RANK", "local_rank": "LOCAL_RANK"}
 _DECIDED: dict[str, Any] = {"should_stop": False, "max_epochs": None, "max_steps": -1}
 _DECIDED |= {"gradient_clip_val": None, "accumulate_grad_batches": 1}
 _DECIDED |= {"limit_train_batches": 1.0, "limit_val_batches": 1.0}
 """What a module may not set: the recipe's settings decide it."""
 _PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp64": "64-true"}
+
+
+_LEFT = ("of", "built", "newest")
 
 
 class StandIn:
@@ -64,14 +56,22 @@ class StandIn:
         self.state = SimpleNamespace(fn="fit", status="running")
         vars(self).update(_DECIDED)
         self.samples, self.drops = 0, False
+        self.script: dict[str, Any] = {}
+        """What a script's Trainer says of its batches, where the module comes from one."""
+        self.loaders_batch: int | None = None
         self.of: Callable[[], Any] = lambda: None
         """Returns the module that was called last, if it is still there; `built` the first."""
+        self.micro_step, self.newest = 0, (-1, self.of)
+        """The number of the newest micro-step, its step, and the module that took it."""
         self.built, self.ended = self.of, dict[str, str]()
         """Names of what the hook at the end of an evaluation logs: in records → as logged."""
         self.steps_by(SGD([torch.zeros(1)]), {})  # where nothing is trained: steps may log a rate
 
-    def train_as(self, settings: Settings) -> None:
-        """Know how the training is, and where its data is known, how long."""
+    def train_as(self, settings: Settings, micro_batch: int | None) -> None:
+        """Know how the training is, and where its data is known, how long.
+
+        `micro_batch` is what the recipe says; the settings' may be what one of several ranks takes.
+        """
         own = vars(self)
         own.update(max_epochs=settings.epochs, max_steps=settings.max_steps or -1)
         own.update(gradient_clip_val=settings.clip_norm, log_every_n_steps=settings.log_every)
@@ -81,7 +81,11 @@ class StandIn:
             steps = self.samples // batch if settings.drop_last else -(-self.samples // batch)
             each = [steps * settings.epochs] if settings.epochs else []
             each += [settings.max_steps] if settings.max_steps else []
-            self.num_training_batches = steps
+            micro = micro_batch or batch
+            own["accumulate_grad_batches"] = -(-batch // micro)
+            last, self.steps_per_epoch = 0 if settings.drop_last else micro - 1, steps
+            self.num_training_batches = (self.samples + last) // micro
+            self.train_dataloader = range(self.num_training_batches)  # for its length
             self.estimated_stepping_batches = min(each)
 
     def steps_by(self, optimizer: Any, scheduler: dict[str, Any]) -> None:
@@ -113,12 +117,18 @@ class StandIn:
             optimizer.register_step_post_hook(call_after)
 
     def nth(self, step: int) -> int:
-        """Return the number of a step within its epoch."""
-        return step % int(vars(self).get("num_training_batches", sys.maxsize))
+        """Return the number of the batch that a step takes next, within its epoch."""
+        before, of = self.newest
+        again = before == step and of() is self.of()  # which may be a copy that is tried
+        self.micro_step = self.micro_step + 1 if again else 0
+        several = int(vars(self)["accumulate_grad_batches"])
+        self.newest = step, self.of
+        in_epoch = step % int(vars(self).get("steps_per_epoch", sys.maxsize))
+        return in_epoch * several + min(self.micro_step, several - 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a loader's worker gets: all but the module."""
-        return {name: value for name, value in vars(self).items() if name not in ("of", "built")}
+        """Return what a loader's worker gets: all but the module and the data."""
+        return {name: value for name, value in vars(self).items() if name not in _LEFT}
 
     def __deepcopy__(self, _memo: Any) -> "StandIn":
         return self

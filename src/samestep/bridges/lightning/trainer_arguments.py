@@ -4,6 +4,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch.utils.data import BatchSampler, SequentialSampler, Subset
+
 from samestep.base.errors import UserError, defined_at
 from samestep.bridges.lightning.logged import NTH, plain_name
 
@@ -11,7 +14,8 @@ _TAKEN = {
     *("max_epochs", "max_steps", "accumulate_grad_batches", "devices", "num_nodes", "callbacks"),
     *("gradient_clip_val", "gradient_clip_algorithm", "log_every_n_steps", "sync_batchnorm"),
     *("benchmark", "deterministic", "precision", "strategy", "accelerator"),
-    *("check_val_every_n_epoch", "val_check_interval"),
+    *("check_val_every_n_epoch", "val_check_interval", "fast_dev_run"),
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches"),
 }
 _WITHOUT_EFFECT = {
     *("num_sanity_val_steps", "enable_checkpointing", "enable_progress_bar", "logger", "profiler"),
@@ -27,20 +31,17 @@ _SHOWS = {
 _SUBSET = "Give the loader of torch.utils.data.Subset(data, range(…))."
 _LEAVE_OUT = "Leave it out."
 _REFUSED = {
-    "fast_dev_run": "Leave it out, and add --max-steps 1.",
     "min_epochs": _LEAVE_OUT,
     "min_steps": _LEAVE_OUT,
     "max_time": "Leave it out: samestep slurm submit --time ends a job in time, and resumes it.",
-    "limit_train_batches": _SUBSET,
-    "limit_val_batches": _SUBSET,
-    "limit_test_batches": _SUBSET,
     "overfit_batches": _SUBSET,
     "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True).",
     "reload_dataloaders_every_n_epochs": "Let the data set read what it needs by its index.",
     "plugins": _LEAVE_OUT,
 }
-_ALL = {"limit_train_batches": 1.0, "limit_val_batches": 1.0, "limit_test_batches": 1.0}
-_ALL |= {"min_epochs": 1}
+LIMITS = {"train": "limit_train_batches", "test": "limit_test_batches"}
+LIMITS |= {"validation": "limit_val_batches"}
+_ALL = {"min_epochs": 1}
 """Values that say what is done anyway."""
 _MIXED = {"32": None, "64": "fp64", "16": "fp16", "bf16": "bf16"}
 _PRECISIONS: dict[str, dict[str, Any]] = {
@@ -76,11 +77,12 @@ def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[st
     for name in given.keys() - _TAKEN - _WITHOUT_EFFECT:
         if given[name] != _ALL.get(name):
             refuse(name, given[name], _REFUSED.get(name, unknown))
-    epochs, steps = given.get("max_epochs"), given.get("max_steps", -1)
     per_rank = loaders_batch * (accumulated := given.get("accumulate_grad_batches") or 1)
+    half = _chosen(given, "precision", "None", _PRECISIONS)
+    if half == _PRECISIONS["16-mixed"] and on_cpu(given):
+        half = _PRECISIONS["bf16-mixed"]  # as the Trainer does
     settings: dict[str, Any] = {
-        "epochs": 1000 if epochs is None and steps == -1 else epochs,
-        "max_steps": None if steps == -1 else steps,
+        **_length(given, accumulated),
         "batch_size": per_rank * num_ranks(given),
         "micro_batch_size": loaders_batch if accumulated > 1 else None,
         "clip_norm": given.get("gradient_clip_val") or None,
@@ -88,15 +90,11 @@ def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[st
         "sync_batchnorm": given.get("sync_batchnorm") or None,
         "cudnn_benchmark": given.get("benchmark") or None,
         "deterministic": given.get("deterministic") is True or None,  # or "warn"
-        **_chosen(given, "precision", "None", _PRECISIONS),
+        **half,
         **_chosen(given, "strategy", "auto", _STRATEGIES),
         **_chosen(given, "accelerator", "auto", _DEVICES),
-        **_evaluations(given, accumulated, epochs),
+        **_evaluations(given, accumulated, given.get("max_epochs")),
     }
-    if epochs == -1:
-        if steps == -1:
-            refuse("max_epochs", -1, "Give a number of epochs, or max_steps.")
-        settings["epochs"] = None
     if settings["clip_norm"] and given.get("gradient_clip_algorithm") not in (None, "norm"):
         refuse("gradient_clip_algorithm", given["gradient_clip_algorithm"], "Clip by the norm.")
     callbacks = given.get("callbacks") or ()
@@ -114,6 +112,36 @@ def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[st
 def refuse(name: str, value: Any, remedy: str) -> None:
     """Refuse an argument of a Trainer."""
     raise UserError(f"Trainer({name}={value!r:.60}) has no counterpart in samestep.", remedy=remedy)
+
+
+def _length(given: Mapping[str, Any], accumulated: int) -> dict[str, Any]:
+    epochs, steps = given.get("max_epochs"), given.get("max_steps", -1)
+    if few := int(given.get("fast_dev_run") or 0):
+        return {"epochs": 1, "max_steps": -(-few // accumulated)}
+    if epochs == steps == -1:
+        refuse("max_epochs", -1, "Give a number of epochs, or max_steps.")
+    if epochs is None and steps == -1:
+        epochs = 1000
+    whole = {"epochs": epochs, "max_steps": steps}
+    return {name: None if number == -1 else number for name, number in whole.items()}
+
+
+def on_cpu(given: Mapping[str, Any]) -> bool:
+    """Whether the Trainer would train on a CPU."""
+    device = str(given.get("accelerator", "auto"))
+    return device == "cpu" or (device == "auto" and torch.accelerator.current_accelerator() is None)
+
+
+def limited(loader: Any, stage: str, given: Mapping[str, Any]) -> Any:
+    """Return a loader's data, or of those first batches to which a script's Trainer limits it."""
+    name = LIMITS.get(stage, LIMITS["validation"])
+    limit, batches = given.get(name, 1.0), loader.batch_sampler
+    if limit == 1.0 and isinstance(limit, float):
+        return loader.dataset
+    number = limit if isinstance(limit, int) else int(len(loader) * limit)
+    if type(batches) is not BatchSampler or type(batches.sampler) is not SequentialSampler:
+        refuse(name, limit, _SUBSET)
+    return Subset(loader.dataset, range(min(len(loader.dataset), number * batches.batch_size)))
 
 
 def num_ranks(given: Mapping[str, Any]) -> int:

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from lightning import pytorch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from samestep.base.errors import UserError, defined_at
+from samestep.base.errors import UserError
 from samestep.base.patches import Patch, patched_when_imported
 from samestep.bridges.lightning.brought import recipe
 from samestep.bridges.lightning.trainer_arguments import num_ranks, settings_of_trainer
@@ -28,7 +28,13 @@ _BY_ITSELF: dict[str, Any] = {"accelerator": "cpu", "devices": 1}
 """What a Trainer is made with that will not train: it looks for no GPU and no other rank."""
 _OTHERS = ("strategy", "num_nodes", "precision", "sync_batchnorm", "plugins", "benchmark")
 _SEED = "PL_GLOBAL_SEED"  # set by seed_everything
-_SIZES = ("batch_size", "train_batch_size")
+_SIZES = ("batch_size", "train_batch_size", "_batch_size")
+_GUESSED = 32
+"""Of a loader that is made by `setup`: another is refused once that is known."""
+_LAST = (
+    "An epoch's last step is incomplete, and takes the mean over its samples. The Trainer divides "
+    "the sum of its batches' means by accumulate_grad_batches."
+)
 
 
 @contextmanager
@@ -49,6 +55,7 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
         own = {name: value for name, value in given.items() if name not in _OTHERS}
         with _quiet():  # about devices that it does not use
             original(trainer, **own | _BY_ITSELF | {"logger": DummyLogger()})
+        trainer.strategy.world_size = num_ranks(unlike)  # rates may grow with it
 
     def fit(original: Any, trainer: Any, *arguments: Any, **named: Any) -> NoReturn:
         bound = inspect.signature(original).bind(trainer, *arguments, **named).arguments
@@ -125,7 +132,8 @@ def _recipe_of(trainer: Any, bound: dict[str, Any], rest: tuple[str, ...]) -> Re
             remedy="Give it both, or none.",
         )
     loader = _training_loader(model if data is None else data)
-    settings = settings_of_trainer(vars(trainer)["_given"], _batch_size_of(loader))
+    arguments, size = vars(trainer)["_given"], _batch_size_of(loader)
+    settings, ranks = settings_of_trainer(arguments, size), num_ranks(arguments)
     if isinstance(loader, DataLoader):
         settings["num_workers"] = loader.num_workers
         batches = loader.batch_sampler
@@ -136,11 +144,18 @@ def _recipe_of(trainer: Any, bound: dict[str, Any], rest: tuple[str, ...]) -> Re
     if seed := os.environ.get(_SEED):
         settings["seed"] = int(seed)
     brought = recipe(model, data, **settings)
-    notes, own = (*_notes(vars(trainer)["_given"], settings), *rest), brought.data
+    notes, own = (*_notes(arguments, settings), *rest), brought.data
+    stand_in = cast("Any", own).__self__.trainer
+    stand_in.script = arguments | {"loaders_batch": size}
+    stand_in.world_size, stand_in.num_nodes = ranks, arguments.get("num_nodes") or 1
+    stand_in.num_devices = ranks // stand_in.num_nodes
 
     def noting(options: Any) -> Splits:
         splits: Splits = own(options)
-        return replace(splits, notes=(*splits.notes, *notes))
+        several = arguments.get("accumulate_grad_batches") or 1
+        last = stand_in.samples % (several * (stand_in.loaders_batch or size))
+        told = (_LAST,) if several > 1 and last else ()
+        return replace(splits, notes=(*splits.notes, *notes, *told))
 
     return replace(brought, data=noting)
 
@@ -165,21 +180,15 @@ def _batch_size_of(loader: Any) -> int:
     known = [getattr(loader, name, None) for name in _SIZES]
     known += [getattr(loader, "hparams", {}).get(name) for name in _SIZES]
     known.append(getattr(getattr(loader, "batch_sampler", None), "batch_size", None))
-    size = next((size for size in known if isinstance(size, int)), None)
-    if size is None:
-        raise UserError(
-            f"The batch size of {type(loader).__name__}{defined_at(type(loader))} is not known "
-            "before its setup().",
-            remedy="Let its attribute `batch_size` say it, or end the file with: recipe = "
-            "samestep.lightning.recipe(module, data, batch_size=…)",
-        )
-    return size
+    return next((size for size in known if isinstance(size, int)), _GUESSED)
 
 
 def _notes(given: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     notes = []
     if given.get("logger") not in (None, True, False):
         notes.append("The Trainer's logger is not used: --track sends the records to a tracker.")
+    if settings.get("precision") == "bf16" and str(given["precision"]).startswith("16"):
+        notes.append("On a CPU the Trainer takes bf16 for its 16-mixed, and so does this run.")
     if (ranks := num_ranks(given)) > 1:
         batch = settings["batch_size"]
         notes.append(

@@ -5,6 +5,7 @@ It is looked for before the first step, on a copy of the model and with a few sa
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +37,9 @@ from samestep.launch.ranks.world import World
 _HOLD = "Let a buffer or get_extra_state hold it"
 _TRIED = 4
 """Training samples that are read again: as few as mixup takes, and enough for a draw to show."""
+
+ASKS_TRAINED = ContextVar("asks_trained", default=False)
+"""Whether a model in eval mode is asked for the loss of its training, where it has two."""
 
 
 class Unkept(NamedTuple):
@@ -242,7 +246,7 @@ def of_shares(
     """
     terms = recipe.loss_terms
     head = [p for p in model.parameters() if p.dim() > 1][-1:]  # of the model itself
-    before = [p.data for p in head]
+    before, token = [p.data for p in head], ASKS_TRAINED.set(True)
 
     def of(samples: Sequence[int], seed: int = 0) -> Tensor:
         assert isinstance(train, OrderedSource)
@@ -260,11 +264,12 @@ def of_shares(
     except Exception:  # the first step tells how it fails
         return ()
     finally:
+        ASKS_TRAINED.reset(token)
         for weight, data in zip(head, before, strict=True):
             weight.data = data
     value, divided = whole[0] / whole[1], shares[0] / shares[1]
     apart = torch.allclose(whole, again) and abs(value - divided) > rounds * abs(value)
-    return ("samples" if terms is None else "loss_terms",) * bool(apart)
+    return ("samples" if terms is None else "loss_terms",) if apart else ()
 
 
 class OptimizerTrial:
