@@ -196,6 +196,14 @@ def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, str
         assert own.get("top") == own.get("object") == own.get("auroc")
 
 
+def test_a_training_step_whose_loss_is_a_sum_is_told_where_micro_steps_share_a_batch(tmp_path):
+    for kind, told in ("mean", False), ("sum", True):
+        loss = ("nn.BCEWithLogitsLoss()", f"nn.BCEWithLogitsLoss(reduction='{kind}')")
+        file = written(tmp_path, loss, ("loss * self.factor", "loss"))
+        how = ("--max-steps", "1", "--micro-batch-size", "4", "--run-dir", str(tmp_path / kind))
+        assert ("is not the mean of" in train_here(file, *ALONE, *how)) is told
+
+
 def test_an_evaluation_by_training_step_leaves_buffers_as_they_were():
     from samestep.bridges.lightning.logged import Evaluated, called
 
