@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from tests.command_line import call, one_message
+from tests.slurm.fake_slurm import FakeSlurm, install
 
 pytest_plugins = ["tests.costs"]
 MEMORY, NEEDS = Path("/dev/shm"), 6 << 30
@@ -91,6 +92,14 @@ def here(tmp_path, monkeypatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch) -> FakeSlurm:
+    """Put a Slurm on the PATH, played by scripts, that knows the jobs which a test adds."""
+    fake = install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{fake.folder}:/usr/bin:/bin")
+    return fake
 
 
 @pytest.fixture

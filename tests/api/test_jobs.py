@@ -3,22 +3,12 @@
 That a job gives its run, or the error of its rank, is seen on a real Slurm: cluster/test_jobs.py.
 """
 
-import os
-
 import pytest
 
 import samestep
 from samestep import SubmittedJob, UserError
 from tests.api.recipes import made
 from tests.checking.planted import BASE, forked, planted
-from tests.slurm.fake_slurm import FakeSlurm, install
-
-
-@pytest.fixture
-def slurm(tmp_path, here, monkeypatch) -> FakeSlurm:
-    fake = install(tmp_path / "programs")
-    monkeypatch.setenv("PATH", f"{fake.folder}{os.pathsep}{os.environ['PATH']}")
-    return fake
 
 
 def test_a_recipe_and_a_script_become_jobs_with_their_flags(slurm, here):

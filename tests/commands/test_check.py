@@ -208,30 +208,6 @@ def test_a_recipe_and_a_loop_of_ones_own_are_given_to_verify(here, capfd, monkey
     assert "--" in refused("check", "mine.py", "--", "--epochs", "1")
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("nothing.py", "nothing.py"),
-        ("train.py --steps 0", "--steps"),
-        ("train.py --resume", "auto"),
-        ("train.py --here --nproc 2", "--nproc"),
-        ("--resume auto --here --resume-nproc 1 train.py", "--resume-nproc"),
-        ("--resume --again train.py --steps 3", "--steps"),
-        ("train.py --resume auto --resume-nproc 1,none", "--resume-nproc"),
-        ("train.py --resume-nproc 2", "--resume"),
-        ('train.py --resume --again="out', "No closing quotation"),
-        ("-m", "-m"),
-        ("-m no.such.module", "no.such.module"),
-        ("--json", "--json"),
-        ("--list SS999", "SS999"),
-        ("train.py --sarif nowhere/found.sarif", "nowhere"),
-    ],
-)
-def test_a_mistake_in_the_command_is_one_message_before_anything_runs(here, refused, words, told):
-    (here / "train.py").write_text("open('began', 'w')\n")
-    assert told in refused("check", *words.split())
-
-
 def test_the_list_has_every_code_and_a_page_for_each(output_of):
     shown = output_of("check", "--list")
     assert re.findall(r"^SS\d{3}", shown, re.MULTILINE) == sorted(RULES)

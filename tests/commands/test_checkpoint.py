@@ -39,11 +39,6 @@ def refuse(refused):
     return lambda *words: refused("checkpoint", *map(str, words))
 
 
-@pytest.fixture
-def copy(trained, tmp_path):
-    return shutil.copytree(trained, tmp_path / "run")
-
-
 def test_the_list_has_what_the_index_says_and_marks_the_best_and_the_last(trained, capfd):
     index = read_index(trained)
     found = json.loads(printed(capfd, "list", trained, "--json"))
@@ -68,7 +63,8 @@ def test_a_run_without_checkpoints_has_an_empty_list_and_no_run_is_refused(tmp_p
 
 
 @pytest.mark.parametrize("how", ["changed", "cut", "missing"])
-def test_verify_names_what_is_damaged_and_it_is_not_exported(copy, tmp_path, capfd, refuse, how):
+def test_verify_names_what_is_damaged_and_it_is_not_exported(trained, tmp_path, capfd, refuse, how):
+    copy = shutil.copytree(trained, tmp_path / "run")
     assert printed(capfd, "verify", copy)
     damaged = copy / "checkpoints" / "checkpoint_epoch_2.pt"
     content = bytearray(damaged.read_bytes())

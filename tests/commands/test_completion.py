@@ -19,7 +19,7 @@ from samestep.shell.cli import OWN, VERBS
 from samestep.shell.commands.completion import SCRIPTS, completion_words
 from samestep.shell.commands.forms import Form, form_of, help_text, verb
 from samestep.shell.commands.target import parse_target
-from tests.command_line import call, typed
+from tests.command_line import typed
 from tests.processes import free_port, launch_environment
 from tests.reporting.made_runs import write_run
 
@@ -123,13 +123,11 @@ def test_fish_completes(words, tmp_path):
         assert {found.partition("\t")[0] for found in done.stdout.splitlines()} == {offered}
 
 
-def test_list_shows_size_licence_and_source_and_breaks_no_word_nor_address(capsys, monkeypatch):
+def test_list_shows_size_licence_and_source_and_breaks_no_word_nor_address(output_of, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     for arguments in ((), ("get",), ("get", "mnist"), ("list", "mnist")):
-        assert call("data", *arguments) == 2
-    capsys.readouterr()
-    assert call("data", "list") == 0
-    shown = capsys.readouterr().out
+        output_of("data", *arguments, code=2)
+    shown = output_of("data", "list")
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 60
     for words in ("mnist", "11.6 MB", "fashion-mnist", "30.9 MB"):

@@ -17,6 +17,7 @@ from samestep.shell.commands import demo as demonstration
 from samestep.shell.commands.new import KINDS, STARTERS
 from tests.api.recipes import made
 from tests.command_line import _process_as_it_was, call, train_here, tree
+from tests.commands.test_predict_rows import predicted
 from tests.loops import same, scripts
 from tests.verification.forked import assert_nothing_to_accept, verified
 
@@ -181,14 +182,8 @@ def at_the_place(recipe: Path, data: Path) -> None:
     recipe.write_text(text)
 
 
-def predicted(run: Path, *files: Path, capfd) -> tuple[int, list[dict]]:
-    capfd.readouterr()
-    code = call("predict", str(run), *map(str, files), "--json")
-    return code, [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-
-
 @pytest.mark.parametrize("kind", RECIPES)
-def test_it_trains_on_a_file_put_at_the_place_for_it_and_predicts_it(kind, tmp_path, capfd):
+def test_it_trains_on_a_file_put_at_the_place_for_it_and_predicts_it(kind, tmp_path, output_of):
     recipe, run = written(kind, tmp_path), tmp_path / "run"
     if kind == "images":
         data = write_photos(tmp_path)
@@ -201,8 +196,7 @@ def test_it_trains_on_a_file_put_at_the_place_for_it_and_predicts_it(kind, tmp_p
     train_here(str(recipe), "--run-dir", str(run), "--epochs", "1")
     (start,) = (r for r in read_records(run) if r["event"] == "start")
     assert 0 < start["num_samples"] < 30
-    code, found = predicted(run, *files, capfd=capfd)
-    assert code == 0
+    found = predicted(output_of, run, *files)
     assert len(found) == rows
     name = {"regression": "price", "text": "class", "graph": "class"}.get(kind, "classes")
     assert all(name in one for one in found)
@@ -212,7 +206,7 @@ def test_it_trains_on_a_file_put_at_the_place_for_it_and_predicts_it(kind, tmp_p
         first, second, third, *_ = data.read_text().splitlines()
         broken = tmp_path / "broken.csv"
         broken.write_text(f"{first}\n{second}\nn/a{third[third.index(',') :]}\n{second}\n")
-        _, found = predicted(run, broken, capfd=capfd)
+        found = predicted(output_of, run, broken, code=1)
         assert [name in one for one in found] == [True, False, True]
         assert "row 2" in found[1]["problem"]
         assert "n/a" in found[1]["problem"]

@@ -24,20 +24,6 @@ QUICK = "--seconds 0.3"
 SLOW_DATA = next(one for one in SITUATIONS if one.name == "a data set that sleeps")
 
 
-@pytest.fixture
-def profile(here, capfd):
-    """Profile alone in this process, from an empty directory; return output and errors."""
-
-    def profiled(words: str, code: int = 0) -> tuple[str, str]:
-        capfd.readouterr()
-        ended = call("profile", *words.split())
-        printed, told = capfd.readouterr()
-        assert ended == code, printed + told
-        return printed, told
-
-    return profiled
-
-
 def found_in(here: Path) -> dict:
     (path,) = here.rglob("profile.json")
     return read_json(path)
@@ -103,8 +89,9 @@ def args_of(events: dict) -> set[str]:
     return {name for event in events["traceEvents"] for name in event.get("args", {})}
 
 
-def test_a_whole_epoch_can_be_traced_with_shapes_and_python_calls(here, profile, of_two_ranks):
-    profile(f"{tiny.write_recipe(here)} --epoch 2 --record-shapes --with-stack --run-dir out")
+def test_a_whole_epoch_can_be_traced_with_shapes_and_python_calls(here, output_of, of_two_ranks):
+    flags = "--epoch 2 --record-shapes --with-stack --run-dir out"
+    output_of("profile", tiny.write_recipe(here), *flags.split())
     (trace,) = traces_of(here / "out")
     events = events_of(here / "out" / "traces" / trace)
     assert [phase for phase, _ in phases_of(events["traceEvents"])].count("forward") == 11
@@ -115,9 +102,9 @@ def test_a_whole_epoch_can_be_traced_with_shapes_and_python_calls(here, profile,
 
 
 @pytest.mark.slow
-def test_batches_and_a_schedule_of_a_recipes_own_are_profiled_beyond_its_end(here, profile):
+def test_batches_and_a_schedule_of_a_recipes_own_are_profiled_beyond_its_end(here, output_of):
     """The run has 145 steps, and a schedule that is below 0 after them."""
-    profile(f"{EXAMPLES / 'csv_regression.py'} {QUICK} --run-dir out")
+    output_of("profile", EXAMPLES / "csv_regression.py", *QUICK.split(), "--run-dir", "out")
     assert found_in(here)["measured"]["steps"] > 3
 
 
@@ -153,10 +140,10 @@ def test_what_cannot_be_written_or_measured_is_refused_first(here, refused):
         assert says in refused("profile", "train.py")
 
 
-def test_the_profile_of_a_run_is_a_directory_of_its_own_and_json_is_nothing_but_json(here, profile):
+def test_a_runs_profile_is_a_directory_of_its_own_and_json_is_nothing_but_json(here, output_of):
     train_here(str(tiny.write_recipe(here)), "--run-dir", "run", "--epochs", "1")
     before = tiny.files(here / "run")
-    found = json.loads(profile(f"run {QUICK} --json")[0])
+    found = json.loads(output_of("profile", "run", *QUICK.split(), "--json"))
     assert tiny.files(here / "run") == before
     (made,) = (here / "runs").iterdir()
     assert made.name.startswith("profile-tiny-")
@@ -183,10 +170,11 @@ def write(here: Path, text: str) -> None:
     (here / "train.py").write_text(text)
 
 
-def _with_output_apart(words: list[str]) -> None:
+def _with_output_apart(words: list[str], environment: dict[str, str]) -> None:
     """Run the command line with a file of its own as standard output."""
     from samestep.shell.cli import main
 
+    os.environ |= environment
     os.dup2(os.open("printed", os.O_WRONLY | os.O_CREAT), 1)
     sys.exit(main(words))
 
@@ -194,7 +182,7 @@ def _with_output_apart(words: list[str]) -> None:
 def test_a_script_gets_its_own_arguments_is_ended_when_seen_and_prints_nothing_into_the_json(here):
     write(here, LOOP.format(steps=10**9))
     words = f"profile train.py {QUICK} --out out --json -- --lr 1 --json".split()
-    ranks = start_ranks(_with_output_apart, 1, here.parent / "outputs", words)
+    ranks = start_ranks(_with_output_apart, 1, here.parent / "outputs", words, {})
     assert ranks.wait() == [0], ranks.output()
     told = ranks.output()
     assert "arguments ['--lr', '1', '--json'] name __main__" in told
@@ -205,9 +193,9 @@ def test_a_script_gets_its_own_arguments_is_ended_when_seen_and_prints_nothing_i
     assert found["measured"]["script"]
 
 
-def test_a_short_script_runs_to_its_end_and_what_there_is_is_told(here, profile):
+def test_a_short_script_runs_to_its_end_and_what_there_is_is_told(here, output_of):
     write(here, LOOP.format(steps=12))
-    printed, _told = profile("train.py --out out")
+    printed = output_of("profile", "train.py", "--out", "out")
     assert "the end 11" in printed
     assert "verdict" in printed
     assert 0 < found_in(here)["measured"]["steps"] <= 11  # a busy machine is longer in warming up
@@ -250,22 +238,14 @@ def test_a_full_disk_leaves_no_part_of_a_trace(here, refused, disk):  # noqa: F8
     assert not [p for p in out.rglob("*") if "trace_" in p.name or ".tmp" in p.name]
 
 
-def _rank(words: list[str], task: str) -> None:
-    """Measure on a rank whose standard output is a file of its own."""
-    from samestep.shell.cli import main
-
-    os.environ |= {"SAMESTEP_TASK": task, "OMP_NUM_THREADS": "1"}
-    os.dup2(os.open("printed", os.O_WRONLY | os.O_CREAT), 1)
-    sys.exit(main(words))
-
-
 @pytest.fixture
 def scale(here, monkeypatch, capfd):
     """Measure on forked ranks; return the exit code, and what was printed on output and errors."""
     outputs = here.parent / "outputs"
 
     def start(num_ranks: int, words: list[str], task: str) -> int:
-        ranks = start_ranks(_rank, num_ranks, outputs, words, task)
+        environment = {"SAMESTEP_TASK": task, "OMP_NUM_THREADS": "1"}
+        ranks = start_ranks(_with_output_apart, num_ranks, outputs, words, environment)
         code = end_with_first_failure(ranks)
         sys.stderr.write(ranks.output())
         return code

@@ -17,7 +17,7 @@ def here(here):
     """A folder with recipes, a script, three runs, and another folder."""
     planted.write(here, name="good.py")
     tiny.write_recipe(here)
-    (here / "train.py").write_text("import torch\n")
+    (here / "train.py").write_text("import torch\nopen('began', 'w')\n")
     for name in ("run", "runs/one", "runs/two"):
         write_run(here / name)
     (here / "full").mkdir()
@@ -27,6 +27,20 @@ def here(here):
 
 # A command, and what of it or of what may be chosen the message names.
 REFUSED = [
+    ("check nothing.py", "nothing.py"),
+    ("check train.py --steps 0", "--steps"),
+    ("check train.py --resume", "auto"),
+    ("check train.py --here --nproc 2", "--nproc"),
+    ("check --resume auto --here --resume-nproc 1 train.py", "--resume-nproc"),
+    ("check --resume --again train.py --steps 3", "--steps"),
+    ("check train.py --resume auto --resume-nproc 1,none", "--resume-nproc"),
+    ("check train.py --resume-nproc 2", "--resume"),
+    ('check train.py --resume --again="out', "No closing quotation"),
+    ("check -m", "-m"),
+    ("check -m no.such.module", "no.such.module"),
+    ("check --json", "--json"),
+    ("check --list SS999", "SS999"),
+    ("check train.py --sarif nowhere/found.sarif", "nowhere"),
     ("compare runs/one runs/two --metric bleu", "'bleu'"),
     ("compare runs/one runs/two --plot a.txt", "--plot a.txt"),
     ("compare runs/one runs/two --plot a.png", "pip install 'samestep[plot]'"),
@@ -75,6 +89,8 @@ REFUSED = [
     ("track run", "--to"),
     ("train spiral --learning-rate 3", "--lr here"),
     ("train spiral --max_epochs=3", "--epochs here"),
+    ("train tiny.py --halving 3", "--halving"),
+    ("train tiny.py --smoke --run-dir new --resume", "--resume"),
     ("verify --json", "--json"),
     ("verify spirla", "'spiral'"),
     ("verify good.py --nproc 1,two", "1,two"),

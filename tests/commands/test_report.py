@@ -18,7 +18,6 @@ from tests.processes import TIMEOUT_S
 from tests.reporting.made_runs import write_run
 from tests.reporting.pages import ReadPage
 from tests.run.test_summary import damaged_folder
-from tests.slurm.fake_slurm import install
 from tests.tiny import until
 
 
@@ -32,13 +31,13 @@ def test_the_page_of_a_run_is_in_its_directory_and_that_of_several_is_here(here,
 
 
 @pytest.mark.parametrize("browser", [True, False])
-def test_it_is_written_where_asked_for_and_opened(tmp_path, capsys, monkeypatch, browser):
+def test_it_is_written_where_asked_for_and_opened(tmp_path, output_of, monkeypatch, browser):
     opened = []
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or browser)
     file = tmp_path / "my page.html"
-    assert call("report", str(write_run(tmp_path / "run")), "-o", str(file), "--open") == 0
+    run = write_run(tmp_path / "run")
+    assert output_of("report", run, "-o", file, "--open") == f"{file}\n"
     assert opened == [file.as_uri()]
-    assert capsys.readouterr().out == f"{file}\n"
     assert file.is_file()
 
 
@@ -90,14 +89,12 @@ def test_a_port_that_is_taken_and_what_is_no_run_are_refused(tmp_path, refused, 
 
 
 @pytest.mark.parametrize(("kind", "says"), [("recipe", "not begun"), ("script", "script")])
-def test_a_jobs_run_without_records_says_what_tells(tmp_path, capfd, monkeypatch, kind, says):
+def test_a_jobs_run_without_records_says_what_tells(slurm, here, capfd, monkeypatch, kind, says):
     monkeypatch.setattr("samestep.shell.commands.watch._PATIENCE_S", 0.0)
-    fake = install(tmp_path / "bin")
-    monkeypatch.setenv("PATH", str(fake.folder))
-    run = tmp_path / "run"
+    run = here / "run"
     run.mkdir()
     (run / "job.sbatch").write_text(f"--kind {kind}")
-    fake.add(5, run)
+    slurm.add(5, run)
     for name in ("5", str(run)):
         code = call("watch", name)
         _, message = capfd.readouterr().err.splitlines(keepends=True)

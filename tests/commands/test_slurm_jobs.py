@@ -14,22 +14,14 @@ from samestep.cluster.slurm import queue
 from samestep.cluster.slurm.options import JobOptions, keep_options
 from samestep.cluster.slurm.restarts import BEGUN
 from tests.command_line import call
-from tests.slurm.fake_slurm import install
 from tests.slurm.test_training_progress import START, step
 
 STEP = step(10)
 
 
 @pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    fake = install(tmp_path / "bin")
-    monkeypatch.setenv("PATH", str(fake.folder))
+def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return fake
-
-
-@pytest.fixture
-def run(tmp_path):
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
     (folder / "settings.toml").touch()

@@ -14,7 +14,6 @@ from samestep.cluster.sweeping.side_by_side import run_here
 from samestep.cluster.sweeping.sweep_plan import SweepPlan
 from tests.command_line import RECIPE, call, read_json, train_here, tree
 from tests.processes import TIMEOUT_S
-from tests.slurm.fake_slurm import FakeSlurm, install
 from tests.tiny import events, until
 
 SEEDS = ",".join(map(str, range(60)))
@@ -65,11 +64,6 @@ def test_a_mistake_anywhere_is_named_before_the_first_training(flags, here, refu
     assert {path.name for path in tree(here)} == {"small.py"}
 
 
-def test_halving_outside_of_a_sweep_is_refused(here, refused):
-    assert "--halving" in refused("train", "small.py", "--halving", "3")
-    assert {path.name for path in tree(here)} == {"small.py"}
-
-
 def test_a_million_combinations_of_which_some_are_drawn_need_no_question(here, capfd, monkeypatch):
     monkeypatch.setattr("samestep.shell.commands.sweep.run_here", lambda *_, **__: 0)
     many = ",".join(map(str, range(1, 1001)))
@@ -91,13 +85,6 @@ def test_a_training_that_fails_is_told_once_and_the_others_go_on(tmp_path):
     }
     assert "no-such-verb" in found["a=2"].text
     assert len(told) == 3
-
-
-@pytest.fixture
-def slurm(tmp_path, monkeypatch) -> FakeSlurm:
-    fake = install(tmp_path / "programs")
-    monkeypatch.setenv("PATH", f"{fake.folder}{os.pathsep}{os.environ['PATH']}")
-    return fake
 
 
 def test_on_slurm_each_training_that_has_none_gets_a_job(slurm, here):

@@ -12,7 +12,7 @@ from tests import tiny
 from tests.command_line import call, refusal
 from tests.tracking import own_tracker
 from tests.tracking.readers import expected
-from tests.tracking.test_following import TRACKER, sent, what
+from tests.tracking.test_following import TAKES, TRACKER, sent, what
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +134,7 @@ def test_a_run_that_goes_on_or_is_being_sent_is_left_to_its_own_process(track, r
 
 def test_one_tracker_that_fails_does_not_keep_the_run_from_another(track, run, tmp_path):
     broken = tmp_path / "broken.py"
-    broken.write_text(
-        "def start(run): raise ConnectionError('gone')\n"
-        "def record(client, entries): pass\ndef finish(client, result): pass\n"
-    )
+    broken.write_text("def start(run): raise ConnectionError('gone')\n" + TAKES)
     text = track(run, "--to", f"{broken},{TRACKER}", code=1)
     assert "ConnectionError: gone" in text
     assert sent(run) == expected(run)

@@ -164,21 +164,16 @@ def test_a_wrong_recipe_file_is_named_with_its_line(here, refuse, name):
     assert_says(refuse("bad.py"), says)
 
 
-@pytest.fixture
-def finished(here) -> str:
+def test_a_directory_that_holds_a_run_goes_on_with_no_other_data(here, refuse):
     (here / "small.py").write_text(RECIPE)
     train_here("small.py", "--run-dir", "done")
-    return "done"
-
-
-def test_a_directory_that_holds_a_run_goes_on_with_no_other_data(here, refuse, finished):
-    before = files(here / finished)
-    for target in ("small.py", finished):
-        assert f"samestep train {finished} --resume" in refuse(target, "--run-dir", finished)
-    assert files(here / finished) == before
+    before = files(here / "done")
+    for target in ("small.py", "done"):
+        assert "samestep train done --resume" in refuse(target, "--run-dir", "done")
+    assert files(here / "done") == before
     # Of another length: Python knows what it compiled within the same second by its size.
     (here / "small.py").write_text(RECIPE.replace("[:60]", "[: 50]"))
-    message = refuse(finished, "--resume", "--epochs", "3", "--allow-change", "recipe")
+    message = refuse("done", "--resume", "--epochs", "3", "--allow-change", "recipe")
     assert_says(message, "num_samples = 60, 50")
 
 

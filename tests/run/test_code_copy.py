@@ -7,7 +7,6 @@ import pytest
 
 from samestep.base.errors import UserError
 from samestep.base.run import code_copy
-from samestep.base.run import code_copy as copies
 from samestep.base.run.code_copy import CODE, DIFF, copy_code, edited_since, find_code, hashed_file
 
 WHO = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
@@ -46,14 +45,6 @@ def run(tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def tree(folder: Path) -> set[str]:
-    return {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.is_symlink() or path.is_file()
-    }
-
-
 def test_tracked_and_new_files_are_copied_and_ignored_data_and_secrets_linked(repository, run):
     (repository / "train.py").chmod(0o700)
     code = find_code(repository / "src" / "mine.py")
@@ -61,9 +52,11 @@ def test_tracked_and_new_files_are_copied_and_ignored_data_and_secrets_linked(re
     copied = {"train.py", "src/mine.py", "src/new.py", ".gitignore"}
     assert {*code.files} == copied
     assert {*code.linked} == {"data/", ".env", "src/.env"}
-    assert tree(run / CODE) == copied | {"data", ".env", "src/.env"}
+    there = [path for path in (run / CODE).rglob("*") if path.is_symlink() or path.is_file()]
+    found = {path.relative_to(run / CODE).as_posix() for path in there}
+    assert found == copied | {"data", ".env", "src/.env"}
     assert (run / CODE / "data").readlink() == repository / "data"
-    facts = copies.kept_code(run)
+    facts = code_copy.kept_code(run)
     commit = git(repository, "rev-parse", "HEAD").strip()
     assert (facts["file"], facts["commit"], facts["changed"]) == ("src/mine.py", commit, True)
     assert "-old\n" in (run / DIFF).read_text()
@@ -188,7 +181,7 @@ def test_an_edit_of_the_file_or_of_one_beside_it_is_seen_without_a_copy(tmp_path
     names = ["b.py", "a.py", "odd name.py"]
     write(tmp_path / "f", **dict.fromkeys(names, "x"), data="x")
     assert (edited_since(run), hashed_file(run)) == ([], None)
-    copies.keep_hashes(tmp_path / "f" / "b.py", run)
+    code_copy.keep_hashes(tmp_path / "f" / "b.py", run)
     assert (edited_since(run), hashed_file(run)) == ([], tmp_path / "f" / "b.py")
     command = ("sha256sum", "--quiet", "--check", str(run / code_copy.HASHES))
     assert subprocess.run(command, check=True, capture_output=True).stdout == b""

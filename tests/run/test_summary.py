@@ -40,13 +40,6 @@ def only(folder):
     return run
 
 
-def write_index(run, value=0.5, monitor="accuracy", mode="max"):
-    (run / "checkpoints").mkdir(exist_ok=True)
-    entry = {"path": "a.pt", "step": 12, "epoch": 2, "sha256": "", "metric": value}
-    table = {"monitor": monitor, "mode": mode, "checkpoints": [entry]}
-    (run / "checkpoints" / "index.json").write_text(json.dumps(table))
-
-
 def live(run, *records, result=None):
     """Write records into a run as a training does."""
     with closing(Run(run)) as opened:
@@ -101,7 +94,9 @@ def test_a_run_is_told_alike_by_its_summary_and_its_records_and_by_its_result(tm
 
 def test_a_resumed_run_leaves_out_what_was_superseded_and_begun_anew_it_has_nothing(tmp_path):
     run = lived(tmp_path / "run", accuracy=lambda epoch: 1 / epoch)
-    write_index(run, 0.5)
+    entry = {"path": "a.pt", "step": 12, "epoch": 2, "sha256": "", "metric": 0.5}
+    table = {"monitor": "accuracy", "mode": "max", "checkpoints": [entry]}
+    (run / "checkpoints" / "index.json").write_text(json.dumps(table))
     start = json.loads(lines_of(run)[0])
     again = {**start, "resumed": True, "world_size": 4}
     resume = {"event": "resume", "step": 12, "checkpoint": "checkpoint_epoch_2.pt"}

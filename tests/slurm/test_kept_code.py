@@ -32,10 +32,6 @@ def job_of(target: str, *words: str, **options):
     return make_script(found, JobOptions(**options), Path.cwd())
 
 
-def begin(run: Path) -> None:
-    (run / "settings.toml").touch()
-
-
 def test_a_script_and_a_recipe_run_the_copy_in_the_folder_of_the_command(slurm, here):
     job = job_of("mine/plain.py", "mine/plain.py", "--data-dir", "data")
     run = Path(job.run)
@@ -67,7 +63,7 @@ def test_a_run_goes_on_with_its_own_copy_and_its_imports(slurm, here):
     (here / "tiny.py").write_text(RECIPE)
     job = job_of("tiny.py", "--run-dir", "runs/one")
     submit(job)
-    begin(here / "runs" / "one")
+    Path("runs/one/settings.toml").touch()  # it begins
     (here / "tiny.py").write_text(f"{RECIPE}# edited\n")
     for again in (job_of("runs/one"), job_of("tiny.py", "--run-dir", "runs/one")):
         assert again.code is None
@@ -123,7 +119,7 @@ def test_without_a_copy_the_script_checks_the_files_at_each_start(slurm, here):
 def test_a_run_without_a_copy_goes_on_if_nothing_is_edited_or_the_edit_is_allowed(slurm, here):
     submit(job_of("mine/tiny.py", "--run-dir", "runs/one", snapshot=False))
     run = here / "runs" / "one"
-    begin(run)
+    (run / "settings.toml").touch()  # it begins
     submit(job_of("runs/one", snapshot=False))
     Path("mine/tiny.py").write_text(f"{RECIPE}# edited\n")
     with pytest.raises(UserError, match=r"mine/tiny\.py .*--allow-edit"):

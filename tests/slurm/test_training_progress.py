@@ -9,7 +9,6 @@ import pytest
 
 from samestep.base.table import text_lines
 from samestep.cluster.slurm.queue import JobAndRun, Progress, parse_job, read_progress
-from samestep.shell.cli import main
 from samestep.shell.commands.slurm import logs
 from samestep.shell.commands.slurm.status import jobs_table
 
@@ -233,26 +232,22 @@ def script_run(slurm, tmp_path):
 
 
 @pytest.mark.parametrize("launcher", ["srun --label x.py", "torchrun \\\n  --rdzv-backend=c10d"])
-def test_a_rank_of_a_script_has_its_lines(script_run, capsys, launcher):
+def test_a_rank_of_a_script_has_its_lines(script_run, output_of, launcher):
     (script_run / "job.sbatch").write_text(f"{launcher}\n")
-    logs.main([str(script_run), "--rank", "1"])
-    assert capsys.readouterr().out == "b\n"
-    logs.main([str(script_run)])
-    assert capsys.readouterr().out == "samestep: job 5\n0: a\n1: b\n"
-    logs.main([str(script_run), "--rank", "0"])
-    assert capsys.readouterr().out == "a\n"
-    assert main(["slurm", "logs", str(script_run), "--rank", "first"]) == 2
+    assert output_of("slurm", "logs", script_run, "--rank", "1") == "b\n"
+    assert output_of("slurm", "logs", script_run) == "samestep: job 5\n0: a\n1: b\n"
+    assert output_of("slurm", "logs", script_run, "--rank", "0") == "a\n"
+    output_of("slurm", "logs", script_run, "--rank", "first", code=2)
 
 
-def test_all_ranks_are_shown_with_their_labels_in_lines_broken_at_words(script_run, capsys):
+def test_all_ranks_are_shown_with_their_labels_in_lines_broken_at_words(script_run, output_of):
     (script_run / "settings.toml").touch()
     (script_run / "slurm-5.out").write_text("zero\n")
     for rank in (1, 10, 2):
         (script_run / f"rank-{rank}.log").write_text(f"is {rank}\n")
-    logs.main([str(script_run), "--rank", "all"])
-    assert capsys.readouterr().out == "0: zero\n1: is 1\n2: is 2\n10: is 10\n"
-    logs.main([str(script_run), "--rank", "0"])
-    assert capsys.readouterr().out == "zero\n"
+    shown = output_of("slurm", "logs", script_run, "--rank", "all")
+    assert shown == "0: zero\n1: is 1\n2: is 2\n10: is 10\n"
+    assert output_of("slurm", "logs", script_run, "--rank", "0") == "zero\n"
     folded = logs._folded(f"short\n{'word ' * 30}\nlast, torn", 80)
     assert max(map(len, folded.splitlines())) <= 80
     assert folded.split() == ["short", *["word"] * 30, "last,", "torn"]

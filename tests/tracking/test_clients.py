@@ -265,33 +265,27 @@ def entry(event, line, **values) -> TrackedRecord:
 DONE = TrackedResult(status="completed", values={"test.accuracy [%]": 0.5})
 
 
-@pytest.fixture(scope="module")
-def mlflow(tmp_path_factory):
-    """Ask MLflow in one process, which takes seconds to import it; return folder and answers."""
-    folder = tmp_path_factory.mktemp("mlflow")
-    return folder, run_ranks(_ask_mlflow, 1, folder / "rank", folder)[0]
-
-
 def _ask_mlflow(folder: Path) -> dict[str, tuple]:
+    """Ask MLflow in one process, which takes seconds to import it; return its answers."""
     asked = {"two": _two_projects, "elsewhere": _known_elsewhere, "killed": _killed_and_again}
     return {name: ask(folder / name) for name, ask in asked.items()}
 
 
-def test_mlflow_takes_any_name_and_has_each_value_once_whatever_happened(mlflow):
-    folder, answers = mlflow
+def test_mlflow_takes_any_name_and_has_each_value_once_whatever_happened(tmp_path):
+    (answers,) = run_ranks(_ask_mlflow, 1, tmp_path / "rank", tmp_path)
     first, again = answers["two"]
     assert first[1] == 0, "this store has nothing of it yet"
     assert again == (first[0], None)
-    store = readers.mlflow_store(folder / "two")
+    store = readers.mlflow_store(tmp_path / "two")
     found = store.get_run(first[0])
     assert found.data.params == {"lr_0_": "1"}
     assert found.data.tags["resumed.lr_0_"] == "2"
     assert found.data.metrics == {"a_b_": 0.5}
     assert store.get_experiment_by_name("two") is None
-    runs, history = mlflow[1]["killed"]
+    runs, history = answers["killed"]
     assert len(runs) == 1
     assert history == [(1, 0.5), (2, 0.25), (3, 0.125)]
-    run, lines = mlflow[1]["elsewhere"]
+    run, lines = answers["elsewhere"]
     assert run != "0" * 32
     assert lines == 0
 
