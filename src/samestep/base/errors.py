@@ -105,17 +105,18 @@ def no_sudden_exit() -> Iterator[None]:
     """
     leave, process, thread = os._exit, os.getpid(), threading.get_ident()
 
-    def leave_noted(code: int = 0) -> NoReturn:
+    def leave_noted(status: int) -> NoReturn:
         file = sys._getframe(1).f_code.co_filename  # noqa: SLF001
         if (os.getpid(), threading.get_ident()) == (process, thread) and is_users(file):
-            raise SystemExit(code)
-        leave(code)
+            raise SystemExit(status)
+        leave(status)
 
-    os._exit = leave_noted  # type: ignore[assignment]
+    os._exit = leave_noted
     try:
         yield
     finally:
-        os._exit = leave
+        if os._exit is leave_noted:
+            os._exit = leave
 
 
 @contextmanager

@@ -17,7 +17,7 @@ _OF_TRAINERS = {
 """The packages of each kind of Trainer, and the ends of names that are one or make one."""
 _ENDS = (".py", "/__init__.py")
 _TRAINS = {"huggingface": {"train", "hyperparameter_search"}, "lightning": {"fit", "LightningCLI"}}
-_OF_MODELS = re.compile(r"model|net(work)?$|module|coder", re.IGNORECASE)
+_OF_MODELS = re.compile(r"(model|net(work)?|module|coder|nator)$", re.IGNORECASE)
 """The ends of names whose `train()` only sets a mode."""
 
 
@@ -100,16 +100,17 @@ def trainer_of(path: Path, folder: Path) -> str:
             continue
         if file == path and any(_binds_recipe(node) for node in nodes):
             return ""
-        modules: list[str] = []
+        modules: list[tuple[Path, str]] = []  # and the folders that they are in
         packages: dict[str, str] = {}  # by the name that the file gives it
         for node in nodes:
             match node:
                 case ast.Import(names=names):
-                    modules += [alias.name for alias in names]
+                    modules += [(folder, alias.name) for alias in names]
                     packages |= {alias.asname or alias.name: alias.name for alias in names}
-                case ast.ImportFrom(module=module, names=names):
-                    module = module or ""
-                    modules += [module, *(f"{module}.{alias.name}".strip(".") for alias in names)]
+                case ast.ImportFrom(module=module, names=names, level=level):
+                    module, at = module or "", file.parents[level - 1] if level else folder
+                    named = (module, *(f"{module}.{alias.name}".strip(".") for alias in names))
+                    modules += [(at, name) for name in named if name]
                     packages |= {alias.asname or alias.name: module for alias in names}
                     own = ((a.asname or a.name, _kinds(module, a.name)) for a in names)
                     takes |= {(kind, name) for name, kinds in own for kind in kinds}
@@ -121,9 +122,7 @@ def trainer_of(path: Path, folder: Path) -> str:
                     used |= {name}
                 case ast.Call(func=ast.Attribute(value=of, attr=name)):
                     trains |= _called(of, name)
-        named = [name.replace(".", "/") for name in modules if name]
-        folders = {folder, Path(), file.parent, file.parent.parent}  # those of relative imports
-        files = {of / f"{name}{end}" for of in folders for name in named for end in _ENDS}
+        files = {at / f"{n.replace('.', '/')}{end}" for at, n in modules for end in _ENDS}
         waiting += [own for own in files - read if own.is_file()]
     taken, trains = {kind for kind, name in takes if name in used}, trains | used & {"LightningCLI"}
     return next((kind for kind in _OF_TRAINERS if kind in taken and _TRAINS[kind] & trains), "")

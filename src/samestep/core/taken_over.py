@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
 
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, is_users
 from samestep.base.patches import Patch, patched
 from samestep.core.recipe_checks import take_script_words
 
@@ -78,7 +78,7 @@ def _loop_around(frame: FrameType | None) -> str:
         nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
         for loop in (node for node in nodes if isinstance(node, ast.For | ast.While)):
             inside = loop.body[0].lineno <= line <= (loop.end_lineno or 0)
-            if inside and "site-packages" not in file:  # as that of Fire
+            if inside and is_users(file):  # not that of Fire, or of asyncio
                 return f"{Path(file).name}:{loop.lineno}"
         frame = None if frame.f_code.co_name == "<module>" else frame.f_back
     return ""

@@ -28,8 +28,6 @@ _CALLED: dict[str, tuple[str, ...]] = {
 """What is called, and what each is given besides args, state and control."""
 _OF_TRAINER = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 """What a Trainer also gives, and is not at hand where records are."""
-_USES = {"LOAD_FAST": ("LOAD_ATTR", "LOAD_METHOD"), "LOAD_CONST": ("BINARY_SUBSCR", "BINARY_OP")}
-"""By what it follows: as `model.save()`, or `kwargs["model"]`."""
 _OF_RECORDS = ("event", "split", "epoch", "step", "samples", "seconds")
 _LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
 _BY_SETTINGS = "--patience stops early, --eval-every-steps evaluates, --log-every logs."
@@ -86,7 +84,7 @@ def _check(callback: Any, own: Mapping[str, Callable[..., Any]]) -> None:
         )
     check_held(named, own.values(), {f"self.{n}": value for n, value in vars(callback).items()})
     for name in sorted(_CALLED.keys() & own.keys()):
-        if asked := _asked(kind, own[name]):
+        if asked := _asked(own[name]):
             raise UserError(f"{named}: {name} uses {asked!r}, which is not here.", remedy=_AFTER)
         try:
             inspect.signature(own[name]).bind(None, None, None, **dict.fromkeys(_CALLED[name]))
@@ -120,14 +118,26 @@ def check_held(named: str, functions: Iterable[Any], held: Mapping[str, Any]) ->
             )
 
 
-def _asked(kind: type, function: Any) -> str:
-    """Return what an event's function, or a method that it calls, uses and is not given."""
-    code, used = getattr(inspect.unwrap(function), "__code__", None), set[Any]()
-    called = (getattr(kind, name, None) for name in getattr(code, "co_names", ()))
-    for one in filter(None, (code, *(getattr(its, "__code__", None) for its in called))):
-        loads = itertools.pairwise(dis.get_instructions(one))
-        used |= {by.argval for by, then in loads if then.opname in _USES.get(by.opname, ())}
-    return next((name for name in _OF_TRAINER if name in used), "")
+def _asked(function: Any) -> str:
+    """Return what an event's function uses of its arguments, and is not given here.
+
+    It may ask whether that is there, or hand it on.
+    """
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    steps, used, guarded = [*dis.get_instructions(code)], set[Any](), set[Any]()
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + 2]
+    for one, then, after in zip(steps, steps[1:], steps[2:], strict=False):
+        if not one.opname.startswith("LOAD_FAST") or one.argval not in arguments:
+            continue
+        if then.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            used.add(one.argval)
+        elif then.opname == "LOAD_CONST" and after.opname in ("BINARY_SUBSCR", "BINARY_OP"):
+            used.add(then.argval)
+        elif "JUMP" in then.opname or after.opname == "IS_OP":
+            guarded.add(one.argval)
+    return next((name for name in _OF_TRAINER if name in used - guarded), "")
 
 
 def _names(function: Any) -> list[dis.Instruction]:

@@ -135,8 +135,10 @@ def loaded_by(trainer: Trainer, data: Callable[[], Splits]) -> Splits:
     """
     splits, prepared = data(), vars(trainer.accelerator)
     prepared["prepare"] = lambda *given, **_: given[0] if len(given) == 1 else given
-    loader: Any = trainer.get_train_dataloader()
-    del prepared["prepare"]
+    try:
+        loader: Any = trainer.get_train_dataloader()
+    finally:
+        del prepared["prepare"]
     collate = getattr(loader, "collate_fn", None)
     if getattr(collate, "data_collator", collate) not in (trainer.data_collator, default_collate):
         raise UserError(

@@ -342,7 +342,7 @@ class _Brought:
             for giver in (trainer.datamodule, module):
                 value = getattr(giver, hook)(value, 0) if hasattr(giver, hook) else value
         if module.training:
-            return self._trained(module, value, step, epoch)
+            return self._trained(module, batch, value, step, epoch)
         if ASKS_TRAINED.get():
             outputs, _ = called(module, "training_step", value, 0, 0, seen=Evaluated())
             return {"loss": outputs["loss"]}
@@ -376,7 +376,9 @@ class _Brought:
             own = outputs["loss"]
         return {"loss": torch.as_tensor(own if loss is None else loss), "metrics": metrics}
 
-    def _trained(self, module: Any, value: Any, step: int, epoch: int) -> dict[str, Any]:
+    def _trained(
+        self, module: Any, batch: _Batch, value: Any, step: int, epoch: int
+    ) -> dict[str, Any]:
         """Take a step of the training; return its loss."""
         trainer = self.trainer
         self.evaluated.pop(module, None)
@@ -389,12 +391,11 @@ class _Brought:
         in_kept_modes(module)
         gathers = gathering_nothing(module, f"training_step{defined_at(own_step)}")
         with keeps_trained(module, "training_step", own_step), gathers if is_new else _ALONE:
-            number = trainer.nth(step)
-            trainer.is_last_batch = number + 1 == vars(trainer).get("num_training_batches")
+            number, last = trainer.nth(step, batch.samples)
             self._begin(module, BEFORE_BATCH, value, number)
             outputs, _ = called(module, "training_step", value, number, 0)
         detached = {n: v.detach() if isinstance(v, Tensor) else v for n, v in outputs.items()}
-        NEWEST.set((detached, value, number))
+        NEWEST.set((detached, value, last))
         return {"loss": outputs["loss"]}
 
     def _begin(self, module: Any, name: str, *given: Any) -> None:

@@ -1,7 +1,6 @@
 """What stands in for Lightning's Trainer where samestep calls a LightningModule's steps."""
 
 import os
-import sys
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from samestep.base.errors import UserError
 from samestep.base.settings import Settings
 from samestep.bridges.lightning.logged import gathering_nothing
 from samestep.bridges.lightning.module_hooks import call
+from samestep.core.data.order import share
 
 BEFORE_STEP = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 """Hooks that are called before each step, in this order, once all ranks have the gradients."""
@@ -34,7 +34,7 @@ _DECIDED |= {"limit_train_batches": 1.0, "limit_val_batches": 1.0}
 _PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp64": "64-true"}
 
 
-_LEFT = ("of", "built", "newest")
+_NOT_PICKLED = ("of", "built", "last_taken")
 
 
 class StandIn:
@@ -61,8 +61,8 @@ class StandIn:
         self.loaders_batch: int | None = None
         self.of: Callable[[], Any] = lambda: None
         """Returns the module that was called last, if it is still there; `built` the first."""
-        self.micro_step, self.newest = 0, (-1, self.of)
-        """The number of the newest micro-step, its step, and the module that took it."""
+        self.rows_taken, self.last_taken = 0, (-1, self.of)
+        """Rows of the newest step that this rank has taken, and that step, by which module."""
         self.built, self.ended = self.of, dict[str, str]()
         """Names of what the hook at the end of an evaluation logs: in records → as logged."""
         self.steps_by(SGD([torch.zeros(1)]), {})  # where nothing is trained: steps may log a rate
@@ -83,8 +83,8 @@ class StandIn:
             each += [settings.max_steps] if settings.max_steps else []
             micro = micro_batch or batch
             own["accumulate_grad_batches"] = -(-batch // micro)
-            last, self.steps_per_epoch = 0 if settings.drop_last else micro - 1, steps
-            self.num_training_batches = (self.samples + last) // micro
+            self.sizes = steps, batch, micro
+            self.num_training_batches = self._first_of(steps)
             self.train_dataloader = range(self.num_training_batches)  # for its length
             self.estimated_stepping_batches = min(each)
 
@@ -116,19 +116,35 @@ class StandIn:
         if AFTER_STEP in hooks:
             optimizer.register_step_post_hook(call_after)
 
-    def nth(self, step: int) -> int:
-        """Return the number of the batch that a step takes next, within its epoch."""
-        before, of = self.newest
-        again = before == step and of() is self.of()  # which may be a copy that is tried
-        self.micro_step = self.micro_step + 1 if again else 0
-        several = int(vars(self)["accumulate_grad_batches"])
-        self.newest = step, self.of
-        in_epoch = step % int(vars(self).get("steps_per_epoch", sys.maxsize))
-        return in_epoch * several + min(self.micro_step, several - 1)
+    def _first_of(self, step: int) -> int:
+        """Return the number of a step's first batch in the epoch, or where it ends of all."""
+        _, batch, micro = self.sizes
+        whole, rest = divmod(min(step * batch, self.samples), batch)
+        return whole * -(-batch // micro) + -(-rest // micro)
+
+    def nth(self, step: int, rows: int) -> tuple[int, int]:
+        """Return the number, in its epoch, of the batch that these rows of a step are in.
+
+        It is the same on any number of ranks; the second one is that of the step's last batch.
+        """
+        if "sizes" not in vars(self):
+            return step, step
+        steps, batch, micro = self.sizes
+        in_epoch, of = step % steps, self.of()
+        before, by = self.last_taken
+        again = before == step and by() is of  # another one is a copy that is tried
+        size = min(batch, self.samples - in_epoch * batch)
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        mine = share(range(size), self.global_rank, ranks)
+        taken = self.rows_taken if again else 0
+        self.rows_taken, self.last_taken = taken + rows, (step, self.of)
+        self.is_last_batch = in_epoch + 1 == steps and self.rows_taken >= len(mine)
+        first = self._first_of(in_epoch)
+        return first + min(mine.start + taken, size - 1) // micro, first + (size - 1) // micro
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a loader's worker gets: all but the module and the data."""
-        return {name: value for name, value in vars(self).items() if name not in _LEFT}
+        return {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
 
     def __deepcopy__(self, _memo: Any) -> "StandIn":
         return self

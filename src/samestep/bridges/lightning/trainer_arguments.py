@@ -138,7 +138,8 @@ def limited(loader: Any, stage: str, given: Mapping[str, Any]) -> Any:
     limit, batches = given.get(name, 1.0), loader.batch_sampler
     if limit == 1.0 and isinstance(limit, float):
         return loader.dataset
-    number = limit if isinstance(limit, int) else int(len(loader) * limit)
+    each = limit * num_ranks(given) if isinstance(limit, int) else None  # the Trainer's is a rank's
+    number = int(len(loader) * limit) if each is None else each
     if type(batches) is not BatchSampler or type(batches.sampler) is not SequentialSampler:
         refuse(name, limit, _SUBSET)
     return Subset(loader.dataset, range(min(len(loader.dataset), number * batches.batch_size)))

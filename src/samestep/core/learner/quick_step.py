@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import Adam, AdamW
 from torch.optim import optimizer as of_torch
 from torch.optim.adam import adam
 
@@ -31,10 +31,10 @@ _SETTINGS = (
 
 
 def step_by_lists(optimizer: torch.optim.Optimizer) -> None:
-    """Let a small optimizer of PyTorch on a CPU call each operation once for all weights.
+    """Let a small Adam of PyTorch on a CPU call each operation once for all weights.
 
     As it does by itself on a GPU. On a CPU the same kernels run one after the other, to the same
-    bits. Its `state_dict` does not show it.
+    bits. Its `state_dict` does not show it. Before each step, call `by_weight_if_asked`.
     """
 
     def as_given(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -43,44 +43,67 @@ def step_by_lists(optimizer: torch.optim.Optimizer) -> None:
 
     for member in members_of(optimizer):
         weights, groups = parameters_in(member), member.param_groups
-        plain = all(type(p) in (Tensor, nn.Parameter) and p.device.type == "cpu" for p in weights)
-        small = plain and sum(p.numel() for p in weights) <= _SMALL
-        if type(member) not in (SGD, Adam, AdamW) or not small:
+        small = all(map(_is_plain, weights)) and sum(p.numel() for p in weights) <= _SMALL
+        if type(member) not in (Adam, AdamW) or not small:
             continue
-        chosen = any(g["foreach"] is not None or g["fused"] or g["differentiable"] for g in groups)
-        if not chosen and not any(isinstance(group["lr"], Tensor) for group in groups):
+        if not any(g["foreach"] is not None or g["fused"] or g["differentiable"] for g in groups):
             member.register_state_dict_post_hook(as_given)
             for group in groups:
                 group["foreach"] = True
 
 
+def by_weight_if_asked(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Leave out the lists of `step_by_lists` where a loop has put a tensor in place of the rate."""
+    for group in optimizer.param_groups:
+        if group.get("foreach") and isinstance(group.get("lr"), Tensor):
+            group["foreach"] = None
+
+
+def _is_plain(weight: Tensor) -> bool:
+    exact = weight.dtype in (torch.float32, torch.float64)
+    return exact and type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu"
+
+
 def quick_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Return what takes an optimizer's step; of Adam and AdamW by the function that they call.
 
-    The state is looked up once, and again when it was loaded. A step with hooks, in a profile, or
-    of fewer gradients is `optimizer.step()`.
+    The state is looked up once, and again where it or the weights are others. A step with hooks, in
+    a profile, or of fewer gradients is `optimizer.step()`.
     """
-    is_adam = type(optimizer) in (Adam, AdamW)
-    known: object = None
+    if type(optimizer) not in (Adam, AdamW):
+
+        def ordinary_step() -> None:
+            optimizer.step()  # looked up each time: a scheduler may replace it
+
+        return ordinary_step
+    known: list[int] = []
     states: list[dict[str, Any]] = []
 
     def take_step() -> None:
         nonlocal known, states
-        groups = optimizer.param_groups if is_adam else ()
-        gradients = [[p.grad for p in group["params"]] for group in groups]
-        whole = is_adam and all(g is not None for of_group in gradients for g in of_group)
-        if not whole or known is not optimizer.state or _is_observed(optimizer):
+        groups, weights = optimizer.param_groups, parameters_in(optimizer)
+        by_weight_if_asked(optimizer)
+        whole = all(weight.grad is not None for weight in weights)
+        if not whole or known != _ids(optimizer, weights) or _is_observed(optimizer):
             optimizer.step()
             if whole:
-                known, states = optimizer.state, [_states_of(optimizer, group) for group in groups]
+                known = _ids(optimizer, weights)
+                states = [_states_of(optimizer, group) for group in groups]
             return
         with torch.no_grad():
-            for group, of_group, held in zip(groups, gradients, states, strict=True):
-                beta1, beta2 = group["betas"]
+            for group, held in zip(groups, states, strict=True):
+                (beta1, beta2), given = group["betas"], [p.grad for p in group["params"]]
                 settings = {name: group[name] for name in _SETTINGS}
-                adam(group["params"], of_group, **held, **settings, beta1=beta1, beta2=beta2)
+                adam(group["params"], given, **held, **settings, beta1=beta1, beta2=beta2)
 
     return take_step
+
+
+def _ids(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> list[int]:
+    """Return what identifies the state, the weights of each group, and a step of each weight."""
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    steps = [id(optimizer.state.get(weight, {}).get("step")) for weight in weights]
+    return [id(optimizer.state), *sizes, *map(id, weights), *steps]
 
 
 def _states_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
@@ -98,5 +121,5 @@ def _is_observed(optimizer: torch.optim.Optimizer) -> bool:
         or of_torch._global_optimizer_pre_hooks  # noqa: SLF001
         or of_torch._global_optimizer_post_hooks  # noqa: SLF001
         or profiler._is_profiler_enabled  # noqa: SLF001
-        or (own is not None and not hasattr(own, "_wrapped_by_lr_sched"))
+        or (own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step)
     )

@@ -93,9 +93,8 @@ class Unkept(NamedTuple):
             f"this is another training. Draw in a data set, or {keyed}.": self.among,
             "The loss of a batch is not the mean of the losses of its shares, each weighed by its "
             f"{listed(self.no_mean)}: on another number of ranks this is another training. "
-            "Recipe(loss_terms=…) says what it is a mean over, such as weights of classes; "
-            "reduction='sum' that it is a sum, and loss_over='batch' that it compares "
-            "samples.": self.no_mean,
+            "Divide a sum by the samples. In a recipe, loss_terms says what it is a mean over, as "
+            "weights of classes, and loss_over='batch' that it compares samples.": self.no_mean,
             f"The loss changes {listed(self.loss, 3)} from call to call, and no checkpoint holds "
             "it: a resume will be refused. Let the loss name `step` or `epoch` among its "
             "arguments.": self.loss,
@@ -238,18 +237,25 @@ def of_loss(
 
 
 def of_shares(
-    model: nn.Module, train: Source, loss: Callable[[Batch], Tensor], recipe: Recipe, rounds: float
+    model: nn.Module,
+    train: Source,
+    loss: Callable[[Batch], Tensor],
+    recipe: Recipe,
+    most: int,
+    rounds: float,
 ) -> tuple[str, ...]:
-    """Name what a loss should be a mean over, if that of a batch is none of those of two shares.
+    """Name what a loss should be a mean over, unless that of a batch is the mean of its shares'.
 
-    One that draws numbers tells nothing. `loss` is right to the fraction `rounds`.
+    A loss that draws numbers is not judged. `most` samples are tried, of which two shares are made;
+    `loss` is right to the fraction `rounds`.
     """
+    if not isinstance(train, OrderedSource) or train.num_samples < most:
+        return ()
     terms = recipe.loss_terms
     head = [p for p in model.parameters() if p.dim() > 1][-1:]  # of the model itself
     before, token = [p.data for p in head], ASKS_TRAINED.set(True)
 
     def of(samples: Sequence[int], seed: int = 0) -> Tensor:
-        assert isinstance(train, OrderedSource)
         with random_numbers(seed, *(p.device for p in head)):
             batch = train.trained(samples)
             whole = batch.inputs if recipe.forward else (batch.inputs, batch.targets)
@@ -259,8 +265,8 @@ def of_shares(
     try:
         for weight in head:
             weight.data = 16.0 * weight.data  # to a new model all samples are alike
-        chosen = range(0, train.num_samples, max(1, train.num_samples // 8))[:8]
-        whole, again, shares = of(chosen), of(chosen, 1), of(chosen[:3]) + of(chosen[3:])
+        chosen, cut = range(0, train.num_samples, train.num_samples // most)[:most], most // 3 or 1
+        whole, again, shares = of(chosen), of(chosen, 1), of(chosen[:cut]) + of(chosen[cut:])
     except Exception:  # the first step tells how it fails
         return ()
     finally:

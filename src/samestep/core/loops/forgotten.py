@@ -6,6 +6,7 @@ of the text, and its value changes; so does an attribute that an object's own me
 
 import ast
 import contextlib
+import hashlib
 import inspect
 import linecache
 import sys
@@ -24,6 +25,8 @@ from samestep.core.learner.side_effects import content
 from samestep.core.loops.kept_state import Stateful
 
 _CLOCKS = time.time, time.perf_counter, time.monotonic
+_MOST_BYTES = 16 << 20
+"""Of a tensor that is looked at in each epoch."""
 _PLAIN = bool | int | float | str | None
 _APART = ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
@@ -33,9 +36,9 @@ class Forgotten:
 
     def __init__(self, values: dict[str, Any], state: Collection[Any]) -> None:
         # What is in `run.state`, in `state`, or in an object of the script's there is kept.
-        own = (vars(part).values() for part in state if not isinstance(part, torch.nn.Module))
+        own = (dict(_of(part)).values() for part in state if not isinstance(part, torch.nn.Module))
         parts = [part for part in chain(state, *own) if not isinstance(part, _PLAIN)]
-        self._kept = {id(values), *map(id, parts)}
+        self._kept, self._values = {id(values), *map(id, parts)}, values
         self._before, self._told = dict[str, Any](), set[str]()
         self._began = [clock() for clock in _CLOCKS]
 
@@ -46,7 +49,8 @@ class Forgotten:
             self._before = self._prints()
         pairs = [(n, *before[n], *now) for n, now in self._before.items() if n in before]
         # Another object of the same name was made in the epoch, and clocks always change.
-        names = {n for n, of, then, same, value in pairs if of == same and value and then != value}
+        both = [(n, then, now) for n, of, then, same, now in pairs if of == same and then and now]
+        names = {name for name, then, now in both if then != now}
         self._told |= names
         told = listed(sorted(n for n in names if "time" not in n), 4)
         return told and (
@@ -57,7 +61,7 @@ class Forgotten:
         )
 
     def _prints(self) -> dict[str, tuple[int, Any]]:
-        """Return by name whose each value is, and what it can be compared by."""
+        """Return for each name the object that holds its value, and what that is compared by."""
         frame = users_frame(sys._getframe())  # noqa: SLF001
         if frame is None:
             return {}
@@ -72,13 +76,19 @@ class Forgotten:
         for part in parts:
             holder, value = id(value), None if self._is_kept(value) else dict(_of(value)).get(part)
         leaves = [] if self._is_kept(value) else tree_leaves(value)
-        return holder, [repr(v) if isinstance(v, _PLAIN) else content(v) for v in leaves]
+        leaves = [v for v in leaves if getattr(v, "nbytes", 0) <= _MOST_BYTES]
+        return holder, [repr(v) if isinstance(v, _PLAIN) else _digest(v) for v in leaves]
 
     def _is_kept(self, value: Any) -> bool:
         """Whether checkpoints hold a value, or it is the time."""
         spans = zip(self._began, _CLOCKS, strict=True)
         is_time = isinstance(value, float) and any(t <= value <= clock() for t, clock in spans)
-        return is_time or id(value) in self._kept or isinstance(value, Stateful)
+        known = isinstance(value, _PLAIN) and value in self._values.values()
+        return is_time or known or id(value) in self._kept or isinstance(value, Stateful)
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.sha256(content(value) or b"").digest()
 
 
 def _of(holder: Any) -> Iterable[tuple[str, Any]]:
@@ -91,7 +101,8 @@ def _carried_at(file: str, line: int) -> set[str]:
     """Return what the loop at this line carries from epoch to epoch."""
     nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
     at = [n for n in nodes if type(n) is ast.For and n.lineno <= line < n.body[0].lineno]
-    return {n for n, uses in _uses(at[-1].body).items() if "rw" in uses} if at else set()
+    own = {*_uses([at[-1].target])} if at else set()  # the loop itself counts them
+    return {n for n, uses in _uses(at[-1].body).items() if "rw" in uses} - own if at else set()
 
 
 @cache
@@ -105,7 +116,8 @@ def _carried_by(kind: type) -> set[str]:
     for method in getattr(node, "body", ()):
         if isinstance(method, ast.FunctionDef) and method.name != "__init__" and method.args.args:
             own = f"{method.args.args[0].arg}."
-            plain = _uses(part for part in method.body if isinstance(part, ast.Assign))
+            sets = ast.Assign | ast.AnnAssign
+            plain = _uses(part for part in method.body if isinstance(part, sets))
             carried |= {n for n, uses in _uses(method.body).items() if "rw" in uses and own in n}
             reset |= {n for n, uses in plain.items() if uses[0] == "w"}
     return {name.partition(".")[2] for name in carried - reset}

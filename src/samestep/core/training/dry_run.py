@@ -280,13 +280,16 @@ def _of_model(
 
     @torch.no_grad()
     def loss(batch: Batch) -> Tensor:
-        return total(apply(batch.inputs), batch.targets)
+        trial.applied.eval()
+        with autocast(settings.precision, world.device):
+            return total(apply(batch.inputs), batch.targets)
 
     others = recipe.carry or recipe.batch_transform or any_sharded(trial.model)
     mean = recipe.loss_over == "samples" and recipe.reduction == "mean" and not others
     shared = (world.world_size > 1 and not world.virtual_ranks) or settings.micro_batch_size
     rounds = 1e-4 if world.device.type == "cpu" and settings.precision in ("fp32", "fp64") else 1e-2
-    no_mean = of_shares(trial.model, train, loss, recipe, rounds) if mean and shared else ()
+    most = max(2, min(settings.micro_batch_size or _SAMPLES, _SAMPLES))
+    no_mean = of_shares(trial.model, train, loss, recipe, most, rounds) if mean and shared else ()
     trial.applied.train()
     buffers = of_buffers(trial.model, forward, _SAMPLES, world)
     return {**buffers, **of_forward(trial.model, recipe.forward, forward, _FEW), "no_mean": no_mean}
