@@ -110,7 +110,7 @@ def test_a_slow_cable_is_red_and_names_its_two_hosts(hosts):
 
 def test_hosts_whose_own_names_are_loopback_connect_by_the_interface_that_is_named(hosts):
     hosts.write_names(own_name_is_loopback=True)
-    codes, rows, table, errors = doctor(hosts, "--timeout-s", "8", "--budget-s", "2")
+    codes, rows, table, errors = doctor(hosts, "--timeout-s", "20", "--budget-s", "2")
     assert (codes, reds(rows)) == ([0, 0], set()), (errors, rows)
     assert [rank["host"] for rank in table["ranks"]] == list(NAMES)
     assert f"{NAMES[0]} (node 0) – {NAMES[1]} (node 1)" in rows["links"]["found"]
