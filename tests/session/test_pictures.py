@@ -335,7 +335,7 @@ def busy(model, data):
     while True:
         x = (x @ x).tanh()
 def leaves(model, data):
-    os._exit(7)
+    os.kill(os.getpid(), 9)
 """
 
 
@@ -356,4 +356,4 @@ def test_a_picture_that_still_computes_at_the_end_leaves_the_exit_code_as_it_is(
 
 
 def test_the_result_is_written_before_a_picture_can_end_the_process(tmp_path):
-    assert train_with("leaves", tmp_path) == [7]
+    assert train_with("leaves", tmp_path) == [-9]

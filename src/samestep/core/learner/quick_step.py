@@ -30,11 +30,11 @@ _SETTINGS = (
 )
 
 
-def step_by_lists(optimizer: torch.optim.Optimizer) -> None:
+def step_by_lists(optimizer: torch.optim.Optimizer, *, in_own_loop: bool = False) -> None:
     """Let a small Adam of PyTorch on a CPU call each operation once for all weights.
 
     As it does by itself on a GPU. On a CPU the same kernels run one after the other, to the same
-    bits. Its `state_dict` does not show it. Before each step, call `by_weight_if_asked`.
+    bits. Its `state_dict` does not show it.
     """
 
     def as_given(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -48,6 +48,8 @@ def step_by_lists(optimizer: torch.optim.Optimizer) -> None:
             continue
         if not any(g["foreach"] is not None or g["fused"] or g["differentiable"] for g in groups):
             member.register_state_dict_post_hook(as_given)
+            if in_own_loop:
+                member.register_step_pre_hook(by_weight_if_asked)
             for group in groups:
                 group["foreach"] = True
 

@@ -33,7 +33,7 @@ from samestep.core.learner.agreement import OF_A_RANK, check_same, check_same_mo
 from samestep.core.learner.carried import Carry
 from samestep.core.learner.model_state import ModelTrial
 from samestep.core.learner.prepare import share_buffers
-from samestep.core.learner.quick_step import by_weight_if_asked, step_by_lists
+from samestep.core.learner.quick_step import step_by_lists
 from samestep.core.loops import kept_state
 from samestep.core.loops.carry import RankState, SlotState, carried_state
 from samestep.core.loops.kept_state import Means, Stateful, added_up
@@ -229,8 +229,7 @@ class LoopSession:
             self._saved_at = self.position.epoch, self.position.step
         for part in self.state.values():
             if isinstance(part, torch.optim.Optimizer):
-                step_by_lists(part)
-                part.register_step_pre_hook(by_weight_if_asked)
+                step_by_lists(part, in_own_loop=True)
         self.agreement.start(self.position.step)
 
     def _check_values(self) -> None:
