@@ -108,7 +108,7 @@ def trainer_of(path: Path, folder: Path) -> str:
                     modules += [(folder, alias.name) for alias in names]
                     packages |= {alias.asname or alias.name: alias.name for alias in names}
                 case ast.ImportFrom(module=module, names=names, level=level):
-                    module, at = module or "", file.parents[level - 1] if level else folder
+                    module, at = module or "", [folder, *file.resolve().parents][: level + 1][-1]
                     named = (module, *(f"{module}.{alias.name}".strip(".") for alias in names))
                     modules += [(at, name) for name in named if name]
                     packages |= {alias.asname or alias.name: module for alias in names}
