@@ -107,6 +107,18 @@ def written(tmp_path, *changes):
     return str(tmp_path / "brought.py")
 
 
+def by_the_trainer(theirs, **how):
+    """Train by Lightning's Trainer, on one thread; return it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings(action="ignore"):  # on workers, and on srun
+        how |= {"accelerator": "cpu", "enable_checkpointing": False, "logger": DummyLogger()}
+        trainer = pl.Trainer(**how)
+        trainer.fit(theirs["net"], theirs["Data"]())
+    torch.set_num_threads(threads)
+    return trainer
+
+
 def evaluated(folder, split):
     return [one for one in samestep.read_records(folder) if one.get("split") == split][-1]
 
@@ -130,14 +142,8 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(
     assert ("what follows it is not run" in train_here(file, *ALONE, *how)) is fits
     settings = tomllib.loads((tmp_path / "run/settings.toml").read_text())
     assert not fits or (settings["patience"], settings["seed"]) == (7, 2)
-    parts = {"enable_checkpointing": False, "enable_progress_bar": False, "precision": theirs}
-    theirs = runpy.run_path(file)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings(action="ignore"):  # on workers, and on srun
-        trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=DummyLogger(), **parts)
-        trainer.fit(theirs["net"], theirs["Data"]())
-    torch.set_num_threads(threads)
+    how = {"enable_progress_bar": False, "precision": theirs}
+    trainer = by_the_trainer(theirs := runpy.run_path(file), max_epochs=3, **how)
     mine, net = samestep.load(tmp_path / "run", checkpoint="last"), theirs["net"]
     assert not mine.mean._to_sync  # ranks have other numbers of batches
     torch.testing.assert_close({**mine.state_dict()}, {**net.state_dict()}, rtol=0, atol=0)
@@ -168,10 +174,8 @@ def test_a_script_keeps_batches_order_and_limits_that_its_setup_and_trainer_make
     file = written(tmp_path, sized, begins, (RECIPE, fit), *once)
     sizes = ["--batch-size", "24", "--micro-batch-size", "8"]
     train_here(file, *ALONE, *sizes, "--run-dir", str(tmp_path / "run"))
-    theirs, names = runpy.run_path(file), eval(f"dict({asked}, max_epochs=3, accelerator='cpu')")
-    names |= {"precision": "16-mixed", "enable_checkpointing": False}
-    with warnings.catch_warnings(action="ignore"):
-        pl.Trainer(**names, logger=DummyLogger()).fit(theirs["net"], theirs["Data"]())
+    how = eval(f"dict({asked}, max_epochs=3, precision='16-mixed')")
+    by_the_trainer(theirs := runpy.run_path(file), **how)
     mine, net = samestep.load(tmp_path / "run", checkpoint="last"), theirs["net"]
     torch.testing.assert_close({**mine.state_dict()}, {**net.state_dict()}, rtol=0, atol=0)
 
@@ -214,11 +218,9 @@ def test_a_callback_of_a_scripts_own_is_called_as_the_trainer_calls_it(tmp_path,
         fit = fit.replace(old, new)
     file = written(tmp_path, (" + m[VAL] + 0 * m[TOP]", ""), (RECIPE, CALLBACK + fit))
     mine = train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
-    theirs, how = runpy.run_path(file), {"enable_checkpointing": False, "logger": DummyLogger()}
-    how |= {"accelerator": "cpu", "check_val_every_n_epoch": 2, "callbacks": [theirs["Tells"]()]}
+    theirs, how = runpy.run_path(file), {"check_val_every_n_epoch": 2}
     capsys.readouterr()
-    with warnings.catch_warnings(action="ignore"):
-        pl.Trainer(max_epochs=4, **how).fit(theirs["net"], theirs["Data"]())
+    by_the_trainer(theirs, max_epochs=4, callbacks=[theirs["Tells"]()], **how)
     own, others = mine.splitlines(), capsys.readouterr().out.splitlines()
     told = [[line for line in lines if line.startswith("told")] for lines in (own, others)]
     assert told[0] == told[1]

@@ -129,7 +129,8 @@ def _length(given: Mapping[str, Any], accumulated: int) -> dict[str, Any]:
 def on_cpu(given: Mapping[str, Any]) -> bool:
     """Whether the Trainer would train on a CPU."""
     device = str(given.get("accelerator", "auto"))
-    return device == "cpu" or (device == "auto" and torch.accelerator.current_accelerator() is None)
+    # A build for CUDA names its accelerator where there is none.
+    return device == "cpu" or (device == "auto" and not torch.accelerator.is_available())
 
 
 def limited(loader: Any, stage: str, given: Mapping[str, Any]) -> Any:
