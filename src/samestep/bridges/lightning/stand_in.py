@@ -152,8 +152,9 @@ class StandIn:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _DECIDED:
             raise UserError(
-                f"The LightningModule sets its Trainer's {name}; settings decide that here.",
-                remedy="--patience stops early. Page “Bring what you have” has the other flags.",
+                f"The LightningModule sets its Trainer's {name}, which is a setting in samestep.",
+                remedy="Use --patience to stop early; page “Bring what you have” has the other "
+                "flags.",
             )
         vars(self)[name] = value
 
@@ -165,6 +166,6 @@ class StandIn:
         if name in _OF_RANK:
             return int(os.environ.get(_OF_RANK[name], "0"))
         raise AttributeError(
-            f"The LightningModule asks its Trainer for {name!r}, which samestep does not have at "
-            "this place."
+            f"The LightningModule asks its Trainer for {name!r}, which samestep does not provide "
+            "here."
         )
