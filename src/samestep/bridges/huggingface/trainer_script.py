@@ -37,7 +37,7 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
             raise UserError(
                 f"trainer.train({wanted[0]}={given[wanted[0]]!r:.60}): samestep cannot resume from "
                 "checkpoints of the Trainer.",
-                remedy="Leave it out, or change output_dir if the script finds them there. "
+                remedy="Leave it out, or give another output_dir if the script finds them there. "
                 "A run of samestep continues with: samestep train RUN --resume",
             )
         trainers.append(trainer)

@@ -430,8 +430,8 @@ class OwnRun:
         if world.connected and terms is None and is_sum(loss, batch.rows):
             opened.left_out.say(
                 "note: run.backward and run.log expect a mean over the samples of batch.data, but "
-                "were given a sum: the training depends on the number of ranks. Pass loss / batch.rows "
-                "to both, or, to keep the sum, loss / batch.rows * batch.global_size."
+                "were given a sum: the training depends on the number of ranks. Pass loss / "
+                "batch.rows to both, or, to keep the sum, loss / batch.rows * batch.global_size."
             )
         self._batches.passes.add(step)
         weight = weight_of(batch.weight, terms, loss, world)
