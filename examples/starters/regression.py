@@ -73,7 +73,7 @@ def scaled(columns: Tensor) -> Tensor:
 def check_scale(numbers: Tensor, ready: Tensor, *names: str) -> None:
     """Refuse columns that the means and deviations of other data do not bring near 0."""
     if ready.mean(0).abs().max() > 2 or ready.std(0).max() > 4:
-        fits = [", ".join(f"{n:.4g}" for n in of(0).tolist()) for of in (numbers.mean, numbers.std)]
+        fits = [", ".join(f"{n:.7g}" for n in of(0).tolist()) for of in (numbers.mean, numbers.std)]
         lines = "; ".join(f"{name} = {fit}" for name, fit in zip(names, fits, strict=True))
         raise ValueError(f"{' and '.join(names)} do not fit this data. Write: {lines}")
 
