@@ -196,6 +196,35 @@ def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, str
         assert own.get("top") == own.get("object") == own.get("auroc")
 
 
+CALLBACK = """class Tells(L.Callback): pass
+def teller(name):
+    def hook(_, trainer, module, **__):
+        seen = trainer.callback_metrics.get(VAL, torch.zeros(())).item(), module.ema.item()
+        at = trainer.current_epoch, trainer.global_step
+        trainer.sanity_checking or print("told", name, *at, *(f"{value:.4f}" for value in seen))
+    return hook
+for name in ("setup train_start train_epoch_start validation_end train_epoch_end".split()):
+    name = name if name == "setup" else f"on_{name}"; setattr(Tells, name, teller(name))
+"""
+
+
+def test_a_callback_of_a_scripts_own_is_called_as_the_trainer_calls_it(tmp_path, capsys):
+    fit = FIT.replace("max_epochs=3", "max_epochs=4, check_val_every_n_epoch=2")
+    for old, new in ("keep]", "keep, Tells()]"), ("bf16-mixed", "32"), ("/dataloader_idx_0", ""):
+        fit = fit.replace(old, new)
+    file = written(tmp_path, (" + m[VAL] + 0 * m[TOP]", ""), (RECIPE, CALLBACK + fit))
+    mine = train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
+    theirs, how = runpy.run_path(file), {"enable_checkpointing": False, "logger": DummyLogger()}
+    how |= {"accelerator": "cpu", "check_val_every_n_epoch": 2, "callbacks": [theirs["Tells"]()]}
+    capsys.readouterr()
+    with warnings.catch_warnings(action="ignore"):
+        pl.Trainer(max_epochs=4, **how).fit(theirs["net"], theirs["Data"]())
+    own, others = mine.splitlines(), capsys.readouterr().out.splitlines()
+    told = [[line for line in lines if line.startswith("told")] for lines in (own, others)]
+    assert told[0] == told[1]
+    assert len(told[0]) == 12
+
+
 def test_a_training_step_whose_loss_is_a_sum_is_told_where_micro_steps_share_a_batch(tmp_path):
     for kind, told in ("mean", False), ("sum", True):
         loss = ("nn.BCEWithLogitsLoss()", f"nn.BCEWithLogitsLoss(reduction='{kind}')")
@@ -227,6 +256,7 @@ SEEN = [("self.loss, self", "self.seen = []; self.loss, self")]
 SEEN += [("loss = loss", "self.seen.append(loss.detach()); loss = loss")]
 SEEN += [("m = self.tr", "self.seen.clear(); m = self.tr")]
 TWO = ("return DataLoader(self.data, batch_size=8)", "return 2 * [DataLoader(self.data)]")
+LATER = CALLBACK.replace("validation_end", "after_backward")
 IN_EVAL = "self.still.train(self.current_epoch != 1)"
 
 
@@ -261,6 +291,7 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([(RECIPE, FIT), ("max_epochs=3", "overfit_batches=3")], "overfit_batches=3"),
         ([(RECIPE, FIT), ("max_epochs=3", "val_check_interval=9")], "check_val_every_n_epoch=None"),
         ([(RECIPE, FIT), ("stop, keep]", "of.BackboneFinetuning()]")], "callback BackboneFine"),
+        ([(RECIPE, LATER + FIT), ("keep]", "keep, Tells()]")], "has its own on_after_backward"),
         ([(RECIPE, FIT), ("bf16-mixed", "16-true")], "Use one of 16, 16-mixed"),
         ([(RECIPE, FIT), ("    batch_size = 8\n", "")], "Add --batch-size 8"),
     ],

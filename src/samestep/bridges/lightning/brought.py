@@ -55,7 +55,6 @@ from samestep.bridges.lightning.logged import (
 from samestep.bridges.lightning.module_hooks import call, in_first_modes, in_kept_modes, keep_modes
 from samestep.bridges.lightning.own_hooks import (
     AROUND_STEP,
-    AT_START,
     BEFORE_BATCH,
     BEFORE_EVALUATION,
     LOADERS,
@@ -253,8 +252,8 @@ class _Brought:
         vars(self.trainer)["max_epochs"] = self.settings.get("epochs")
         module.setup("fit")
         module.configure_model()
-        for hook in AT_START if self.trainer.samples else ():  # before a training, not to load one
-            getattr(module, hook)()
+        if self.trainer.samples:  # before a training, not to load one
+            self.trainer.begin(module)
         keep_modes(module)
         self.trainer.built = weakref.ref(module)
         return module  # type: ignore[no-any-return]
@@ -387,6 +386,8 @@ class _Brought:
         if self.epochs.get(module) != epoch:
             self.epochs[module] = epoch
             in_first_modes(module)
+            if module is trainer.built():  # not a copy that is tried
+                trainer.call_callbacks(module, ("on_train_epoch_start",))
             call(module, "on_train_epoch_start")
             keep_modes(module)
         in_kept_modes(module)
@@ -435,12 +436,13 @@ class _Brought:
 
     def ended(self, module: Any, end: Any) -> dict[str, Any]:
         """Call `on_train_epoch_end`; return what it logs."""
-        names = self.names | self.trainer.ended
+        names, every = self.names | self.trainer.ended, self.settings.get("eval_every_epochs", 1)
         own = {names.get(n, n): torch.tensor(v) for n, v in end.metrics.items()}
         self.trainer.callback_metrics = own
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "The ``compute`` method of metric")  # of nothing
             try:
+                _, told = noted(self.trainer.end_epoch, module, end.epoch, end.step, every)
                 _, logged = noted(module.on_train_epoch_end)
             except UserWarning as warning:
                 raise UserError(
@@ -448,7 +450,7 @@ class _Brought:
                     f"{str(warning).split()[5]}, which has no samples there.",
                     remedy="Compute it in validation_step, or leave it out.",
                 ) from warning
-        return {free_name(name): value for name, value in logged.items()}
+        return {free_name(name): value for name, value in (told | logged).items()}
 
     def optimizer(self, module: Any, settings: Settings) -> torch.optim.Optimizer:
         """Make the module's optimizer, and keep its scheduler for `schedule`."""

@@ -13,18 +13,19 @@ from samestep.core.learner.after_epoch import keeps_trained
 _FIRST, _KEPT = "_samestep_first_in_eval", "_samestep_in_eval"
 
 
-def call(module: Any, name: str, *arguments: Any) -> Any:
-    """Call a hook of a module during its training; return what it returns.
+def call(module: Any, name: str, *arguments: Any, of: Any = None, **named: Any) -> Any:
+    """Call a hook of a module, or of a callback, during a training; return what it returns.
 
     Raises:
         UserError: it fails, or freezes parameters.
     """
-    hook = getattr(module, name)
-    with keeps_trained(module, f"The LightningModule's {name}", hook):
+    hook = getattr(of or module, name)
+    subject = f"The {'LightningModule' if of is None else type(of).__name__}'s {name}"
+    with keeps_trained(module, subject, hook):
         try:
-            return hook(*arguments)
+            return hook(*arguments, **named)
         except Exception as error:
-            blame(f"The LightningModule's {name} failed", error, hook)
+            blame(f"{subject} failed", error, hook)
 
 
 def keep_modes(module: Any) -> None:

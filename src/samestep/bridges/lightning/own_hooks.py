@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from samestep.base.errors import UserError, defined_at, listed
-from samestep.bridges.lightning.stand_in import AFTER_STEP, BEFORE_STEP
+from samestep.bridges.lightning.stand_in import AFTER_STEP, AFTER_VALIDATION, AT_START, BEFORE_STEP
 from samestep.bridges.lightning.whole import AT_END
 
 LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
@@ -15,8 +15,14 @@ _OF_STEPS = {"training_step", "validation_step", "test_step", "configure_optimiz
 BEFORE_EVALUATION = ("on_validation_start", "on_validation_epoch_start")
 BEFORE_BATCH = "on_train_batch_start"
 _OF_EPOCHS = {"on_train_epoch_start", "on_train_epoch_end", *AT_END.values(), *BEFORE_EVALUATION}
-AT_START = ("on_fit_start", "on_train_start")
 AROUND_STEP = {*BEFORE_STEP, AFTER_STEP}
+OF_CALLBACKS = {"setup", *AT_START, "on_train_epoch_start", *AFTER_VALIDATION}
+OF_CALLBACKS |= {"on_train_epoch_end"}
+"""Hooks of the Trainer's callbacks that are called: with what stands in for it, and the module."""
+_MISSED = {"on_train_end", "on_fit_end", "teardown", "on_exception", "state_dict"}
+_MISSED |= {"load_state_dict", "on_save_checkpoint", "on_load_checkpoint"}
+_OF_OTHERS = ("on_test", "on_predict", "on_sanity")
+"""Those that are not called, and change no training: a note says so."""
 _CALLED = _OF_DATA | _OF_STEPS | _OF_EPOCHS | AROUND_STEP
 _CALLED |= {"configure_model", BEFORE_BATCH, *AT_START}
 _LEFT_ALONE = {"teardown", "predict_dataloader", "predict_step"}  # they change no training
@@ -48,6 +54,29 @@ def has_own(module: Any, base: type, name: str) -> bool:
     """Whether a module or its data has a method of its own, not that of Lightning's class."""
     own = vars(module).get(name, getattr(type(module), name, None))  # as from_datasets sets it
     return own is not getattr(base, name, None)
+
+
+def hooks_of_callback(callback: Any, *, evaluates_within: bool) -> tuple[list[str], list[str]]:
+    """Return which own hooks of a callback are called, and which are left out with a note.
+
+    `evaluates_within`: whether validations come within an epoch.
+
+    Raises:
+        UserError: it has others.
+    """
+    kind, base = type(callback), base_of(callback, "Callback")
+    hooks = [n for n in dir(base) if n.startswith("on_")]
+    own = [n for n in (*hooks, "setup", *_MISSED - {*hooks}) if has_own(callback, base, n)]
+    called = OF_CALLBACKS - {*(AFTER_VALIDATION if evaluates_within else ())}
+    missed = [n for n in own if n in _MISSED or n.startswith(_OF_OTHERS)]
+    if others := [n for n in own if n not in called and n not in missed]:
+        raise UserError(
+            f"The Trainer's callback {kind.__name__}{defined_at(kind)} has its own "
+            f"{listed(others)}, which samestep does not call.",
+            remedy="Move its code into hooks of the module, or leave it out. samestep calls these "
+            f"hooks of a callback: {listed(sorted(called), 9)}.",
+        )
+    return [n for n in own if n in called], missed
 
 
 def check_hooks(module: Any, base: type) -> None:

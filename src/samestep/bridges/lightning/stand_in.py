@@ -21,6 +21,8 @@ from samestep.core.data.order import share
 BEFORE_STEP = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 """Hooks that are called before each step, in this order, once all ranks have the gradients."""
 AFTER_STEP = "on_train_batch_end"
+AT_START = ("on_fit_start", "on_train_start")
+AFTER_VALIDATION = ("on_validation_epoch_end", "on_validation_end")
 NEWEST: ContextVar[tuple[Any, Any, int]] = ContextVar("newest", default=({}, None, 0))
 """What the newest `training_step` has returned, its batch, and its number.
 
@@ -34,7 +36,7 @@ _DECIDED |= {"limit_train_batches": 1.0, "limit_val_batches": 1.0}
 _PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp64": "64-true"}
 
 
-_NOT_PICKLED = ("of", "built", "last_taken")
+_NOT_PICKLED = ("of", "built", "last_taken", "callbacks", "hooks_of")
 
 
 class StandIn:
@@ -51,6 +53,8 @@ class StandIn:
         self.datamodule: Any = None
         self.logger: Any = DummyLogger()  # takes any call
         self.loggers, self.callbacks = [self.logger], list[Any]()
+        self.hooks_of: dict[Any, list[str]] = {}
+        """A script's own callbacks, and which of their hooks are called."""
         self.progress_bar_callback = self.checkpoint_callback = self.early_stopping_callback = None
         self.callback_metrics: dict[str, Tensor] = {}
         self.state = SimpleNamespace(fn="fit", status="running")
@@ -116,6 +120,27 @@ class StandIn:
         if AFTER_STEP in hooks:
             optimizer.register_step_post_hook(call_after)
 
+    def call_callbacks(self, module: Any, names: Collection[str]) -> None:
+        """Call these hooks of the script's callbacks."""
+        for name in names:
+            for callback, hooks in self.hooks_of.items():
+                if name in hooks:
+                    more = {"stage": "fit"} if name == "setup" else {}
+                    call(module, name, self, module, of=callback, **more)
+
+    def begin(self, module: Any) -> None:
+        """Call the hooks before a training, of callbacks and of the module."""
+        self.call_callbacks(module, ("setup",))
+        for name in AT_START:
+            self.call_callbacks(module, (name,))
+            getattr(module, name)()
+
+    def end_epoch(self, module: Any, epoch: int, step: int, every: int) -> None:
+        """Tell callbacks of the end of an epoch, from 1; they are validated after this many each."""
+        self.current_epoch, self.global_step = epoch - 1, step
+        validated = bool(self.callback_metrics) and epoch % every == 0
+        self.call_callbacks(module, (*AFTER_VALIDATION * validated, "on_train_epoch_end"))
+
     def _first_of(self, step: int) -> int:
         """Return the number of a step's first batch in the epoch, or where it ends of all."""
         _, batch, micro = self.sizes
@@ -161,6 +186,8 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         if name in ("model", "lightning_module") and "of" in vars(self):
             return self.of()
+        if name == "logged_metrics":
+            return self.callback_metrics
         if name == "is_global_zero":
             return self.global_rank == 0
         if name in _OF_RANK:

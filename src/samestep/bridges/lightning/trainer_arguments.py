@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler, Subset
 
-from samestep.base.errors import UserError, defined_at
+from samestep.base.errors import UserError, defined_at, listed
 from samestep.bridges.lightning.logged import NTH, plain_name
+from samestep.bridges.lightning.own_hooks import hooks_of_callback
 
 _TAKEN = {
     *("max_epochs", "max_steps", "accumulate_grad_batches", "devices", "num_nodes", "callbacks"),
@@ -101,8 +102,7 @@ def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[st
             given["gradient_clip_algorithm"],
             "Clip by the norm: --clip-norm.",
         )
-    callbacks = given.get("callbacks") or ()
-    for callback in callbacks if isinstance(callbacks, Sequence) else (callbacks,):
+    for callback in callbacks_of(given):
         for name, value in _of_callback(callback).items():
             if settings.setdefault(name, value) != value:
                 raise UserError(
@@ -198,7 +198,7 @@ def _of_callback(callback: Any) -> dict[str, Any]:
         return {**_followed(callback), "patience": callback.patience, "min_delta": delta}
     if _is_lightnings(kind) and kind.__name__ == "ModelCheckpoint":
         return dict(_kept(callback))
-    if not _SHOWS & names:
+    if not _SHOWS & names and names != {"Callback"}:
         raise UserError(
             f"samestep does not call the Trainer's callback {kind.__name__}{defined_at(kind)}.",
             remedy="Move its code into hooks of the module, or leave it out.",
@@ -207,8 +207,28 @@ def _of_callback(callback: Any) -> dict[str, Any]:
 
 
 def _is_lightnings(own: Any) -> bool:
-    """Whether a class or a method is Lightning's own, of `lightning` or of `pytorch_lightning`."""
+    """Whether a class is Lightning's own, of `lightning` or of `pytorch_lightning`."""
     return re.match(r"(pytorch_)?lightning\.", own.__module__) is not None
+
+
+def callbacks_of(given: Mapping[str, Any]) -> list[Any]:
+    """Return the callbacks that a Trainer is given."""
+    callbacks = given.get("callbacks") or ()
+    return [*callbacks] if isinstance(callbacks, Sequence) else [callbacks]
+
+
+def called_callbacks(given: Mapping[str, Any]) -> tuple[dict[Any, list[str]], list[str]]:
+    """Return a script's own callbacks with the hooks that are called, and notes on the others."""
+    within, called, notes = given.get("val_check_interval") not in (None, 1.0), {}, []
+    for callback in callbacks_of(given):
+        kind = type(callback)
+        if _is_lightnings(kind) or any(b.__name__ in _SHOWS for b in kind.__mro__):
+            continue
+        called[callback], missed = hooks_of_callback(callback, evaluates_within=within)
+        if missed:
+            what = f"{kind.__name__}{defined_at(kind)} has its own {listed(missed)}"
+            notes.append(f"The callback {what}: not called here.")
+    return called, notes
 
 
 def _followed(callback: Any) -> dict[str, str]:

@@ -20,7 +20,11 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from samestep.base.errors import UserError
 from samestep.base.patches import Patch, patched_when_imported
 from samestep.bridges.lightning.brought import recipe
-from samestep.bridges.lightning.trainer_arguments import num_ranks, settings_of_trainer
+from samestep.bridges.lightning.trainer_arguments import (
+    called_callbacks,
+    num_ranks,
+    settings_of_trainer,
+)
 from samestep.core.recipe import Recipe, Splits
 from samestep.core.taken_over import TrainingReached, note_on_the_rest, until_training
 
@@ -144,9 +148,11 @@ def _recipe_of(trainer: Any, bound: dict[str, Any], rest: tuple[str, ...]) -> Re
     if seed := os.environ.get(_SEED):
         settings["seed"] = int(seed)
     brought = recipe(model, data, **settings)
-    notes, own = (*_notes(arguments, settings), *rest), brought.data
+    callbacks, missed = called_callbacks(arguments)
+    notes, own = (*_notes(arguments, settings), *missed, *rest), brought.data
     stand_in = cast("Any", own).__self__.trainer
     stand_in.script = arguments | {"loaders_batch": size}
+    stand_in.hooks_of, stand_in.callbacks = callbacks, [*callbacks]
     stand_in.world_size, stand_in.num_nodes = ranks, arguments.get("num_nodes") or 1
     stand_in.num_devices = ranks // stand_in.num_nodes
 

@@ -170,9 +170,7 @@ class Starts:
         if tolerance is not None:
             notes.append(f"With --tolerance {tolerance:g} trainings are compared by their losses.")
         if evidence.quick:
-            notes.append(
-                "With --quick some rows are left out: verify without it before you rely on the answer."
-            )
+            notes.append("With --quick some rows are left out: verify without it before you rely.")
         exact, chosen = evidence.facts.exact, evidence.chosen
         return Verification(
             recipe=name,
