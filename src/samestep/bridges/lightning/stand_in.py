@@ -136,7 +136,7 @@ class StandIn:
             getattr(module, name)()
 
     def end_epoch(self, module: Any, epoch: int, step: int, every: int) -> None:
-        """Tell callbacks of the end of an epoch, from 1; they are validated after this many each."""
+        """Tell callbacks of the end of an epoch, from 1; validations come every `every` epochs."""
         self.current_epoch, self.global_step = epoch - 1, step
         validated = bool(self.callback_metrics) and epoch % every == 0
         self.call_callbacks(module, (*AFTER_VALIDATION * validated, "on_train_epoch_end"))

@@ -227,7 +227,7 @@ def called_callbacks(given: Mapping[str, Any]) -> tuple[dict[Any, list[str]], li
         called[callback], missed = hooks_of_callback(callback, evaluates_within=within)
         if missed:
             what = f"{kind.__name__}{defined_at(kind)} has its own {listed(missed)}"
-            notes.append(f"The callback {what}: not called here.")
+            notes.append(f"The callback {what}: not called.")
     return called, notes
 
 
