@@ -52,7 +52,7 @@ Ready = Callable[[Tensor], Tensor]
 
 
 class TableRows(Dataset[Tensor]):
-    """The numbers in these columns of a CSV file, row by row; `ready` is what becomes of each."""
+    """The numbers in these columns of a CSV file, row by row; `ready` prepares each."""
 
     def __init__(self, path: Path, names: tuple[str, ...], ready: Ready) -> None:
         with path.open(newline="") as file:
@@ -80,8 +80,9 @@ def scaled(columns: Tensor) -> Tensor:
 def check_scale(numbers: Tensor, ready: Tensor) -> None:
     """Refuse columns that the means and deviations of other data do not bring near 0."""
     if ready.mean(0).abs().max() > 2 or ready.std(0).max() > 4:
-        mean, deviation = numbers.mean(0).tolist(), numbers.std(0).tolist()
-        raise ValueError(f"MEAN, DEVIATION do not fit: mean {mean}, standard deviation {deviation}")
+        fits = [", ".join(f"{n:.7g}" for n in of(0).tolist()) for of in (numbers.mean, numbers.std)]
+        lines = "MEAN = {}; DEVIATION = {}".format(*fits)
+        raise ValueError(f"MEAN and DEVIATION do not fit this data. Write: {lines}")
 
 
 def data() -> Splits:

@@ -45,7 +45,7 @@ Ready = Callable[[Tensor], Tensor]
 
 
 class Rows(Dataset[Tensor]):
-    """The numbers in these columns of a CSV file, row by row; `ready` is what becomes of each."""
+    """The numbers in these columns of a CSV file, row by row; `ready` prepares each."""
 
     def __init__(self, path: Path, names: tuple[str, ...], ready: Ready) -> None:
         with path.open(newline="") as file:
@@ -70,11 +70,12 @@ def scaled(columns: Tensor) -> Tensor:
     return (columns - torch.tensor(MEAN)) / torch.tensor(DEVIATION)
 
 
-def check_scale(numbers: Tensor, ready: Tensor, what: str) -> None:
+def check_scale(numbers: Tensor, ready: Tensor, *names: str) -> None:
     """Refuse columns that the means and deviations of other data do not bring near 0."""
     if ready.mean(0).abs().max() > 2 or ready.std(0).max() > 4:
-        mean, deviation = numbers.mean(0).tolist(), numbers.std(0).tolist()
-        raise ValueError(f"{what} do not fit: mean {mean}, standard deviation {deviation}")
+        fits = [", ".join(f"{n:.7g}" for n in of(0).tolist()) for of in (numbers.mean, numbers.std)]
+        lines = "; ".join(f"{name} = {fit}" for name, fit in zip(names, fits, strict=True))
+        raise ValueError(f"{' and '.join(names)} do not fit this data. Write: {lines}")
 
 
 def data() -> Splits:
@@ -83,8 +84,8 @@ def data() -> Splits:
     order = torch.randperm(len(columns), generator=torch.Generator().manual_seed(1))
     test, validation, train = order.tensor_split([len(order) // 10, len(order) // 5])
     inputs, targets = scaled(columns), (numbers - TARGET_MEAN) / TARGET_DEVIATION
-    check_scale(columns[train], inputs[train], "MEAN and DEVIATION")
-    check_scale(numbers[train], targets[train], "TARGET_MEAN and TARGET_DEVIATION")
+    check_scale(columns[train], inputs[train], "MEAN", "DEVIATION")
+    check_scale(numbers[train], targets[train], "TARGET_MEAN", "TARGET_DEVIATION")
     return Splits(
         train=(inputs[train], targets[train]),
         validation=(inputs[validation], targets[validation]),

@@ -218,10 +218,10 @@ def test_a_target_of_another_scale_is_refused_with_the_numbers_to_write(tmp_path
     (tmp_path / "data").write_text("\n".join([header, *(f"{row}000" for row in rows)]))
     at_the_place(recipe, tmp_path / "data")
     said = refused("train", str(recipe), "--run-dir", str(run))
-    mean, deviation = re.findall(r"\[([0-9.]+)\]", said)
-    text = recipe.read_text()
-    assert "TARGET_DEVIATION = 345.0, 137.0" in text
-    recipe.write_text(text.replace("345.0, 137.0", f"{mean}, {deviation}"))
+    lines = re.search(r"TARGET_MEAN = [0-9.e+]+; TARGET_DEVIATION = [0-9.e+]+[0-9]", said)[0]
+    text, old = recipe.read_text(), "TARGET_MEAN, TARGET_DEVIATION = 345.0, 137.0"
+    assert old in text
+    recipe.write_text(text.replace(old, lines))
     train_here(str(recipe), "--run-dir", str(run), "--epochs", "1")
 
 

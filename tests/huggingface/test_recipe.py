@@ -243,7 +243,7 @@ def test_a_script_that_trains_by_a_trainer_is_its_recipe_without_a_change(tmp_pa
     place = ("--run-dir", str(tmp_path / "told"))
     loop = SCRIPT.replace("    trainer.train", "    while 1: trainer.train")
     Path(script).write_text(f"from parts import *\n{loop}")
-    assert "in the loop at brought.py:6: its first" in train_here(script, *how, *place, "--", "7")
+    assert "in the loop at brought.py:6: only" in train_here(script, *how, *place, "--", "7")
     train_here(str(tmp_path / "told"), "--resume", "--max-steps", "5")
     assert "seed = 7" in (tmp_path / "told/settings.toml").read_text()
     assert "given 7 and now 8" in refused("train", script, *place, "--resume", "--", "8")

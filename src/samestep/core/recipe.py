@@ -422,8 +422,8 @@ def _from_file(path: Path, original: Path) -> Recipe:
 
     if not path.is_file():
         raise UserError(
-            f"There is no file {path}. Give the path of a recipe file, or a name of: "
-            f"{', '.join(_recipes())}.{nearby(path, 'file')}"
+            f"There is no file {path}. Give the path of a recipe file, or the name of a built-in "
+            f"recipe: {', '.join(_recipes())}.{nearby(path, 'file')}"
         )
     source = path.read_bytes()
     if opened := opens_run(source):

@@ -45,9 +45,8 @@ def until_training(
         pass
     except SystemExit as error:
         raise UserError(
-            f"{path} ends itself by exit({error.code or ''}) before it calls {call}.",
-            remedy=f"It is run with {run_with}: give those that it parses a default, or name them: "
-            f"samestep train {path} -- …",
+            f"{path}, run with {run_with}, called exit({error.code or ''}) before {call}.",
+            remedy=f"Give the script's own arguments after --: samestep train {path} -- …",
         ) from error
     finally:
         sys.argv, module.__name__ = arguments, name
@@ -63,12 +62,12 @@ def note_on_the_rest(trainer: object, called: FrameType, call: str) -> tuple[str
         called = called.f_back
     file, line = called.f_code.co_filename, called.f_lineno
     if loop := _loop_around(called):
-        note = f"The script calls {call} in the loop at {loop}: its first training is all that is "
-        return (f"{note}run. Let an argument of the script say which one, or: samestep sweep.",)
+        note = f"The script calls {call} in the loop at {loop}: only the first training is run. "
+        return (f"{note}Choose another by an argument of the script, or use samestep sweep.",)
     if not _MORE.search("".join(linecache.getlines(file)[line:])):
         return ()
-    note = f"The script ends at its {call}, {Path(file).name}:{line}: what follows it is not run. "
-    return (f"{note}samestep evaluate, predict and export use the weights of the run.",)
+    note = f"The script runs up to {call} at {Path(file).name}:{line}: what follows it is not run. "
+    return (f"{note}samestep.load(run, checkpoint='best') returns the trained model.",)
 
 
 def _loop_around(frame: FrameType | None) -> str:

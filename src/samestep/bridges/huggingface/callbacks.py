@@ -30,9 +30,9 @@ _OF_TRAINER = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_d
 """What a Trainer also gives, and is not at hand where records are."""
 _OF_RECORDS = ("event", "split", "epoch", "step", "samples", "seconds")
 _LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
-_BY_SETTINGS = "--patience stops early, --eval-every-steps evaluates, --log-every logs."
-_WITH_MODEL = "For what needs the model, write a Recipe with after_epoch."
-_AFTER = f"Leave it out: samestep.load(run) has the trained model. {_WITH_MODEL}"
+_BY_SETTINGS = "Use --patience to stop early, --eval-every-steps to evaluate, --log-every to log."
+_WITH_MODEL = "If it needs the model, write a Recipe with after_epoch."
+_AFTER = f"Leave it out: samestep.load(run) returns the trained model. {_WITH_MODEL}"
 _UNCALLED = ("on_init_end", "on_save", "on_predict", "on_prediction_step", "on_push_begin")
 """What changes no training; the Trainer has called the first as it was made."""
 
@@ -61,7 +61,7 @@ def settings_of_callbacks(
             if uncalled := [name for name in _UNCALLED[1:] if name in own]:
                 kind = type(callback)
                 what = f"{kind.__name__}{defined_at(kind)} has its own {listed(uncalled)}"
-                notes.append(f"The callback {what}: not called here.")
+                notes.append(f"The callback {what}: not called.")
     return settings, called, notes
 
 
@@ -79,20 +79,23 @@ def _check(callback: Any, own: Mapping[str, Callable[..., Any]]) -> None:
     named = f"The callback {kind.__name__}{defined_at(kind)}"
     if others := [name for name in own if name not in (*_CALLED, *_UNCALLED)]:
         raise UserError(
-            f"{named} has its own {listed(others)}, which would not be called.",
-            remedy=f"Leave it out. {listed([*_CALLED], 5)} are. {_BY_SETTINGS} {_WITH_MODEL}",
+            f"{named} has its own {listed(others)}, which samestep would not call.",
+            remedy=f"Leave it out: only {listed([*_CALLED], 5)} are called. {_BY_SETTINGS} "
+            f"{_WITH_MODEL}",
         )
     check_held(named, own.values(), {f"self.{n}": value for n, value in vars(callback).items()})
     for name in sorted(_CALLED.keys() & own.keys()):
         if asked := _asked(own[name]):
-            raise UserError(f"{named}: {name} uses {asked!r}, which is not here.", remedy=_AFTER)
+            raise UserError(
+                f"{named}: {name} uses {asked!r}, which it does not get.", remedy=_AFTER
+            )
         try:
             inspect.signature(own[name]).bind(None, None, None, **dict.fromkeys(_CALLED[name]))
         except TypeError as error:
             given = listed(["args", "state", "control", *_CALLED[name]], 4)
             raise UserError(
-                f"{named}: {name} is called with {given} ({error}).",
-                remedy="Take nothing else but **kwargs.",
+                f"{named}: {name} is called with {given}, and cannot be ({error}).",
+                remedy="Let it take these, and **kwargs.",
             ) from error
 
 
@@ -113,7 +116,7 @@ def check_held(named: str, functions: Iterable[Any], held: Mapping[str, Any]) ->
         if has_weights or isinstance(value, Trainer):
             raise UserError(
                 f"{named} uses {name}, a {type(value).__name__}; samestep trains a copy of the "
-                "model, so it would see weights that are not trained.",
+                "model, so these weights would never change.",
                 remedy=_WITH_MODEL,
             )
 
@@ -233,6 +236,6 @@ class LoggingCallbacks:
             changed = function(self.args, self.state, control, **given, **more)
             if (changed or control) != TrainerControl():
                 raise UserError(
-                    f"{where} changes the Trainer's control, and samestep goes by its settings.",
+                    f"{where} changes the Trainer's control, which samestep does not follow.",
                     remedy=_BY_SETTINGS,
                 )

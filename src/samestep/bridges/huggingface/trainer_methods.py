@@ -32,9 +32,9 @@ _OF_TRL = re.compile(
 )
 """Methods that offload activations, call `compute_loss` or tokenize what is given to them."""
 _REFUSED_OF_TRL = {
-    "activation_offloading": "gradient_checkpointing=True saves memory.",
-    "sync_ref_model": "Leave the reference model as it is.",
-    "padding_free": "Let samples be padded, and packed with packing_strategy='wrapped'.",
+    "activation_offloading": "Use gradient_checkpointing=True to save memory.",
+    "sync_ref_model": "Leave it out: the reference model stays as it is.",
+    "padding_free": "Use padding, and pack with packing_strategy='wrapped'.",
 }
 _OVER_A_BATCH = {"aot", "aot_unpaired", "sft"}  # losses of DPO that compare pairs
 OF_OPTIMIZER = ("create_optimizer", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs")
@@ -72,11 +72,14 @@ def check_methods(trainer: Trainer) -> None:
         UserError: names them.
     """
     kind, plain = type(trainer), trainer.args.eval_strategy == "no"
-    own, remedy = _own(kind, _OVERRIDES), "Write a Recipe, or keep the loop: samestep.open_run."
+    own, remedy = _own(kind, _OVERRIDES), "Write a Recipe, or your own loop with samestep.open_run."
     if kind.get_train_dataloader.__module__.startswith("sentence_transformers."):
         own.append("get_train_dataloader")  # of columns that no forward names
     if not own and not plain:
-        own, remedy = _own(kind, _EVALUATE), f"eval_strategy='no' trains without it. {remedy}"
+        own, remedy = (
+            _own(kind, _EVALUATE),
+            f"Train without evaluations: eval_strategy='no'. {remedy}",
+        )
     if own:
         raise UserError(
             f"{kind.__name__}{defined_at(kind)} has its own {listed(own)}, which samestep would "
@@ -95,7 +98,7 @@ def check_of_trl(trainer: Trainer) -> None:
         if getattr(trainer, name, getattr(trainer.args, name, False)):
             refuse(name, True, remedy)
     for name in sorted(_OVER_A_BATCH.intersection(getattr(trainer, "loss_types", ()))):
-        refuse("loss_type", name, "Take one that is a mean over pairs, such as 'sigmoid'.")
+        refuse("loss_type", name, "Use a loss that is a mean over pairs, such as 'sigmoid'.")
 
 
 def take_model(trainer: Trainer, model: nn.Module) -> None:
@@ -114,10 +117,10 @@ def noting_uncalled(trainer: Trainer, data: Callable[[], Splits]) -> Splits:
     named = f"{kind.__name__}{defined_at(kind)}"
     if own := _own(kind, f"{shown} {_EVALUATE}"):
         without = "" if evaluates(kind) else ", so nothing is evaluated"
-        notes.append(f"{named} has its own {listed(own)}: not called here{without}.")
+        notes.append(f"{named} has its own {listed(own)}: not called{without}.")
     code = getattr(inspect.unwrap(kind.compute_loss), "__code__", None)
     if has_own(kind, "compute_loss") and "log" in getattr(code, "co_names", ()):
-        notes.append(f"{named} logs in its compute_loss: no record has that. Loss and rate are.")
+        notes.append(f"What compute_loss of {named} logs is not recorded.")
     return replace(splits, notes=(*splits.notes, *notes))
 
 
@@ -142,9 +145,9 @@ def loaded_by(trainer: Trainer, data: Callable[[], Splits]) -> Splits:
     collate = getattr(loader, "collate_fn", None)
     if getattr(collate, "data_collator", collate) not in (trainer.data_collator, default_collate):
         raise UserError(
-            f"The loader of {type(trainer).__name__}.get_train_dataloader has another collate_fn "
-            f"than the Trainer{defined_at(collate)}.",
-            remedy="Give it to the Trainer, as data_collator.",
+            f"The loader of {type(trainer).__name__}.get_train_dataloader has a collate_fn that "
+            f"is not the Trainer's data_collator{defined_at(collate)}.",
+            remedy="Pass it to the Trainer as data_collator.",
         )
     train: Any = without_loaders(Splits(train=loader), None).train
     if isinstance(train, Unpacked):

@@ -102,8 +102,8 @@ def recipe(
     arguments.check_arguments(args)
     if isinstance(getattr(args, "distributed_state", None), PartialState) and in_process_group():
         raise UserError(
-            "TrainingArguments(…) have connected the ranks before samestep could.",
-            remedy="Import samestep.huggingface at the top of the file, and start it with: "
+            "TrainingArguments(…) connected the ranks before samestep could.",
+            remedy="Import samestep.huggingface at the top of the file, and start the file with: "
             "samestep train FILE.",
         )
     for name, data in (("train", train_dataset), ("eval", eval_dataset), ("test", test_dataset)):
@@ -296,12 +296,12 @@ class _ForTrainer:
         if not labels and "return_loss" in takes and self.loss_func is None:
             raise UserError(
                 f"The loss of {kind.__name__} compares the samples of a batch with each other.",
-                remedy='Write a Recipe with loss_over="batch", which is given the whole batch.',
+                remedy='Write a Recipe with loss_over="batch", which gets the whole batch.',
             )
         if not labels and self.predicts:  # the Trainer would not call it, and not say so
             raise UserError(
-                "compute_metrics needs labels, and no argument of "
-                f"{kind.__name__}.forward{defined_at(kind)} is known to be one.",
+                "compute_metrics needs labels, and samestep cannot tell which arguments of "
+                f"{kind.__name__}.forward{defined_at(kind)} are labels.",
                 remedy='Name them: TrainingArguments(…, label_names=["labels"]).',
             )
         variable = any(p.kind is p.VAR_KEYWORD for p in takes.values())
@@ -332,7 +332,7 @@ class _ForTrainer:
                 raise UserError(
                     f"No column of the data is an argument of the model, which takes "
                     f"{listed(sorted(kept), 8)}.",
-                    remedy="Tokenize the data, or give remove_unused_columns=False.",
+                    remedy="Tokenize the data, or set remove_unused_columns=False.",
                 )
         return self.collator(samples)
 
@@ -397,9 +397,9 @@ class _ForTrainer:
             loss = about.smoother(outputs, labels, shift_labels=about.shifts, **known)
         elif named and outputs.get("loss") is None:
             raise UserError(
-                f"The model returned no loss, only {listed([*outputs], 8)}: it was given "
+                f"The model returned no loss, only {listed([*outputs], 8)}. Its inputs were "
                 f"{listed([*inputs], 8)}.",
-                remedy="Name its labels in the data (“labels”), or give compute_loss_func=….",
+                remedy="Call the column of the labels “labels”, or pass compute_loss_func=….",
             )
         else:
             loss = outputs["loss"] if named else outputs[0]
@@ -438,8 +438,8 @@ class _ForTrainer:
     def _copied(self, given: Any, model: nn.Module) -> torch.optim.Optimizer:
         if not isinstance(self.model, nn.Module):
             raise UserError(
-                "optimizers=(…) has an optimizer, and the model is made by a function.",
-                remedy="Give the model itself, whose parameters the optimizer has.",
+                "optimizers=(…) has an optimizer, but the model is given as a function.",
+                remedy="Pass the model itself, the one whose parameters the optimizer has.",
             )
         names = {id(p): n for n, p in self.model.named_parameters()}
         own = dict(model.named_parameters())
@@ -465,8 +465,8 @@ class _ForTrainer:
             )
         if hasattr(given, "_schedulers"):
             raise UserError(
-                f"optimizers=(…) has a {type(given).__name__}, which is made of several.",
-                remedy="Give it to the recipe: dataclasses.replace(recipe, schedule=lambda "
+                f"optimizers=(…) has a {type(given).__name__}, which combines several schedulers.",
+                remedy="Set it in the recipe: dataclasses.replace(recipe, schedule=lambda "
                 "optimizer: …).",
             )
         LambdaLR(optimizer, lambda _: 1.0)  # a new scheduler lets its optimizer count its steps

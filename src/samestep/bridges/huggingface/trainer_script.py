@@ -16,8 +16,9 @@ from samestep.core.taken_over import TrainingReached, note_on_the_rest, until_tr
 
 def _search(*_: Any, **__: Any) -> NoReturn:
     raise UserError(
-        "trainer.hyperparameter_search(…) cannot be taken over: call train() in its place.",
-        remedy="Try several settings with: samestep sweep SCRIPT --lr 1e-4,1e-3",
+        "samestep cannot run trainer.hyperparameter_search(…).",
+        remedy="Call train() instead, and try several settings with: samestep sweep SCRIPT "
+        "--lr 1e-4,1e-3",
     )
 
 
@@ -34,10 +35,10 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
         given = dict(zip(["resume_from_checkpoint"], arguments, strict=False)) | named
         if wanted := [name for name, value in given.items() if value]:
             raise UserError(
-                f"trainer.train({wanted[0]}={given[wanted[0]]!r:.60}) cannot be taken over: the "
-                "Trainer's checkpoints are none of samestep's.",
-                remedy="Leave it out, or give another output_dir, where the script looks for them. "
-                "A run continues with: samestep train RUN --resume",
+                f"trainer.train({wanted[0]}={given[wanted[0]]!r:.60}): samestep cannot resume from "
+                "checkpoints of the Trainer.",
+                remedy="Leave it out, or give another output_dir if the script finds them there. "
+                "A run of samestep continues with: samestep train RUN --resume",
             )
         trainers.append(trainer)
         called = sys._getframe(2)  # noqa: SLF001 - by what called it
@@ -49,9 +50,9 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
         yield
     if not trainers:
         raise UserError(
-            f"{path} names a Trainer, and has ended without calling its train().",
-            remedy=f"It is run with {arguments}: name those that it needs to train, as in samestep "
-            f"train {path} -- --do_train; or end the file with: recipe = "
+            f"{path}, run with {arguments}, ended without calling a Trainer's train().",
+            remedy=f"Give the arguments with which it trains, as in samestep train {path} -- "
+            "--do_train; or end the file with: recipe = "
             "samestep.huggingface.from_trainer(trainer)",
         )
     vars(module)["recipe"] = from_trainer(trainers[0])

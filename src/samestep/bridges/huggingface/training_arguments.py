@@ -42,29 +42,30 @@ _WITHOUT_EFFECT = """
 """They change where a training writes, what it shows or how fast it is, or nothing here."""
 _KNOWN = frozenset(f"{_TAKEN}{_WITHOUT_EFFECT}".split())
 _COMPILES = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
-_ALL_AT_ONCE = "compute_metrics is given predictions and labels of all samples at once."
+_ALL_AT_ONCE = "compute_metrics gets the predictions and labels of all samples at once."
 _REFUSED = {
-    "deepspeed": "--strategy fsdp shards weights, gradients and the optimizer's state.",
+    "deepspeed": "Use --strategy fsdp: it shards weights, gradients and optimizer state.",
     "fsdp": "Leave it out and add --strategy fsdp.",
-    "parallelism_config": "--strategy fsdp shards a model.",
+    "parallelism_config": "Use --strategy fsdp to shard the model.",
     **dict.fromkeys(_COMPILES, "Leave it out and add --compile on."),
-    "neftune_noise_alpha": "Add the noise in the forward of the model's embedding.",
-    "use_liger_kernel": "Apply the kernels to the model before it is handed over.",
-    "push_to_hub": "samestep export writes the weights; push those.",
-    "auto_find_batch_size": "--micro-batch-size sets what fits; the training stays the same.",
+    "neftune_noise_alpha": "Add the noise in the forward pass of the model's embedding layer.",
+    "use_liger_kernel": "Apply the kernels to the model before you pass it on.",
+    "push_to_hub": "Leave it out, and call samestep.load(run).push_to_hub(…) later.",
+    "auto_find_batch_size": "Use a smaller --micro-batch-size: the training stays the same.",
     "batch_eval_metrics": _ALL_AT_ONCE,
     "include_for_metrics": _ALL_AT_ONCE,
     "include_inputs_for_metrics": _ALL_AT_ONCE,
     "eval_do_concat_batches": _ALL_AT_ONCE,
     **dict.fromkeys(
-        ("bf16_full_eval", "fp16_full_eval"), "Evaluations are as precise as training."
+        ("bf16_full_eval", "fp16_full_eval"),
+        "Leave it out: evaluations have the precision of the training.",
     ),
-    "generation_config": "Set model.generation_config, and leave it out.",
-    "sortish_sampler": "Give group_by_length.",
-    "eval_delay": "--eval-every says when to evaluate.",
+    "generation_config": "Leave it out, and set model.generation_config.",
+    "sortish_sampler": "Use group_by_length instead.",
+    "eval_delay": "Set the interval with --eval-every.",
 }
-"""What else changes a training, and what to do instead."""
-_OWN_OPTIMIZER = "Make the optimizer: optimizers=(optimizer, None)."
+"""Arguments that change a training and are refused, and what to do instead."""
+_OWN_OPTIMIZER = "Create it yourself: optimizers=(optimizer, None)."
 _OPTIMIZERS = (
     *("adamw_torch", "adamw_torch_fused", "adamw_hf", "sgd", "adagrad", "rmsprop", "adafactor"),
 )
@@ -76,25 +77,25 @@ def check_arguments(args: TrainingArguments) -> None:
     Raises:
         UserError: names the argument, its value, and what to do instead.
     """
-    unknown = "samestep does not know what it changes. Leave it out."
+    unknown = "samestep does not know this argument. Leave it out."
     for name, value in _unlike_default(args):
         refuse(name, value, _REFUSED.get(name, unknown))
     if args.optim not in _OPTIMIZERS:
         refuse("optim", str(args.optim.value), _OWN_OPTIMIZER)
     if args.data_seed not in (None, args.seed):
-        refuse("data_seed", args.data_seed, "--seed decides all random numbers.")
+        refuse("data_seed", args.data_seed, "Leave it out: --seed seeds the data, too.")
     if args.accelerator_config.split_batches:
-        refuse("accelerator_config", "split_batches", "Give batch_size=….")
+        refuse("accelerator_config", "split_batches", "Set batch_size=….")
     if args.max_steps <= 0 and args.num_train_epochs != int(args.num_train_epochs):
-        refuse("num_train_epochs", args.num_train_epochs, "Give max_steps=….")
+        refuse("num_train_epochs", args.num_train_epochs, "Set max_steps=….")
     for name in ("eval", "save"):
         every = getattr(args, f"{name}_steps")
         if getattr(args, f"{name}_strategy") == "steps" and every != int(every):
-            refuse(f"{name}_steps", every, "Give the number of steps.")
+            refuse(f"{name}_steps", every, "Set a whole number of steps.")
     if args.lr_scheduler_type == "greedy":
-        refuse("lr_scheduler_type", "greedy", "reduce_lr_on_plateau follows --monitor.")
+        refuse("lr_scheduler_type", "greedy", "Use reduce_lr_on_plateau, which follows --monitor.")
     if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
-        refuse("train_sampling_strategy", "batch_rebalance", "group_by_length pads little, too.")
+        refuse("train_sampling_strategy", "batch_rebalance", "Use group_by_length instead.")
 
 
 def _unlike_default(args: TrainingArguments) -> Iterator[tuple[str, Any]]:
@@ -178,14 +179,14 @@ def check_data(name: str, data: Any) -> None:
         return
     if isinstance(data, Mapping):
         raise UserError(
-            f"{name}_dataset is a dict of {len(data)} data sets; a recipe has one.",
-            remedy="Give one of them, or torch.utils.data.ConcatDataset.",
+            f"{name}_dataset is a dict of {len(data)} data sets; a recipe takes one.",
+            remedy="Give one of them, or join them with torch.utils.data.ConcatDataset.",
         )
     known = data is None or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
     if name != "train" and not known:
         raise UserError(
             f"{name}_dataset is a stream, a {type(data).__name__}{defined_at(type(data))}.",
-            remedy="Evaluate on a map-style data set, as load_dataset(…, streaming=False).",
+            remedy="Evaluate on a map-style data set: load_dataset(…, streaming=False).",
         )
     if name == "train" and data is None:
         raise UserError("samestep.huggingface.recipe(…) needs a train_dataset.")

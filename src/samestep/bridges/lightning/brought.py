@@ -76,7 +76,7 @@ from samestep.core.recipe import Recipe, Splits
 
 _ALONE: AbstractContextManager[None] = nullcontext()
 _DROPS = (
-    "The training loader's drop_last=True is not used: --drop-last leaves out an incomplete step."
+    "The training loader's drop_last=True is not used. To skip an incomplete step, use --drop-last."
 )
 _OF_TRAINER = """
     max_epochs=epochs accumulate_grad_batches=micro_batch_size gradient_clip_val=clip_norm
@@ -110,13 +110,13 @@ def recipe(module: Any, datamodule: Any = None, **settings: Any) -> Recipe:
     for name, own in (pair.split("=") for pair in _OF_TRAINER.split()):
         if name in settings:
             raise UserError(
-                f"samestep.lightning.recipe(…) takes settings, and {name} is the Trainer's.",
-                remedy=f"Here it is {own.replace(',', ', ')}: page “Bring what you have”.",
+                f"samestep.lightning.recipe(…) takes settings, but {name} is the Trainer's.",
+                remedy=f"Use {own.replace(',', ', ')}: see page “Bring what you have”.",
             )
     if not {"batch_size", "batch_size_per_rank", "batch_tokens"} & settings.keys():
         raise UserError(
-            "samestep.lightning.recipe(…) needs batch_size=…: the samples of an optimizer step on "
-            "all ranks together. A DataLoader's counts those of one rank."
+            "samestep.lightning.recipe(…) needs batch_size=…: the samples per optimizer step over "
+            "all ranks. The batch_size of a DataLoader counts those of one rank."
         )
     if isinstance(module, nn.Module):
         settings = settings_of_weights(module) | settings
@@ -232,16 +232,16 @@ class _Brought:
         base = base_of(module, "LightningModule")
         if not module.automatic_optimization:
             raise UserError(
-                f"The LightningModule{defined_at(type(module))} steps its optimizers by itself "
-                "(automatic_optimization=False). Such a loop stays yours: samestep.open_run, on "
+                f"The LightningModule{defined_at(type(module))} steps its optimizers itself "
+                "(automatic_optimization=False). Write your own loop with samestep.open_run: see "
                 "page “Port your loop”."
             )
         check_hooks(module, base)
         if (kept := settings_of_weights(module)) and "precision" not in self.settings:
             raise UserError(
-                f"The weights of {type(module).__name__}{defined_at(type(module))} are not in "
-                "float32, in which samestep would train them.",
-                remedy="Say so: samestep.lightning.recipe(…, "
+                f"The weights of {type(module).__name__}{defined_at(type(module))} are not "
+                "float32, but samestep would train them in float32.",
+                remedy="Keep their type: samestep.lightning.recipe(…, "
                 f"{', '.join(f'{n}={value!r}' for n, value in kept.items())}).",
             )
         for metric in metrics_of(module):
@@ -306,11 +306,12 @@ class _Brought:
 
     def _data_in(self, loader: Any, stage: str, where: str) -> _Data | Unpacked:
         if not isinstance(loader, DataLoader):
-            raise UserError(f"{where} is {type(loader).__name__}; it must be one DataLoader.")
+            raise UserError(f"{where} is a {type(loader).__name__}; it must be one DataLoader.")
         loader = as_pytorch(loader, f"{where}{defined_at(type(loader))}")
         if isinstance(loader.dataset, IterableDataset):
             raise UserError(
-                f"{where} reads a stream. Write a Recipe whose data returns it: page “Your data”."
+                f"{where} reads a stream. Write a Recipe whose data() returns the stream: see page "
+                "“Your data”."
             )
         dataset, sampler = limited(loader, stage, self.trainer.script), loader.sampler
         if stage == "train":
@@ -407,7 +408,7 @@ class _Brought:
             raise UserError(
                 f"{name}{defined_at(getattr(type(module), name))} returned -1, which ends the "
                 "Trainer's epoch.",
-                remedy="Give fewer samples, or --max-steps.",
+                remedy="Use fewer samples, or --max-steps.",
             )
 
     def _note_names(self, logged: dict[str, str], nth: int | None, step: str) -> None:
@@ -417,10 +418,10 @@ class _Brought:
         known = {n.removeprefix(first): v for n, v in self.names.items() if n.startswith(first)}
         if known and known.keys() != logged.keys():
             raise UserError(
-                f"{step} logs {listed([*logged.values()])} for a batch, and "
+                f"{step} logs {listed([*logged.values()])} for one batch, and "
                 f"{listed([*known.values()])} for another.",
-                remedy="Log the same names for each. The number of a loader may come first or "
-                'last: f"val_{dataloader_idx}_loss".',
+                remedy="Log the same names for each batch. The number of a loader may come first "
+                'or last: f"val_{dataloader_idx}_loss".',
             )
         for plain, name in logged.items():
             self.names[of + plain] = name + its if plain == plain_name(name) else name
@@ -446,7 +447,7 @@ class _Brought:
             except UserWarning as warning:
                 raise UserError(
                     f"on_train_epoch_end{defined_at(module.on_train_epoch_end)} computes "
-                    f"{str(warning).split()[5]}, which has no samples there: steps begin anew.",
+                    f"{str(warning).split()[5]}, which has no samples there.",
                     remedy="Compute it in validation_step, or leave it out.",
                 ) from warning
         return {free_name(name): value for name, value in (told | logged).items()}
@@ -462,8 +463,8 @@ class _Brought:
             check_monitor(scheduler.pop("monitor"), scheduler["scheduler"], settings, where)
         if settings.lr_scaling != "none" and scheduler:
             raise UserError(
-                f"The module's scheduler{where} has its own rates, which --lr-scaling does not "
-                "reach: scale them in configure_optimizers."
+                f"--lr-scaling does not change the rates of the module's scheduler{where}: scale "
+                "them in configure_optimizers."
             )
         check_rate(optimizer, settings, where)
         check_batch(self.trainer, settings, self.settings)
@@ -492,7 +493,7 @@ def _made(given: Any) -> Any:
 def _all_gather(*_: Any, **__: Any) -> NoReturn:
     """Stand in for `LightningModule.all_gather`."""
     raise UserError(
-        "A LightningModule's all_gather has no counterpart here: what steps log is the mean over "
-        "all samples of all ranks.",
+        "samestep has no all_gather of a LightningModule: what its steps log is already the mean "
+        "over all samples of all ranks.",
         remedy='For a loss over the whole batch, write a Recipe with loss_over="batch".',
     )

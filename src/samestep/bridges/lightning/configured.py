@@ -29,14 +29,15 @@ def check_around_step(hooks: Sequence[str], settings: Settings, where: str) -> N
     """Refuse hooks around a step that would not get what the Trainer gives them."""
     if hooks and settings.strategy == "fsdp":
         raise UserError(
-            f"{listed(sorted(hooks))}{where} would get a rank's parts of the weights.",
-            remedy="Use --strategy ddp, or leave it out.",
+            f"With --strategy fsdp {listed(sorted(hooks))}{where} would see only a rank's parts of "
+            "the weights.",
+            remedy="Use --strategy ddp, or leave the hook out.",
         )
     clipped = {"on_after_backward", "on_before_optimizer_step"}.intersection(hooks)
     if clipped and settings.clip_norm is not None:
         raise UserError(
-            f"{listed(sorted(clipped))}{where} would get clipped gradients, and has them unclipped "
-            "in the Trainer.",
+            f"{listed(sorted(clipped))}{where} would see clipped gradients; the Trainer calls it "
+            "before clipping.",
             remedy="Leave it out: `grad_norm` in the records is the norm before clipping.",
         )
 
@@ -45,8 +46,8 @@ def check_rate(optimizer: torch.optim.Optimizer, settings: Settings, where: str)
     """Refuse a --lr that reaches no group of a module's own optimizer."""
     if settings.lr != Settings.lr and own_rate(optimizer, settings.lr) is not None:
         raise UserError(
-            f"--lr {settings.lr:g} changes nothing: configure_optimizers{where} sets its own rate.",
-            remedy="Leave it out, or let the module take its rate as an argument.",
+            f"--lr {settings.lr:g} changes nothing: configure_optimizers{where} sets the rate.",
+            remedy="Leave --lr out, or make the rate an argument of the module.",
         )
 
 
@@ -60,8 +61,8 @@ def check_batch(trainer: Any, settings: Settings, given: Mapping[str, Any]) -> N
     size = f"{given['batch_size'] // taken * real}{micro}" if real else "N, the samples of a step"
     raise UserError(
         f"The training loader of {name} makes batches of {real or 'other'} samples, which samestep "
-        "learns only after its setup().",
-        remedy=f"Add --batch-size {size}, or let its attribute `batch_size` say it.",
+        "cannot know before setup() is called.",
+        remedy=f"Add --batch-size {size}, or give {name} an attribute `batch_size`.",
     )
 
 
@@ -93,14 +94,15 @@ def unpack_optimizers(returned: Any, where: str) -> tuple[torch.optim.Optimizer,
     scheduler = options.get("scheduler")
     if options.get("frequency", 1) != 1:
         raise UserError(
-            f"The scheduler{where} has a frequency of {options['frequency']}; it is stepped each "
-            "time.",
-            remedy="Leave it out, and let the scheduler itself count, as StepLR(step_size=…).",
+            f"The scheduler{where} has a frequency of {options['frequency']}; samestep supports "
+            "only 1.",
+            remedy="Leave it out, and use a scheduler that counts, such as StepLR(step_size=…).",
         )
     if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
         if options.get("interval") == "step":
             raise UserError(
-                f"ReduceLROnPlateau{where} has the interval “step”; it follows evaluations here.",
+                f"ReduceLROnPlateau{where} has the interval “step”; samestep steps it after each "
+                "evaluation.",
                 remedy="Leave the interval out. --eval-every 500steps evaluates within epochs.",
             )
         kept = {n: options[n] for n in ("scheduler", "monitor") if options.get(n) is not None}
@@ -114,11 +116,11 @@ def check_monitor(monitor: str, plateau: Any, settings: Settings, where: str) ->
     named = f"{NTH}{loader}/{plain_name(name)}" if loader else plain_name(name)
     trained = monitor.lower().startswith("train")
     if trained or named != (settings.monitor or "loss"):
-        give = f"Give it to the recipe: monitor='{named}:{plateau.mode}'."
+        give = f"Set it in the recipe: monitor='{named}:{plateau.mode}'."
         raise UserError(
-            f"ReduceLROnPlateau{where} has the monitor {monitor!r}; it follows --monitor here, "
-            f"which is {settings.monitor or 'loss'!r}.",
-            remedy="Name a value that validation_step logs." if trained else give,
+            f"ReduceLROnPlateau{where} has the monitor {monitor!r}, but samestep lets it follow "
+            f"--monitor, which is {settings.monitor or 'loss'!r}.",
+            remedy="Monitor a value that validation_step logs." if trained else give,
         )
 
 
@@ -127,7 +129,7 @@ def _only(given: Any, where: str) -> Any:
         return given
     if len(given) > 1:
         raise UserError(
-            f"configure_optimizers{where} returns several; samestep trains with one optimizer and "
-            "scheduler. A loop with several stays yours: samestep.open_run."
+            f"configure_optimizers{where} returns several optimizers or schedulers; samestep "
+            "trains with one of each. For several, write your own loop with samestep.open_run."
         )
     return given[0] if given else None

@@ -142,8 +142,8 @@ class LitData(pl.LightningDataModule):
             steps = trainer.max_steps if trainer.max_steps > 0 else None
             if epochs is None and steps is None:
                 raise UserError(
-                    "The learning rate's schedule has to know how long the training is: give the "
-                    "Trainer max_epochs or max_steps (besides max_time, as the maximum)."
+                    "The learning rate schedule needs the length of the training: give the Trainer "
+                    "max_epochs or max_steps, as a maximum, also with max_time."
                 )
             settings = replace(settings, epochs=epochs, max_steps=steps)
         if settings.micro_batch_size is None:
@@ -154,8 +154,8 @@ class LitData(pl.LightningDataModule):
         plan = make_plan(settings, num_samples, self.world.world_size, schedule=schedule)
         if plan.accumulate != asked:
             raise UserError(
-                f"The batch sizes need {plan.accumulate} micro-steps and the Trainer takes {asked}:"
-                f" create it with Trainer(accumulate_grad_batches={plan.accumulate})."
+                f"The batch sizes need {plan.accumulate} micro-steps, but the Trainer takes "
+                f"{asked}: create it with Trainer(accumulate_grad_batches={plan.accumulate})."
             )
         return plan
 

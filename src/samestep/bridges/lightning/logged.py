@@ -57,8 +57,8 @@ def called(
     if name == "training_step":
         if outputs.get("loss") is None:
             raise UserError(
-                f"training_step{defined_at(function)} returned no loss; to leave out a step is "
-                "another training on other numbers of ranks. Return a loss of 0."
+                f"training_step{defined_at(function)} returned no loss. A skipped batch makes the "
+                "training depend on the number of ranks. Return a loss of 0 instead."
             )
         for metric in metrics_of(module) if seen is None else ():  # steps begin anew
             metric.reset()
@@ -92,8 +92,8 @@ def gathering_nothing(module: Any, step: str) -> Iterator[None]:
     ]
     if held := [name for name in held if name in changed]:
         raise UserError(
-            f"{step} changes {listed(held)}, of which on_train_epoch_end would know one rank's "
-            "samples, and after a resume those since then.",
+            f"{step} changes {listed(held)}. In on_train_epoch_end that would hold the samples of "
+            "one rank only, and after a resume only those since then.",
             remedy="Leave it out: each epoch's record has the mean loss over all samples.",
         )
 
@@ -111,9 +111,9 @@ def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", **__: Any) -> N
         return
     if reduce_fx not in _OF_MEANS and not isinstance(value, nn.Module):
         raise UserError(
-            f"{name!r} is logged with reduce_fx={getattr(reduce_fx, '__name__', reduce_fx)}; such "
-            "values become means over all samples.",
-            remedy="Log a value that is a mean over the samples of the batch, or leave it out.",
+            f"{name!r} is logged with reduce_fx={getattr(reduce_fx, '__name__', reduce_fx)}, but "
+            "samestep takes the mean of logged values over all samples.",
+            remedy="Log a mean over the samples of the batch, or leave it out.",
         )
     logged[name] = value.detach() if isinstance(value, Tensor) else value
 

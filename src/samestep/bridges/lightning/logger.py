@@ -150,9 +150,9 @@ class TrackerLogger(Logger):
         self._begin()
         if step < self._ended_at:
             self._warn(
-                f"this training is at step {step} after one that ended at step {self._ended_at}, "
-                "and trackers take each step once, the first. Give each training a TrackerLogger "
-                "of its own."
+                f"this training is at step {step}, and an earlier one ended at step "
+                f"{self._ended_at}. Trackers keep the first value of a step, so give each "
+                "training its own TrackerLogger."
             )
         epoch = None if epoch is None else int(epoch)
         self._record("metrics", step=step, epoch=epoch, time=time.time(), values=values)

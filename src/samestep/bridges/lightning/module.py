@@ -54,20 +54,20 @@ def check_recipe(recipe: Recipe) -> None:
     """Refuse a recipe that needs samestep's own loop."""
     if recipe.carry is not None:
         raise UserError(
-            "Recipe(carry=…) keeps state from step to step, which Lightning's loop has no place "
-            "for: use --engine native."
+            "Recipe(carry=…) keeps state from step to step, which Lightning's loop does not "
+            "support: use --engine native."
         )
     if recipe.loss_over != "samples":
         raise UserError(
             f"Recipe(loss_over={recipe.loss_over!r}) gathers the outputs of all ranks, which "
-            "Lightning's loop has no place for: use --engine native."
+            "Lightning's loop does not support: use --engine native."
         )
     if asked := {*recipe.schedule_asks()} & {"optimizer", "metrics"}:
         what = "is a scheduler of PyTorch" if "optimizer" in asked else "reads the metrics"
         raise UserError(
-            f"The recipe's schedule{defined_at(recipe.schedule)} {what}, and Lightning's engine "
-            "would validate after it has set the next rate, and keep its state where samestep's "
-            "own loop does not look: use --engine native."
+            f"The recipe's schedule{defined_at(recipe.schedule)} {what}. Lightning's engine "
+            "would set the next rate before the validation, and save the scheduler's state where "
+            "samestep's own loop does not look: use --engine native."
         )
 
 

@@ -40,9 +40,9 @@ def keep_modes(module: Any) -> None:
     if gone := sorted({*own.get(_KEPT, ())} - {*kept}):
         hook = type(module).on_train_epoch_start
         raise UserError(
-            f"on_train_epoch_start{defined_at(hook)} has put {listed(gone)} into eval mode in one "
-            "epoch and not in the next, where a resumed run would begin without.",
-            remedy="Let it set the mode in each epoch, as by: if self.current_epoch >= 3.",
+            f"on_train_epoch_start{defined_at(hook)} put {listed(gone)} into eval mode in one "
+            "epoch but not in the next. A run that resumes there would start in another mode.",
+            remedy="Set the mode in each epoch, for example after: if self.current_epoch >= 3.",
         )
     own[_KEPT] = kept
 

@@ -27,14 +27,14 @@ _CALLED = _OF_DATA | _OF_STEPS | _OF_EPOCHS | AROUND_STEP
 _CALLED |= {"configure_model", BEFORE_BATCH, *AT_START}
 _LEFT_ALONE = {"teardown", "predict_dataloader", "predict_step"}  # they change no training
 _REMEDIES = {
-    "configure_callbacks": "--patience stops early, --keep-top-k keeps the best checkpoints.",
-    "configure_gradient_clipping": "--clip-norm clips.",
+    "configure_callbacks": "Use --patience to stop early, --keep-top-k for checkpoints.",
+    "configure_gradient_clipping": "Use --clip-norm.",
     "optimizer_zero_grad": "Leave it out: gradients are None before each step.",
-    "lr_scheduler_step": "Leave it out: a scheduler steps after each epoch, or by “interval”.",
-    "on_load_checkpoint": "Keep it in a buffer, or by get_extra_state.",
-    "transfer_batch_to_device": "Leave it out: all tensors of a batch are moved.",
-    "state_dict": "Leave it out: a run keeps its place in the data.",
-    "optimizer_step": "Warm up by a scheduler in configure_optimizers, with interval “step”.",
+    "lr_scheduler_step": "Leave it out: a scheduler steps after each epoch, or at its “interval”.",
+    "on_load_checkpoint": "Keep the state in a buffer, or return it from get_extra_state.",
+    "transfer_batch_to_device": "Leave it out: samestep moves all tensors of a batch.",
+    "state_dict": "Leave it out: checkpoints hold the position in the data.",
+    "optimizer_step": "For a warm-up, use a scheduler with the interval “step”.",
 }
 """What to do about hooks that are not called."""
 
@@ -45,7 +45,7 @@ def base_of(module: Any, name: str) -> type:
         if base.__name__ == name and "lightning" in base.__module__:
             return base
     raise UserError(
-        f"samestep.lightning.recipe(…) takes a {name}, or a function that makes one, not "
+        f"samestep.lightning.recipe(…) takes a {name}, or a function that returns one, not "
         f"{type(module).__name__}{defined_at(type(module))}."
     )
 
@@ -73,8 +73,8 @@ def hooks_of_callback(callback: Any, *, evaluates_within: bool) -> tuple[list[st
         raise UserError(
             f"The Trainer's callback {kind.__name__}{defined_at(kind)} has its own "
             f"{listed(others)}, which samestep does not call.",
-            remedy="Move what it does into the module's own hooks, or leave it out. Of a callback "
-            f"are called {listed(sorted(called), 9)}.",
+            remedy="Move its code into hooks of the module, or leave it out. samestep calls these "
+            f"hooks of a callback: {listed(sorted(called), 9)}.",
         )
     return [n for n in own if n in called], missed
 
@@ -88,7 +88,9 @@ def check_hooks(module: Any, base: type) -> None:
     own = [n for n in hooks if n not in _CALLED | _LEFT_ALONE and has_own(module, base, n)]
     own = [n for n in own if not is_empty(getattr(type(module), n))]
     if own:
-        remedy = _REMEDIES.get(own[0], "Where the training needs it: samestep.open_run.")
+        remedy = _REMEDIES.get(
+            own[0], "If the training needs it, write your own loop with samestep.open_run."
+        )
         raise UserError(
             f"{type(module).__name__}{defined_at(type(module))} has {listed(own)}, which samestep "
             f"does not call. {remedy}"

@@ -136,7 +136,7 @@ class StandIn:
             getattr(module, name)()
 
     def end_epoch(self, module: Any, epoch: int, step: int, every: int) -> None:
-        """Tell callbacks of the end of an epoch, from 1; they are validated after so many each."""
+        """Tell callbacks of the end of an epoch, from 1; validations come every `every` epochs."""
         self.current_epoch, self.global_step = epoch - 1, step
         validated = bool(self.callback_metrics) and epoch % every == 0
         self.call_callbacks(module, (*AFTER_VALIDATION * validated, "on_train_epoch_end"))
@@ -177,8 +177,9 @@ class StandIn:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _DECIDED:
             raise UserError(
-                f"The LightningModule sets its Trainer's {name}; settings decide that here.",
-                remedy="--patience stops early. Page “Bring what you have” has the other flags.",
+                f"The LightningModule sets its Trainer's {name}, which is a setting in samestep.",
+                remedy="Use --patience to stop early; page “Bring what you have” has the other "
+                "flags.",
             )
         vars(self)[name] = value
 
@@ -192,6 +193,6 @@ class StandIn:
         if name in _OF_RANK:
             return int(os.environ.get(_OF_RANK[name], "0"))
         raise AttributeError(
-            f"The LightningModule asks its Trainer for {name!r}, which samestep does not have at "
-            "this place."
+            f"The LightningModule asks its Trainer for {name!r}, which samestep does not provide "
+            "here."
         )

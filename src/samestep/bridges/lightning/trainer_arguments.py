@@ -29,15 +29,15 @@ _SHOWS = {
     *("ThroughputMonitor", "SaveConfigCallback"),
 }
 """Callbacks, or what they are made from, that change no training."""
-_SUBSET = "Give the loader of torch.utils.data.Subset(data, range(…))."
+_SUBSET = "Give a loader of torch.utils.data.Subset(data, range(…))."
 _LEAVE_OUT = "Leave it out."
 _REFUSED = {
     "min_epochs": _LEAVE_OUT,
     "min_steps": _LEAVE_OUT,
-    "max_time": "Leave it out: samestep slurm submit --time ends a job in time, and resumes it.",
+    "max_time": "Leave it out: samestep slurm submit --time stops a job in time, and resumes it.",
     "overfit_batches": _SUBSET,
     "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True).",
-    "reload_dataloaders_every_n_epochs": "Let the data set read what it needs by its index.",
+    "reload_dataloaders_every_n_epochs": "Let the data set choose what it reads by the index.",
     "plugins": _LEAVE_OUT,
 }
 LIMITS = {"train": "limit_train_batches", "test": "limit_test_batches"}
@@ -74,7 +74,7 @@ def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[st
     Raises:
         UserError: names the argument that has no counterpart, and what to do instead.
     """
-    unknown = "samestep does not know what it changes. Leave it out."
+    unknown = "samestep does not know this argument. Leave it out."
     for name in given.keys() - _TAKEN - _WITHOUT_EFFECT:
         if given[name] != _ALL.get(name):
             refuse(name, given[name], _REFUSED.get(name, unknown))
@@ -97,14 +97,18 @@ def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[st
         **_evaluations(given, accumulated, given.get("max_epochs")),
     }
     if settings["clip_norm"] and given.get("gradient_clip_algorithm") not in (None, "norm"):
-        refuse("gradient_clip_algorithm", given["gradient_clip_algorithm"], "Clip by the norm.")
+        refuse(
+            "gradient_clip_algorithm",
+            given["gradient_clip_algorithm"],
+            "Clip by the norm: --clip-norm.",
+        )
     for callback in callbacks_of(given):
         for name, value in _of_callback(callback).items():
             if settings.setdefault(name, value) != value:
                 raise UserError(
-                    f"Two callbacks of the Trainer have another {name}, {settings[name]!r} and "
-                    f"{value!r}: samestep follows one value.",
-                    remedy="Leave one of them out.",
+                    f"Two callbacks of the Trainer disagree on {name}: {settings[name]!r} and "
+                    f"{value!r}. samestep uses one value for both.",
+                    remedy="Give both the same, or leave one of the callbacks out.",
                 )
     return {name: value for name, value in settings.items() if value is not None}
 
@@ -119,7 +123,7 @@ def _length(given: Mapping[str, Any], accumulated: int) -> dict[str, Any]:
     if few := int(given.get("fast_dev_run") or 0):
         return {"epochs": 1, "max_steps": -(-few // accumulated)}
     if epochs == steps == -1:
-        refuse("max_epochs", -1, "Give a number of epochs, or max_steps.")
+        refuse("max_epochs", -1, "Set a number of epochs, or max_steps.")
     if epochs is None and steps == -1:
         epochs = 1000
     whole = {"epochs": epochs, "max_steps": steps}
@@ -167,7 +171,7 @@ def _chosen(
     if of_ddp is not None and plain and not of_ddp.keys() - {"find_unused_parameters"}:
         return {"find_unused": True} if of_ddp.get("find_unused_parameters") else {}
     if str(value) not in known:
-        refuse(name, value, f"Give one of {', '.join(sorted(known.keys() - {'None'}))}.")
+        refuse(name, value, f"Use one of {', '.join(sorted(known.keys() - {'None'}))}.")
     return known[str(value)]
 
 
@@ -177,7 +181,7 @@ def _evaluations(given: Mapping[str, Any], accumulated: int, epochs: Any) -> dic
     if once and every is not None:
         return {"eval_every_epochs": every}
     if not isinstance(interval, int) or every is not None or interval % accumulated:
-        remedy = "Give check_val_every_n_epoch=None and a whole number of steps."
+        remedy = "Set check_val_every_n_epoch=None and a whole number of steps."
         refuse("val_check_interval", interval, remedy)
     steps = int(interval or 0) // accumulated
     only_the_last = epochs if epochs not in (None, -1) else 10**6
@@ -198,7 +202,7 @@ def _of_callback(callback: Any) -> dict[str, Any]:
     if not _SHOWS & names and names != {"Callback"}:
         raise UserError(
             f"samestep does not call the Trainer's callback {kind.__name__}{defined_at(kind)}.",
-            remedy="Move what it does into the module's own hooks, or leave it out.",
+            remedy="Move its code into hooks of the module, or leave it out.",
         )
     return {}
 
@@ -224,15 +228,15 @@ def called_callbacks(given: Mapping[str, Any]) -> tuple[dict[Any, list[str]], li
         called[callback], missed = hooks_of_callback(callback, evaluates_within=within)
         if missed:
             what = f"{kind.__name__}{defined_at(kind)} has its own {listed(missed)}"
-            notes.append(f"The callback {what}: not called here.")
+            notes.append(f"The callback {what}: not called.")
     return called, notes
 
 
 def _followed(callback: Any) -> dict[str, str]:
     if callback.monitor.startswith("train") or callback.monitor == "loss":
         raise UserError(
-            f"{type(callback).__name__} follows {callback.monitor!r}, a value of the training.",
-            remedy="Let it follow one that validation_step logs, as “val_loss”.",
+            f"{type(callback).__name__} monitors {callback.monitor!r}, a value of the training.",
+            remedy="Monitor a value that validation_step logs, such as “val_loss”.",
         )
     name, _, loader = callback.monitor.partition(f"/{NTH}")
     of_loader = f"{NTH}{loader}/" if loader else ""

@@ -36,8 +36,8 @@ _SIZES = ("batch_size", "train_batch_size", "_batch_size")
 _GUESSED = 32
 """Of a loader that is made by `setup`: another is refused once that is known."""
 _LAST = (
-    "An epoch's last step is incomplete, and takes the mean over its samples. The Trainer divides "
-    "the sum of its batches' means by accumulate_grad_batches."
+    "The last step of an epoch is incomplete: samestep takes the mean over its samples. The "
+    "Trainer would divide the sum of its batches' means by accumulate_grad_batches."
 )
 
 
@@ -66,8 +66,8 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
         caller = sys._getframe(2)  # noqa: SLF001
         if ".tuner." in caller.f_globals["__name__"]:
             raise UserError(
-                "A Tuner cannot be taken over: it trains to find a rate or a batch size.",
-                remedy="Leave it out, and give what it has found.",
+                "samestep cannot run a Tuner, which trains to find a rate or a batch size.",
+                remedy="Leave it out, and set the value that it found.",
             )
         rest = note_on_the_rest(trainer, caller, "fit()")
         fits.append(_recipe_of(trainer, bound, rest))
@@ -86,9 +86,9 @@ def as_recipe(module: ModuleType, path: Path) -> Iterator[None]:
         yield
     if not fits:
         raise UserError(
-            f"{path} names Lightning's Trainer, and has ended without calling its fit().",
-            remedy=f"It is run with {arguments}: name those that it needs to train, as in samestep "
-            f"train {path} -- fit; or end the file with: recipe = samestep.lightning.recipe(…)",
+            f"{path}, run with {arguments}, ended without calling fit() of Lightning's Trainer.",
+            remedy=f"Give the arguments with which it trains, as in samestep train {path} -- fit; "
+            "or end the file with: recipe = samestep.lightning.recipe(…)",
         )
     vars(module)["recipe"] = fits[0]
 
@@ -118,8 +118,8 @@ def _quiet() -> Iterator[None]:
 def _recipe_of(trainer: Any, bound: dict[str, Any], rest: tuple[str, ...]) -> Recipe:
     if bound.get("ckpt_path"):
         raise UserError(
-            "trainer.fit(…, ckpt_path=…) cannot be taken over.",
-            remedy="Leave it out, and continue a run with: samestep train RUN --resume",
+            "trainer.fit(…, ckpt_path=…): samestep cannot resume from checkpoints of Lightning.",
+            remedy="Leave it out. A run of samestep continues with: samestep train RUN --resume",
         )
     model, train = bound["model"], bound.get("train_dataloaders")
     data = bound.get("datamodule")
@@ -132,8 +132,8 @@ def _recipe_of(trainer: Any, bound: dict[str, Any], rest: tuple[str, ...]) -> Re
     has_own = not _is_base(model.val_dataloader)
     if given == (False, True) or (given == (True, False) and has_own):
         raise UserError(
-            f"fit() takes one of its loaders from {type(model).__name__} and is given the other.",
-            remedy="Give it both, or none.",
+            f"fit() is given one of its loaders, and takes the other from {type(model).__name__}.",
+            remedy="Pass both loaders to fit(), or neither.",
         )
     loader = _training_loader(model if data is None else data)
     arguments, size = vars(trainer)["_given"], _batch_size_of(loader)
@@ -192,13 +192,15 @@ def _batch_size_of(loader: Any) -> int:
 def _notes(given: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     notes = []
     if given.get("logger") not in (None, True, False):
-        notes.append("The Trainer's logger is not used: --track sends the records to a tracker.")
+        notes.append(
+            "The Trainer's logger is not used. To send the records to a tracker, use --track."
+        )
     if settings.get("precision") == "bf16" and str(given["precision"]).startswith("16"):
-        notes.append("On a CPU the Trainer takes bf16 for its 16-mixed, and so does this run.")
+        notes.append("On a CPU the Trainer uses bf16 for 16-mixed, and so does this run.")
     if (ranks := num_ranks(given)) > 1:
         batch = settings["batch_size"]
         notes.append(
-            f"The Trainer's {ranks} devices give the batch, {batch} samples of all ranks; --nproc "
-            "says how many ranks train."
+            f"The batch is {batch} samples over all ranks, from the Trainer's {ranks} devices. The "
+            "number of ranks that train is set by --nproc."
         )
     return notes

@@ -50,18 +50,18 @@ def keeping_nothing(module: nn.Module, nth: int | None, step: str) -> Iterator[N
     """Refuse a step that keeps what the hook at the end would know of one rank's samples only."""
     if nth is not None:
         raise UserError(
-            f"{AT_END['validation_step']} would be called for each of the validation loaders by "
-            "itself.",
-            remedy="Log in validation_step, which does it for each, too.",
+            f"{AT_END['validation_step']} would be called for each of the validation loaders, not "
+            "once for all.",
+            remedy="Log in validation_step, which gives each loader its own values.",
         )
     before, _alive = _kept(module), [*module.buffers()]
     yield
     if changed := [n for n, held in _kept(module).items() if before.get(n) != held]:
         raise UserError(
-            f"{step} changes {listed(changed)}, of which the end of the evaluation would know one "
-            "rank's samples.",
-            remedy="Log the value in the step, or keep it in a metric of torchmetrics (MeanMetric, "
-            "CatMetric): those are put together.",
+            f"{step} changes {listed(changed)}. At the end of the evaluation that would hold the "
+            "samples of one rank only.",
+            remedy="Log the value in the step, or keep it in a torchmetrics metric (MeanMetric, "
+            "CatMetric), which samestep merges over the ranks.",
         )
 
 
@@ -111,10 +111,10 @@ class WholeMetrics(ComputedOnce):
             metric.reset()
         if late := [place for place, count in counts.items() if count and place not in states]:
             raise UserError(
-                f"The hook at the end of an evaluation updates {listed(late)}, which would have to "
-                "last from one evaluation to the next; no checkpoint holds it.",
-                remedy="Leave it out, and what it logs: records have each evaluation, and "
-                "--monitor keeps the best.",
+                f"The hook at the end of an evaluation updates {listed(late)}, whose state would "
+                "have to last until the next evaluation, and no checkpoint holds it.",
+                remedy="Leave the metric out: the records have each evaluation, and --monitor "
+                "keeps the best checkpoint.",
             )
         self.by.ended |= {plain_name(name): name for name in logged}
         return values | {plain_name(name): value for name, value in logged.items()}

@@ -91,10 +91,11 @@ class Unkept(NamedTuple):
             f"What {owner.lower()} {' or '.join(self.among)} makes of a sample depends on the "
             "others in its batch, or is drawn for all of them at once: on another number of ranks "
             f"this is another training. Draw in a data set, or {keyed}.": self.among,
-            "The loss of a batch is not the mean of the losses of its shares, each weighed by its "
-            f"{listed(self.no_mean)}: on another number of ranks this is another training. "
-            "Divide a sum by the samples. In a recipe, loss_terms says what it is a mean over, as "
-            "weights of classes, and loss_over='batch' that it compares samples.": self.no_mean,
+            "The loss of a batch is not the mean of the losses of its shares, weighted by their "
+            f"{listed(self.no_mean)}: the training depends on the number of ranks. "
+            "If the loss is a sum, divide it by the number of samples. Otherwise set a field of "
+            "the recipe: loss_terms for a weighted mean (such as class weights), loss_over='batch' "
+            "for a loss that compares samples.": self.no_mean,
             f"The loss changes {listed(self.loss, 3)} from call to call, and no checkpoint holds "
             "it: a resume will be refused. Let the loss name `step` or `epoch` among its "
             "arguments.": self.loss,

@@ -119,7 +119,7 @@ class LoopBatches:
     ) -> Iterator[OwnBatch]:
         """Yield this rank's share of all samples, each once; see `OwnRun.validation`."""
         if split not in ("validation", "test"):
-            raise UserError(f"run.validation(split={split!r}): it is 'validation' or 'test'.")
+            raise UserError(f"run.validation(split={split!r}): it must be 'validation' or 'test'.")
         num_workers = _checked(num_workers, "run.validation")
         if self._loop.place != IN_BATCHES:
             meet(self._opened.world, "run.validation")
@@ -134,8 +134,8 @@ class LoopBatches:
         self.passes.call("run.validation", opened.position.step)
         if opened.left_out.is_accumulating():
             raise UserError(
-                "run.validation was called between run.backward and the optimizer's step: the "
-                "gradients of this batch are only in part in the weights, which belong to no step.",
+                "run.validation was called between run.backward and the optimizer's step, where "
+                "the weights do not have all gradients of this batch yet.",
                 remedy="Call it after optimizer.step(), or before run.backward.",
                 on_all_ranks=True,
             )

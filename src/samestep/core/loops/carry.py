@@ -89,8 +89,8 @@ class RankState:
             device = self._world.device
             self._now = map_tensors(lambda leaf: leaf.to(device), saved[self._world.rank])
         else:
-            text = f"The checkpoint has the state of {len(saved)} ranks, each its own; "
-            say(self._world, f"{text}{self._world.world_size} ranks begin it anew.")
+            text = f"The checkpoint has one state for each of {len(saved)} ranks; "
+            say(self._world, f"{text}{self._world.world_size} ranks start with new state.")
 
 
 def carried_state(carry: Carry, slots: int, world: World, seed: int) -> SlotState | RankState:

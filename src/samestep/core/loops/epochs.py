@@ -42,7 +42,7 @@ class LoopEpochs:
     def train(self, num_epochs: int, state: Mapping[str, Stateful]) -> Iterator[int]:
         """Yield the epochs that are to be trained; see `OwnRun.epochs`."""
         if not isinstance(num_epochs, int) or num_epochs < 1:
-            raise UserError(f"run.epochs({num_epochs!r}): it must be a whole number from 1.")
+            raise UserError(f"run.epochs({num_epochs!r}): it must be a whole number, 1 or more.")
         opened, loop = self._opened, self._loop
         opened.track(state, num_epochs)
         self._num_epochs, position = num_epochs, opened.position
@@ -93,7 +93,7 @@ class LoopEpochs:
         why = f" ({opened.finished['reason']})" if opened.finished else ""
         say(
             opened.world,
-            f"{opened.path} has its {opened.position.epoch} epochs{why}: nothing to train.",
+            f"{opened.path} has all its {opened.position.epoch} epochs{why}: nothing to train.",
         )
 
     def finish(self, reason: str) -> None:
@@ -106,7 +106,7 @@ class LoopEpochs:
         call = f"run.best({name!r}, mode={mode!r})"
         watch = opened.watch or Watch(metric=name, mode=mode)
         if mode not in ("min", "max"):
-            raise UserError(f"{call}: it must be 'min' or 'max'.")
+            raise UserError(f"{call}: mode must be 'min' or 'max'.")
         if (watch.metric, watch.mode) != (name, mode):
             raise UserError(
                 f"{call}: the best checkpoint of this run is chosen by {watch.metric!r}, "
@@ -116,7 +116,7 @@ class LoopEpochs:
             raise UserError(
                 f"run.best({name!r}): there is no such mean. {did_you_mean(name, means)}"
                 f"run.means has: {', '.join(means) or 'nothing'}. Call it after the batches, "
-                "or after run.validation, in which run.log is given the value."
+                "or after a run.validation in which you run.log the value."
             )
         if opened.metric is None:  # the first call of the epoch
             opened.metric = means[name]

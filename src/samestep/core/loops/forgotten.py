@@ -55,9 +55,9 @@ class Forgotten:
         told = listed(sorted(n for n in names if "time" not in n), 4)
         return told and (
             f"note: {told} changed during an epoch, and no checkpoint holds that: a resumed run "
-            "begins with the first value. Keep numbers in run.state, as run.state['best'] = …, "
-            "tensors in a module's buffers, and the rest in an object of state=… with state_dict "
-            "and load_state_dict."
+            "starts from the initial value. Keep numbers in run.state, as run.state['best'] = …, "
+            "tensors in a module's buffers, and anything else in an object with state_dict and "
+            "load_state_dict in state=…."
         )
 
     def _prints(self) -> dict[str, tuple[int, Any]]:

@@ -65,7 +65,7 @@ def gather(x: Tensor) -> Tensor:
     """
     if not isinstance(x, Tensor) or x.dim() == 0:
         raise UserError(
-            f"samestep.gather takes a tensor with a row for each sample, not {describe(x)}."
+            f"samestep.gather takes a tensor with one row per sample, not {describe(x)}."
         )
     if _open:
         world, has_share = _open[-1]()
@@ -75,8 +75,8 @@ def gather(x: Tensor) -> Tensor:
         if world is process_group.ALONE:
             raise UserError(
                 "samestep.gather was called outside of a training. Call it in the loop over "
-                "run.batches of samestep.open_run, or after samestep.dist.setup_distributed(); a "
-                'recipe says Recipe(loss_over="batch") instead.'
+                "run.batches of samestep.open_run, or after samestep.dist.setup_distributed(); "
+                'in a recipe, use Recipe(loss_over="batch") instead.'
             )
     if not world.connected:
         return x

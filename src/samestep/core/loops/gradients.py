@@ -49,8 +49,8 @@ def parameters_of(trained: Sequence[Trained]) -> list[Tensor]:
         by_id |= {id(p): p for p in parameters if p.requires_grad}
     if not by_id:
         raise UserError(
-            "run.backward(loss, …) got no parameters to train: name the modules or the optimizers "
-            "whose gradients are wanted, as in run.backward(loss, model)."
+            "run.backward(loss, …) got no parameters to train. Name the modules or optimizers that "
+            "need gradients: run.backward(loss, model)."
         )
     return list(by_id.values())
 
@@ -77,14 +77,14 @@ def weight_of(
         ranks = enumerate(world.gather(f"{terms!r:.80}" if is_wrong else ""))
         rank, text = next((rank, text) for rank, text in ranks if text)
         raise UserError(
-            f"run.backward(…, terms={text}) on rank {rank}: it must be one number from 0.",
-            remedy="Give the number of what its loss is a mean over, such as mask.sum().",
+            f"run.backward(…, terms={text}) on rank {rank}: it must be one number, 0 or more.",
+            remedy="Pass the number of terms that the loss is a mean over, such as mask.sum().",
             on_all_ranks=True,
         )
     if not total:
         raise UserError(
-            "run.backward(…, terms=…) was given 0 terms on all ranks: the mean over nothing has no "
-            "gradient. Leave samples without any term out of the data.",
+            "run.backward(…, terms=…) was given 0 terms on all ranks, so the mean has no gradient. "
+            "Leave samples without terms out of the data.",
             on_all_ranks=True,
         )
     return float(counted / total)
@@ -128,7 +128,7 @@ class Passes:
         for call, tag in reversed(_CALLS.items()):
             if most > tag > -least:
                 raise UserError(
-                    f"{call} was called in step {step + 1} on some ranks, while others had gone on "
+                    f"{call} was called in step {step + 1} on some ranks, while others continued "
                     "without it. It waits for every rank: call it equally often on all of them.",
                     on_all_ranks=True,
                 )
@@ -142,9 +142,9 @@ def meet(world: World, call: str) -> None:
     if len(set(calls)) > 1:
         at = [f"{each} on rank {calls.index(each)}" for each in dict.fromkeys(calls)]
         raise UserError(
-            f"Ranks have come to different places: {' and '.join(at)}. Each waits for all ranks "
-            "there: call it equally often on all of them, and ask run.is_main only around what one "
-            "rank does, such as printing.",
+            f"The ranks reached different places: {' and '.join(at)}. Each of these calls waits "
+            "for all ranks: make it equally often on every rank, and put `if run.is_main` only "
+            "around what one rank does, such as printing.",
             on_all_ranks=True,
         )
 
@@ -152,8 +152,8 @@ def meet(world: World, call: str) -> None:
 def _unequal(times: str) -> UserError:
     return UserError(
         f"run.backward was called {times}. Each call adds up over all ranks, so every rank "
-        "has to call it equally often: base such a decision on values that all ranks share. "
-        "run.backward returns the loss over all ranks: return that from a closure for LBFGS.",
+        "must call it equally often: base such decisions on values that all ranks share. "
+        "run.backward returns the loss over all ranks: return it from a closure for LBFGS.",
         on_all_ranks=True,
     )
 
@@ -163,13 +163,13 @@ def check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
         raise UserError(
-            f"run.backward was given a {type(loss).__name__}{shape}; it takes a loss that is one "
+            f"run.backward was given a {type(loss).__name__}{shape}; it takes one "
             "number, the mean over the samples of the batch: loss.mean()."
         )
     if not loss.requires_grad:
         raise UserError(
-            "run.backward was given a loss without a gradient: it does not depend on any weight "
-            "that is trained. Leave out .detach(), .item(), torch.no_grad() and NumPy between the "
+            "run.backward was given a loss without a gradient: it does not depend on any "
+            "trained weight. Leave out .detach(), .item(), torch.no_grad() and NumPy between the "
             "weights and the loss."
         )
 

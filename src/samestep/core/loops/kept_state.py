@@ -28,11 +28,13 @@ from samestep.launch.ranks.world import World
 _STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """What holds no weights."""
 KNOWN = (nn.Module, *_STEPPING)
-_AS_SAVED = "Give it before run.epochs the layers, parameters and groups that it had when saved."
+_AS_SAVED = (
+    "Before run.epochs, give it the layers, parameters and groups that it had when it was saved."
+)
 _PER_EPOCH = ("num_samples", "data")
 """Parts of the order that each epoch may have of its own."""
 _WEIGHTED = (
-    " Where each epoch has its own weights, draw the samples yourself: "
+    " If the weights change from epoch to epoch, draw the samples yourself: "
     "run.batches(torch.multinomial(weights, n), …)."
 )
 
@@ -52,12 +54,12 @@ def check_state(state: Any) -> None:
     """Refuse a state that a checkpoint cannot hold and give back."""
     if not isinstance(state, Mapping) or not state:
         raise UserError(
-            "run.epochs(…, state=…) takes a dict of all that changes in training: "
+            "run.epochs(…, state=…) takes a dict of everything that training changes: "
             'state={"model": model, "optimizer": optimizer}. Checkpoints hold it.'
         )
     if all(isinstance(part, _STEPPING) for part in state.values()):
         raise UserError(
-            f"state has {', '.join(map(repr, state))} and no weights. Name the modules, too: "
+            f"state has {', '.join(map(repr, state))} but no weights. Add the modules: "
             'state={"model": model, …}.'
         )
     for name, part in state.items():
@@ -65,7 +67,7 @@ def check_state(state: Any) -> None:
             remedy = "Leave it out, or put it into an object that has both."
             if isinstance(part, list | tuple | Mapping):
                 first, second = (f"{name}_{number}" for number in (1, 2))
-                remedy = f"Name what is in it: {{…, {first!r}: …, {second!r}: …}}."
+                remedy = f"Name its parts one by one: {{…, {first!r}: …, {second!r}: …}}."
             raise UserError(
                 f"state[{name!r}] is a {type(part).__name__}, which has no state_dict and "
                 "load_state_dict.",
@@ -81,8 +83,8 @@ def check_state(state: Any) -> None:
             fsdp = any(type(m).__name__ == "FullyShardedDataParallel" for m in part.modules())
             if fsdp or any(hasattr(p, "placements") for p in part.parameters()):
                 raise UserError(
-                    f"state[{name!r}] is in parts on the ranks (FSDP, DTensor), and checkpoints "
-                    "hold what rank 0 has. Leave the model whole on each rank."
+                    f"state[{name!r}] is sharded over the ranks (FSDP, DTensor), but checkpoints "
+                    "hold only what rank 0 has. Keep the whole model on each rank."
                 )
         state_of(name, part)
 
@@ -96,9 +98,9 @@ def state_of(name: str, part: Stateful) -> Any:
     state = state if checkpoints.is_plain(state) else map_leaves(_of_python, state)
     if why := checkpoints.why_not_kept(state):
         raise UserError(
-            f"state[{name!r}].state_dict() holds what a checkpoint would not give back: {why}. It "
-            "may hold tensors (of an array torch.from_numpy), numbers, texts, and lists and dicts "
-            "of them."
+            f"state[{name!r}].state_dict() holds what a checkpoint could not restore: {why}. It "
+            "may hold tensors (for an array: torch.from_numpy), numbers, texts, and lists and "
+            "dicts of them."
         )
     return state
 
@@ -116,17 +118,17 @@ def check_same_program(
     if saved["program"] != name:
         raise UserError(
             f"{path} was written by {saved['program']!r}, not by {name!r}. Name another directory "
-            "in open_run; or, if it is the same program by another name, say "
-            f"open_run(…, name={saved['program']!r})."
+            "in open_run; or, if it is the same program under another name, "
+            f"write open_run(…, name={saved['program']!r})."
         )
     before = saved["settings"]
     for key in sorted({*before, *now}.difference(free)):
         then, today = before.get(key), now.get(key)
         if then != today and repr(then) != repr(today):  # two NaNs differ, and are written alike
             raise UserError(
-                f"{path} was begun with {key} = {then}, and now it is {today}: "
-                "that is another training. Restore the earlier value, name it in "
-                f"open_run(…, may_change=[{key!r}]), or begin a run in another directory."
+                f"{path} was started with {key} = {then}, and now it is {today}: "
+                "that would be a different training. Restore the earlier value, name it in "
+                f"open_run(…, may_change=[{key!r}]), or start a run in another directory."
             )
 
 
@@ -137,8 +139,8 @@ def load_state(state: Mapping[str, Stateful], saved: Mapping[str, Any], path: Pa
     """
     if saved.keys() != state.keys():
         raise UserError(
-            f"The checkpoints of {path} hold {', '.join(saved)}; state has {', '.join(state)}. A "
-            "run has the same names in state each time."
+            f"The checkpoints of {path} hold {', '.join(saved)}; state has {', '.join(state)}. "
+            "Use the same names in state as when the run was started."
         )
     for name, part in state.items():
         load_one(name, part, saved[name])
@@ -179,8 +181,8 @@ def plain(value: Any, name: str = "", *, free: Collection[str] = ()) -> Any:
     if value is not None and simple is None:
         raise UserError(
             f"open_run(settings=…): settings{name} is a {type(value).__name__}, which settings."
-            "toml cannot hold, so a resumed run could not be compared by it.",
-            remedy="Give the numbers and texts that it is made of, leave it out, or name it in "
+            "toml cannot hold, so a resumed run could not be compared with it.",
+            remedy="Give the numbers and texts that it consists of, leave it out, or name it in "
             "may_change=[…].",
         )
     # As a number, NaN differs from itself.
@@ -252,7 +254,8 @@ def checked_values(values: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None and simple[str(name)] is None:
             raise UserError(
                 f"run.state[{name!r}] is a {type(value).__name__}; it may hold numbers and texts. "
-                "Of a tensor take .item(); what has a state_dict belongs to run.epochs(…, state=…)."
+                "Use .item() of a tensor; put objects with a state_dict into run.epochs(…, "
+                "state=…)."
             )
     return simple
 
@@ -279,13 +282,13 @@ def check_order(
         hashed = {"data": "other data", "weights": "other weights of the samples"}
         what = hashed.get(name, f"{name} = {was}, and now it is {value}")
         more = (
-            " Where each epoch makes its data with the model, a run cannot continue within an "
+            " If each epoch makes its data with the model, a run cannot continue within an "
             "epoch: delete the newest checkpoint to continue from the one before, or make the data "
             "in the loop over run.batches(torch.arange(…), …)."
         )
         raise UserError(
-            f"{path} was begun with {what}: the order of the samples would change within the run. "
-            "Take what it was before, or begin a run in another directory."
+            f"{path} was started with {what}: the order of the samples would change within the "
+            "run. Restore it, or start a run in another directory."
             + (more if within and per_epoch else _WEIGHTED if name == "weights" else "")
         )
 
@@ -313,7 +316,7 @@ class Means:
         """Take the values of the running step, each a mean over `weight` samples or terms."""
         terms = _number("terms", weight)
         if isinstance(terms, float) and not 0 <= terms < math.inf:
-            raise UserError(f"run.log(terms={terms}): it must be a number from 0.")
+            raise UserError(f"run.log(terms={terms}): it must be a number, 0 or more.")
         for name, value in values.items():
             pair = _number(name, value), terms
             self._waiting.append((self._now, name, *pair))
@@ -377,7 +380,7 @@ def check_names(values: dict[str, Any]) -> None:
     for name in values:
         if name != "loss" and name in TAKEN_NAMES:
             raise UserError(
-                f"run.log({name}=…): records have a field {name!r} already. Give it another name, "
+                f"run.log({name}=…): records already have a field {name!r}. Choose another name, "
                 f"such as 'own_{name}'."
             )
 

@@ -37,9 +37,9 @@ def check_held(state: Mapping[str, Stateful], trained: Sequence[Any]) -> set[int
     ]
     if lacking:
         raise UserError(
-            f"run.backward was given {listed(lacking)}, which state does not name, so "
-            "checkpoints would not hold it. Name the module and the optimizer in run.epochs(…, "
-            "state={…}), and a parameter by itself as nn.ParameterList([parameter])."
+            f"run.backward was given {listed(lacking)}, which state does not contain, so "
+            "checkpoints would not hold it. Add the module and the optimizer to run.epochs(…, "
+            "state={…}), and a single parameter as nn.ParameterList([parameter])."
         )
     return {id(part) for part in (*trained, *(piece for _, piece in pieces))}
 
@@ -78,7 +78,7 @@ class LeftOut:
             if what := _left_out(self.state, optimizer, self._trained.values()):
                 self.say(
                     f"warning: {what} is not in state=…, so checkpoints do not hold it, and a "
-                    "resumed run would begin it anew. Name it in run.epochs(…, state={…})."
+                    "resumed run would reset it. Add it to run.epochs(…, state={…})."
                 )
 
     def is_accumulating(self) -> bool:
@@ -126,15 +126,15 @@ class LeftOut:
             if len(own) == len(before) and not torch.equal(bits_of(own), before):
                 self.say(
                     f"warning: the weights of a {type(module).__name__} {tuple(own[0].shape)} not "
-                    "in state=… have changed, and a resumed run would begin with its initial "
-                    "ones. If training depends on it, as on a teacher or a target network, name it "
-                    "in run.epochs(…, state={…}).",
+                    "in state=… have changed, and a resumed run would reset them. If "
+                    "training depends on it, as on a teacher or a target network, add it to "
+                    "run.epochs(…, state={…}).",
                     "others",
                 )
         if self.is_accumulating():
             self.say(
                 "warning: gradients of a batch wait for a later one, and a resumed run would lose "
-                "them. Take a larger global batch, call run.backward(losses.sum() / batch.rows, "
+                "them. Use a larger global batch, call run.backward(losses.sum() / batch.rows, "
                 "model) for each part of it, and step once."
             )
         for name, part in self.state.items():
@@ -149,10 +149,10 @@ class LeftOut:
         for name, (source, place) in self._sources.items():
             if before.get(name, (0, place))[0] == source and before[name][1] != place:
                 self.say(
-                    f"note: {name} is used from step to step, and no checkpoint holds where it is: "
-                    "a resumed run begins it anew. Draw from the generators of torch, NumPy and "
-                    "Python, or from the batch; read other data by batch.indices; or name an "
-                    "object with state_dict and load_state_dict in state=…."
+                    f"note: {name} is used from step to step, and no checkpoint holds its "
+                    "position: a resumed run starts it again. Draw from the generators of torch, "
+                    "NumPy and Python, or from the batch; read other data by batch.indices; or add "
+                    "an object with state_dict and load_state_dict to state=…."
                 )
 
     def _look_at_counts(self, name: str, module: nn.Module) -> None:
@@ -160,8 +160,8 @@ class LeftOut:
         before, self._counts[name] = self._counts.get(name, now), now
         if names := [n for n in now if n in before and before[n] != now[n]]:
             self.say(
-                f"note: state[{name!r}] counts {listed(names, 3)} in an attribute: a resumed run "
-                "begins it anew. Let a buffer, get_extra_state or run.state hold it."
+                f"note: state[{name!r}] counts {listed(names, 3)} in an attribute, which a "
+                "resumed run resets. Keep it in a buffer, get_extra_state or run.state."
             )
 
     def _look_at_buffers(self, name: str, module: nn.Module) -> None:
@@ -182,7 +182,7 @@ class LeftOut:
             of_rank=tuple(n for n in apart if n in of_rank and named[n].is_floating_point()),
         )
         resumed = "A resumed run gives rank 0's to all ranks."
-        remedy = "Let samestep.dist.reduce_tensor add up what it is made of over all ranks."
+        remedy = "Add up what it is computed from over all ranks: samestep.dist.reduce_tensor."
         for note in unkept.notes(f"{resumed} {remedy}"):
             self.say(f"note: {note}", *unkept.lost, *unkept.of_rank)
 

@@ -106,8 +106,8 @@ class OpenedData:
         if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
             raise UserError(
                 f"The data is a {type(data).__name__}; give tensors, or a map-style Dataset with "
-                "__len__ and __getitem__. A DataLoader or a stream has its own order, and here the "
-                "order is samestep's."
+                "__len__ and __getitem__. A DataLoader or a stream has an order of its own, but "
+                "run.batches uses samestep's."
             )
         self._data, self._collate, self._workers = data, collate, workers
         self._world, self._seed, self._stamp = world, seed, _stamp_of(data)
@@ -129,8 +129,8 @@ class OpenedData:
             if mine != everywhere[0]:
                 raise UserError(
                     f"Rank {rank} has other data than rank 0 ({mine[0]} and {everywhere[0][0]} "
-                    "samples). Make or read it inside of open_run, which seeds all ranks alike, or "
-                    "with a generator that is seeded.",
+                    "samples). Make or read it inside open_run, which seeds all ranks alike, or "
+                    "use a seeded generator.",
                     on_all_ranks=True,
                 )
 
@@ -157,14 +157,14 @@ class OpenedData:
         """Return the steps of an epoch."""
         if not isinstance(global_batch_size, int) or global_batch_size < 1:
             raise UserError(
-                f"global_batch_size is {global_batch_size!r}; it must be a whole number from 1: "
-                "the samples of a step over all ranks."
+                f"global_batch_size is {global_batch_size!r}; it must be a whole number, 1 or "
+                "more: the samples of a step over all ranks."
             )
         number, order = self.source.num_samples, self._drawn[0]
         if drop_last and order in ("replacement", "weighted"):
             raise UserError(
                 f'run.batches(order="{order}", drop_last=True): an epoch is as many draws as there '
-                "are samples, and the last ones are as good as any. Leave drop_last out."
+                "are samples, and the last ones count like any other. Leave drop_last out."
             )
         if order == "columns" and number < global_batch_size:
             raise UserError(

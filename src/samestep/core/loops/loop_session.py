@@ -118,7 +118,7 @@ class LoopSession:
         options = options.checked()
         if process_group.current_world().connected:
             raise UserError(
-                "open_run joins the ranks by itself.", remedy="Leave setup_distributed() out."
+                "open_run joins the ranks itself.", remedy="Leave setup_distributed() out."
             )
         watched.start_watcher(detect_launch(os.environ), options.stall_s)
         process_group.setup_distributed(options.device, options.backend, options.timeout_s)
@@ -188,7 +188,10 @@ class LoopSession:
             remedy = "Continue it with open_run(…, resume=True), or name another directory."
             refuse_taken(path, remedy)
         elif not named:
-            say(self.world, f"{path} is a new run: to continue it, name it in open_run.")
+            say(
+                self.world,
+                f"{path} is a new run. To continue it later, pass this path to open_run.",
+            )
         return path
 
     def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -361,14 +364,14 @@ class LoopSession:
             raise UserError(
                 f"The loss is NaN or infinite at step {self.position.step} or before. The run has "
                 "ended; earlier checkpoints are kept. Try a smaller learning rate, or clip the "
-                "gradients. What may be infinite can be logged by another name than loss.",
+                "gradients. If a value may be infinite, log it under another name than loss.",
                 on_all_ranks=True,
             )
 
     def check_weights(self) -> None:
         """Check that all ranks have the same weights, and a checkpoint leads back to them."""
         self.world.on_every(self._check_trials)
-        added = "add it up by run.backward, not loss.backward()"
+        added = "call run.backward, not loss.backward(), to add it up"
         optimizers = [o for o in self.state.values() if isinstance(o, torch.optim.Optimizer)]
         check_weights(self.trained, self.world, self.position.step, added, optimizers=optimizers)
 
@@ -389,7 +392,7 @@ class LoopSession:
             raise UserError(
                 f"run.best was called on rank {ranks} of {len(rated)} in epoch "
                 f"{self.position.epoch}. All ranks save the best checkpoint together: call it on "
-                "each, and ask run.is_main afterwards.",
+                "every rank, and test run.is_main afterwards.",
                 on_all_ranks=True,
             )
         return self.is_best()

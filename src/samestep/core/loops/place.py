@@ -36,7 +36,7 @@ class LoopState:
         """End the script with a message: this mistake needs no traceback."""
         error = UserError(
             "The run was used outside of `with samestep.open_run(…) as run:`.",
-            remedy="Do all of the training within it.",
+            remedy="Put the whole training inside the `with` block.",
         )
         process_group.end_reported(report(error))
 
@@ -46,7 +46,7 @@ class LoopState:
             self.refuse_closed()
         if self.place not in places:
             held = (
-                " After a break, close an iterator that something like tqdm holds: batches = "
+                " If tqdm or the like holds the iterator, close it after a break: batches = "
                 "run.batches(…), then batches.close()."
             )
             raise UserError(

@@ -109,9 +109,9 @@ class OwnRun:
         opened, given, means = self._opened, error, self._loop.means
         if isinstance(error, SystemExit) and not isinstance(error, AlreadyTold):
             error = UserError(
-                f"exit({error.code or ''}) was called{raised_at(error)}, within the run: other "
+                f"exit({error.code or ''}) was called{raised_at(error)} during the run: other "
                 "ranks would wait for this one.",
-                remedy="Leave the loop by break on all ranks, or raise an error.",
+                remedy="Leave the loop with break on all ranks, or raise an error.",
             )
             error.__cause__ = given
         try:
@@ -383,8 +383,8 @@ class OwnRun:
         carried = self._opened.carried
         if carried is None:
             raise UserError(
-                f"{what}: nothing is carried. Give run.batches(…, carry=f) a function f(rows) that "
-                "makes the state of that many slots."
+                f"{what}: nothing is carried. Pass a function to run.batches(…, carry=f): f(rows) "
+                "returns the initial state of that many slots."
             )
         return carried
 
@@ -429,9 +429,9 @@ class OwnRun:
         world, step = opened.world, opened.position.step
         if world.connected and terms is None and is_sum(loss, batch.rows):
             opened.left_out.say(
-                "note: run.backward and run.log take a mean over the samples of batch.data, and "
-                "were given a sum: on another number of ranks this is another training. Give both "
-                "loss / batch.rows, or to keep the sum loss / batch.rows * batch.global_size."
+                "note: run.backward and run.log expect a mean over the samples of batch.data, but "
+                "were given a sum: the training depends on the number of ranks. Pass loss / "
+                "batch.rows to both, or, to keep the sum, loss / batch.rows * batch.global_size."
             )
         self._batches.passes.add(step)
         weight = weight_of(batch.weight, terms, loss, world)
