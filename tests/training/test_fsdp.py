@@ -19,6 +19,7 @@ from tests.command_line import start
 from tests.processes import free_port, run_ranks
 
 pytestmark = pytest.mark.xdist_group("fsdp")
+FREES = hasattr(FSDPModule, "reset_iter_state")  # after a forward that failed: since PyTorch 2.13
 
 # Blocks that repeat, of which the ranks share out rows that they do not divide; 29 samples in
 # batches of 12: no world size here divides the last batch of an epoch. The steps are few, for each
@@ -83,12 +84,8 @@ def write_blocks(
 ) -> Path:
     text = re.sub("assert.*fails", DRIFTS, BLOCKS) if drifts else BLOCKS
     text = text.replace("SHARD", shard).replace("DROPOUT", str(dropout))
-    frees = hasattr(FSDPModule, "reset_iter_state")  # since PyTorch 2.13, after a failed forward
-    text = (
-        text.replace("FREES", str(frees))
-        .replace("FROZEN", str(frozen))
-        .replace("BATCHNORM", str(batchnorm))
-    )
+    text = text.replace("FREES", str(FREES)).replace("FROZEN", str(frozen))
+    text = text.replace("BATCHNORM", str(batchnorm))
     return tiny.write_recipe(folder, text, "blocks.py")
 
 
@@ -228,12 +225,13 @@ class Written(nn.Linear):
         return super().forward(x)
 recipe = replace(recipe, shard=(), model=lambda: Written(8, 2))
 """
+WRITTEN = "writes the model's parameter weight" if FREES else "forward failed"
 SPARSE = HOOKED.replace("model.weight.register_hook(torch.neg)", "model.sparse = True")
 ABSENT = "recipe = replace(recipe, shard=(nn.TransformerEncoderLayer,))"
 REFUSED = {
     "tied": (TIED, (), ("blocks.0.outer.weight", "blocks.2.outer.weight")),
     "hooks": (HOOKED, (), ("hooks: weight", "--strategy ddp")),
-    "writes": (WRITES, (), ("writes the model's parameter weight", "--strategy ddp")),
+    "writes": (WRITES, (), (WRITTEN, "--strategy ddp")),
     "sparse": (SPARSE, (), ("dense gradients", "--strategy ddp")),
     "one number": (ONE_NUMBER, (), ("scale",)),
     "absent": (ABSENT, (), ("TransformerEncoderLayer", "Block")),
