@@ -250,9 +250,9 @@ def cannot_write(
     run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
     if not run.is_dir() and (run != path.parent or path.name == "result.json"):
         return UserError(
-            f"{problem} {run} was removed while the run was open.",
-            remedy="Start anew; if this place is cleaned up by itself, name a run directory "
-            "elsewhere.",
+            f"{problem} {run} was removed or renamed while the run was open.",
+            remedy="If it was renamed, resume it by its new name. Else start anew; if this place "
+            "is cleaned up by itself, name a run directory elsewhere.",
         )
     if not path.parent.is_dir():
         return UserError(problem, remedy=f"{path.parent} is not a directory; {instead}.")
