@@ -85,10 +85,8 @@ def test_a_kill_while_writing_leaves_the_old_file_and_the_next_write_works(tmp_p
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [
-        (errno.ENOSPC, "Free some space"),
-        (errno.EDQUOT, "quota"),
-        (errno.EIO, "disk"),
-        (errno.EACCES, "permissions"),
+        *((errno.ENOSPC, "Free some space"), (errno.EDQUOT, "quota"), (errno.EIO, "disk")),
+        *((errno.EFBIG, "ulimit -f"), (errno.EMFILE, "ulimit -n"), (errno.EACCES, "permissions")),
     ],
 )
 @pytest.mark.parametrize("of_run", [True, False])
@@ -100,6 +98,8 @@ def test_what_to_do_fits_the_error_and_the_place(tmp_path, number, remedy, of_ru
     assert ("Free" in told.remedy) == (number == errno.ENOSPC)
     assert "--run-dir" not in told.remedy
     assert ("resume" in told.remedy) == (of_run and number != errno.EACCES)
+    read_only = cannot_write(tmp_path / "file", OSError(errno.EROFS, "")).remedy
+    assert ("mount" if of_run else "another directory") in read_only
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.ENAMETOOLONG])

@@ -46,15 +46,7 @@ def opened(tmp_path):
     sessions[-1].close()
 
 
-def save(
-    session: Session,
-    step: int,
-    metric: float | None = None,
-    keep: int | None = None,
-    *,
-    content: dict | None = None,
-    sync: bool = True,
-) -> None:
+def save(session, step, metric=None, keep=None, *, content=None, sync=True) -> None:
     place = Position(step=step, epoch=step // 10, step_in_epoch=step % 10)
     how = {"metric": metric, "watch": session.watch, "retention": Retention(top_k=keep)}
     how |= {"began": time.perf_counter(), "sync": sync}
@@ -154,6 +146,18 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint(opened, tmp_path, mo
     assert capsys.readouterr().err.count("samestep: ") == 1
 
 
+def test_an_old_one_that_cannot_be_deleted_is_told_once_and_tried_again(opened, tmp_path, capsys):
+    session = opened()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("samestep.base.run.index.remove", lambda _: Path("/").unlink())
+        for step in (10, 20, 30):
+            save(session, step, metric=1 / step, keep=1)
+    assert len([*(tmp_path / "checkpoints").glob("*.pt")]) == 3
+    assert capsys.readouterr().err.count("samestep: ") == 1
+    save(session, 40, metric=0.01, keep=1)
+    assert steps_kept(tmp_path) == [40]
+
+
 def test_an_error_that_no_user_can_mend_ends_the_training(opened, monkeypatch):
     def fail(*_args):
         raise ValueError("a bug")
@@ -237,21 +241,15 @@ def test_a_write_that_has_no_room_is_refused_and_tied_weights_count_once(free, t
     assert state_bytes([model], []) == 9 * 9 * 4
 
 
-def start_notes(run):
-    return next(record["notes"] for record in all_records(run) if record["event"] == "start")
-
-
-def test_a_training_says_so_when_it_starts(free, tmp_path):
+def test_a_training_and_a_loop_of_ones_own_say_so_when_they_start(free, tmp_path, capfd):
     recipe = write_recipe(tmp_path)
     free(4 << 20)
     flags = ("--epochs", "1", "--ema", "0.5", "--hidden", "6000")
     train_here(str(recipe), "--run-dir", str(tmp_path / "run"), *flags)
-    assert any("checkpoint takes about" in note for note in start_notes(tmp_path / "run"))
-
-
-def test_so_does_a_loop_of_ones_own(free, tmp_path, capfd):
     free(20)
     with ended(2):  # without room for any, none was written
-        Training(tmp_path).train(1)
-    assert any("checkpoint takes about" in note for note in start_notes(tmp_path))
+        Training(tmp_path / "own").train(1)
+    for run in (tmp_path / "run", tmp_path / "own"):
+        notes = next(record["notes"] for record in all_records(run) if record["event"] == "start")
+        assert any("checkpoint takes about" in note for note in notes)
     assert "note: " in capfd.readouterr().err

@@ -71,6 +71,10 @@ _WHAT_HELPS = {
     errno.EDQUOT: "Delete files of yours, or ask for a larger quota",
     errno.EIO: "Check the disk, or the connection to the file server",
     errno.ENAMETOOLONG: "Choose a shorter name",
+    errno.EFBIG: "Raise the limit on the size of a file (ulimit -f), or use a disk that takes "
+    "larger ones",
+    errno.EMFILE: "Raise the limit on open files (ulimit -n)",
+    errno.EROFS: "Check the disk, and mount it so that it can be written",
 }
 THEN_RESUME = ", then resume the run; earlier checkpoints are whole"
 _AHEAD_BYTES = 64 << 20
@@ -240,14 +244,15 @@ def cannot_write(
         problem = f"Your quota of this disk is used up: {problem}."
     else:
         problem += f": {error.strerror or error}."
-    if error.errno in _WHAT_HELPS:
+    # A disk that fails under a run is mounted read-only; a new run may begin elsewhere.
+    if error.errno in _WHAT_HELPS and (error.errno != errno.EROFS or _is_of_run(path.parent)):
         return UserError(problem, remedy=_what_helps(error.errno, path.parent))
     run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
     if not run.is_dir() and (run != path.parent or path.name == "result.json"):
         return UserError(
-            f"{problem} {run} was removed while the run was open.",
-            remedy="Start anew; if this place is cleaned up by itself, name a run directory "
-            "elsewhere.",
+            f"{problem} {run} was removed or renamed while the run was open.",
+            remedy="If it was renamed, resume it by its new name. Else start anew; if this place "
+            "is cleaned up by itself, name a run directory elsewhere.",
         )
     if not path.parent.is_dir():
         return UserError(problem, remedy=f"{path.parent} is not a directory; {instead}.")
@@ -256,5 +261,8 @@ def cannot_write(
 
 def _what_helps(number: int, folder: Path) -> str:
     """Return what to do after an error of a disk; where the folder is of a run, to resume it."""
-    of_run = any((place / "events.jsonl").is_file() for place in (folder, folder.parent))
-    return f"{_WHAT_HELPS[number]}{THEN_RESUME * of_run}."
+    return f"{_WHAT_HELPS[number]}{THEN_RESUME * _is_of_run(folder)}."
+
+
+def _is_of_run(folder: Path) -> bool:
+    return any((place / "events.jsonl").is_file() for place in (folder, folder.parent))

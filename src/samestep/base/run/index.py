@@ -4,6 +4,7 @@ A checkpoint counts from the moment the index names it. Whatever kills the proce
 leaves the index, and every file it names, as they were.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -112,15 +113,21 @@ class Index:
 def announce(
     folder: Path, index: Index, entry: Entry, rules: Retention, spared: Collection[str] = ()
 ) -> Index:
-    """Name a written checkpoint in the index, then delete those that are no longer kept."""
+    """Name a written checkpoint in the index, then delete those that are no longer kept.
+
+    What cannot be deleted now stays in `gone`, and is tried again after the next checkpoint.
+    """
     now = time.time()
     grown = index.add(replace(entry, time=now))
     retained = grown.prune(rules, spared, now)
     gone = {e.path for e in (*index.checkpoints, entry)} - {e.path for e in retained.checkpoints}
+    left = {name for name in index.gone if (folder / name).exists()}
+    gone |= left - {e.path for e in retained.checkpoints}
     retained = replace(retained, gone=tuple(sorted(gone)))
     write_text(folder / "index.json", index_text(retained))
     for name in retained.gone:
-        remove(folder / name)
+        with contextlib.suppress(OSError):  # a disk that fails: the new one is whole all the same
+            remove(folder / name)
     return retained
 
 

@@ -67,6 +67,7 @@ class Saver:
         self.writing: _Writing | None = None
         """The checkpoint that a thread writes, or has written since `settle`."""
         self._unwritten: list[UserError] = []
+        self._told_undeleted = False
 
     def begin(self, step: int, watch: Watch | None) -> None:
         """Take over the index of a run that continues; all ranks call it.
@@ -138,6 +139,7 @@ class Saver:
                 index = replace(self._index, **judged)
                 whole = replace(entry, sha256=digest, files=files)
                 self._index = announce(self._folder, index, whole, retention, self._spared)
+            self._tell_undeleted()
             record["sha256"] = digest
             if "weights_sha256" in content:
                 record["weights_sha256"] = content["weights_sha256"]
@@ -150,6 +152,14 @@ class Saver:
             return
         record["blocked_seconds"] = time.perf_counter() - began
         self.writing = _Writing(write, record)
+
+    def _tell_undeleted(self) -> None:
+        """Say once that checkpoints which are no longer kept are still on the disk."""
+        left = [name for name in self._index.gone if (self._folder / name).exists()]
+        if left and not self._told_undeleted:
+            self._told_undeleted = True
+            more = "It is tried again after each checkpoint; check the disk and its permissions."
+            say(self._world, f"warning: {self._folder / left[0]} could not be deleted. {more}")
 
     def _new_name(self, position: Position, *, sharded: bool) -> str:
         """Return a file name that no announced checkpoint has.
