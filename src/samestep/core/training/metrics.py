@@ -447,7 +447,9 @@ def _can_join(first: StepOutputs, other: StepOutputs) -> bool:
     for mine, its in ((first.outputs, other.outputs), (first.targets, other.targets)):
         if not (isinstance(mine, Tensor) and isinstance(its, Tensor) and mine.shape == its.shape):
             return False
-    return first.samples == other.samples == len(first.outputs) == len(first.targets)
+        if mine.shape[:1] != (first.samples,):  # a single number for the batch has no rows
+            return False
+    return first.samples == other.samples
 
 
 class Confusion:
