@@ -225,6 +225,9 @@ def test_what_is_copied_ahead_is_what_is_read_in_place(monkeypatch, kind, rank, 
     assert copier.waited == num_blocks
     assert same(dict(enumerate(ahead.evaluation(4))), evaluated)
     assert torch.equal(data[0], samples(31)[0])
+    for batch in plain.evaluation(4):
+        batch.targets.add_(1)  # as a loss may do
+    assert same(dict(enumerate(plain.evaluation(4))), dict(enumerate(ahead.evaluation(4))))
 
 
 class Broken(Listed):

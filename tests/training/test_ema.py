@@ -14,6 +14,7 @@ from samestep.core.learner.averages import Average
 from samestep.core.recipe import find_recipe
 from samestep.core.session.prediction import ask
 from samestep.core.session.trained_model import evaluate_run, open_checkpoint
+from samestep.core.training.snapshot import load_evaluated
 from tests import tiny
 from tests.command_line import read_json
 from tests.faults import Fault
@@ -64,6 +65,22 @@ def test_it_follows_the_formula_and_the_model_has_it_only_meanwhile():
     with pytest.raises(KeyError), average.in_place():
         raise KeyError
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_tied_weights_are_loaded_as_it_and_weights_in_bfloat16_move_it_in_float32():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16)
+    model[1].weight = model[0].weight
+    before = model[0].weight.detach().float()
+    model.places = nn.Parameter(torch.arange(3), requires_grad=False)
+    average = Average(model, 0.999, frozen=True)  # of what may be trained later, too
+    change(model[0], 1)
+    for _ in range(3):
+        average.update()
+    expected = torch.lerp(model[0].weight.detach().float(), before, 0.999**3)
+    torch.testing.assert_close(average.state()["0.weight"], expected)
+    load_evaluated(model, {"model": model.state_dict(), "ema": average.state()})
+    assert model[1].weight is model[0].weight
+    assert torch.equal(model[1].weight, expected.to(torch.bfloat16))
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,15 @@ def judge(outputs, targets, *, step):
     return {"reconstruction": squares, "spread": step * spread.square().sum()}
 recipe = Recipe(evaluation_loss=judge,""",
 )
+# Ranks make their dicts in different orders, as from a set of texts.
+TURNED = """
+import os
+from dataclasses import replace
+def turned(function):
+    last_first = os.environ.get("RANK") == "1"
+    return lambda *given: dict(sorted(function(*given).items(), reverse=last_first))
+recipe = replace(recipe, loss=turned(loss), evaluate_batch=turned(measure))
+"""
 NAMES = ("reconstruction", "kl")
 FLAGS = ("--schedule", "constant", "--lr", "0.003")
 
@@ -239,7 +248,7 @@ def test_what_a_model_is_asked_for_is_measured_over_all_samples_and_again_alike(
         again = samestep.evaluate(tmp_path / "run", split=split)
         for name in ("worst", "place", *NAMES):
             assert again[name] == pytest.approx(record[name], rel=1e-12)
-    quiet = tiny.write_recipe(tmp_path, MEASURED.replace("+ drawn", ""), "quiet.py")
+    quiet = tiny.write_recipe(tmp_path, MEASURED.replace("+ drawn", "") + TURNED, "quiet.py")
     for ranks in (1, 2):
         tiny.trained(quiet, tmp_path / f"quiet-{ranks}", *flags, on=ranks)
     tiny.assert_same_training(tmp_path / "quiet-2", tmp_path / "quiet-1", 1e-12)

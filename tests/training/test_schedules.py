@@ -1,5 +1,6 @@
 """Schedules that know more than the step, and PyTorch's own schedulers as they are."""
 
+import copy
 import functools
 import inspect
 import json
@@ -379,3 +380,18 @@ def test_a_tensor_that_is_the_rate_of_all_groups_is_cut_once_by_a_plateau():
     for loss in (1.0, 2.0):
         plateau.step(loss)
     assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.4, 0.4])
+
+
+def test_a_rate_that_is_a_tensor_goes_on_from_a_checkpoint_and_again_from_its_own():
+    def made() -> Scheduler:
+        optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), torch.tensor(0.8))
+        halve = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731
+        settings = Settings(epochs=1, batch_size=1, lr=0.8)
+        return Scheduler(make_plan(settings, 9, 1, schedule=halve), optimizer)
+
+    scheduler = made()
+    for step, rate in ((1, 0.4), (2, 0.2)):
+        scheduler.after("step", step)
+        saved, scheduler = copy.deepcopy(scheduler.state()), made()
+        scheduler.load(saved)
+        assert scheduler.next_lr == pytest.approx(rate)
