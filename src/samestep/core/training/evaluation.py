@@ -259,7 +259,7 @@ class Totals:
 
     def add(self, outputs: Any, batch: Batch) -> None:
         """Add a batch."""
-        inputs, targets, count, _first, part, _whole, closes = batch
+        inputs, targets, count, _first, part, _whole, closes, _places = batch
         if self.world.virtual_ranks and part != self._part:
             self._part = part
             self.objects.next_part()
