@@ -199,15 +199,9 @@ def test_copies_run_on_a_stream_of_their_own_from_pinned_memory(cuda):
     assert cuda.current is cuda.compute
 
 
-def shifted(inputs, keys):
-    return inputs.float() + uniform(keys, 2)
-
-
-def doubled(inputs):
-    return inputs.mul_(2)  # in place: the data must not change
-
-
 def opened(data, rank=0, world_size=1, **how):
+    shifted = lambda inputs, keys: inputs.float() + uniform(keys, 2)  # noqa: E731
+    doubled = lambda inputs: inputs.mul_(2)  # noqa: E731 - in place: the data must not change
     return source(data, rank, world_size, **{"transform": doubled, "augment": shifted} | how)
 
 

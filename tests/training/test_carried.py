@@ -73,8 +73,7 @@ def test_it_is_truncated_bptt_as_one_writes_it_by_hand(alone):
     samples = iter(range(47))
     columns = [list(islice(samples, size)) for size in (7, 7, 7, 7, 7, 6, 6)]
     model = made["Net"]().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    losses = []
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=1.0), []
     for _ in range(2):
         hidden = tuple(s.double() for s in made["carry"](7))
         for row in range(7):

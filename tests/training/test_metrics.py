@@ -44,18 +44,9 @@ class Median(torchmetrics.Metric):  # the median error: of all samples, not of m
         return dim_zero_cat(self.errors).median()
 
 
-class Largest(torchmetrics.Metric):  # the largest output: a state that begins at what no sample has
-    higher_is_better = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("seen", torch.tensor(-torch.inf), dist_reduce_fx="max")
-
+class Largest(torchmetrics.MaxMetric):  # a state that begins at what no sample has
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.seen = torch.maximum(self.seen, outputs.max())
-
-    def compute(self) -> Tensor:
-        return self.seen
+        super().update(outputs)
 
 
 METRICS = {
@@ -327,13 +318,11 @@ def alone(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def test_metrics_are_the_same_on_any_ranks_and_none_of_an_earlier_versions_epoch(alone, tmp_path):
-    recipe, reference = alone
-    run = tmp_path / "run"
+    (recipe, reference), run = alone, tmp_path / "run"
     tiny.trained(recipe, run, *EPOCHS, "--max-steps", "1")
     tiny.resumed(run, "--max-steps", "13", on=2)
     tiny.resumed(run, "--max-steps", "22")
     assert_same_metrics(run, reference)
-    recipe, reference = alone
     run = tmp_path / "earlier"
     tiny.trained(recipe, run, *EPOCHS, "--max-steps", "5")
     last = tiny.read_index(run)["last"]
