@@ -22,6 +22,10 @@ from tests.tiny import changed, events
 SHARES = {1: [range(7)], 3: [range(3), range(3, 5), range(5, 7)]}
 
 
+def normalise(parameter: torch.Tensor) -> None:
+    parameter.grad.div_(parameter.grad.norm())
+
+
 def gradients_of(rank: int, world: World) -> list[torch.Tensor | None]:
     """Return the gradients of two losses, one after the other into the same place."""
     torch.manual_seed(0)
@@ -39,7 +43,7 @@ def gradients_of(rank: int, world: World) -> list[torch.Tensor | None]:
     named, kept = parameters_of([first, rare, never]), {}
     for p in (first.weight, rare.weight):  # neither is linear: the sum is what they are to get
         p.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
-        p.register_post_accumulate_grad_hook(lambda p: p.grad.div_(p.grad.norm()))
+        p.register_post_accumulate_grad_hook(normalise)
     ones = torch.ones(len(mine))
     global_loss = backward(loss_of(mine, ones), named, world, len(mine) / 7, kept=kept)
     loss = loss_of(mine, terms[mine])
