@@ -189,8 +189,7 @@ def _some_epochs(world_size, num_workers, augment):
     """Return what ranks read together: one loader each, for several epochs from any step on."""
     data = Listed(*samples(23)) if augment else Noisy()
     how = {"num_workers": num_workers, "augment": augment}
-    ranks = [source(data, rank, world_size, **how) for rank in range(world_size)]
-    taken = {}
+    ranks, taken = [source(data, rank, world_size, **how) for rank in range(world_size)], {}
     for epoch, first_step in ((0, 0), (1, 3), (2, 4)):
         each = [steps_of(rank, epoch, first_step, global_batch=5) for rank in ranks]
         for step in each[0]:
@@ -247,8 +246,7 @@ def test_floating_point_inputs_and_targets_take_the_type_of_the_model(kind):
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 20))
 @settings(max_examples=60)
 def test_an_evaluation_reads_each_sample_once_on_any_ranks(kind, num, world_size, batch_size):
-    data = kind(samples(num))
-    read = []
+    data, read = kind(samples(num)), []
     for rank in range(world_size):
         one = source(data, rank, world_size, augment=_shift)
         for inputs, targets, *_ in one.evaluation(batch_size):

@@ -199,15 +199,9 @@ def test_copies_run_on_a_stream_of_their_own_from_pinned_memory(cuda):
     assert cuda.current is cuda.compute
 
 
-def shifted(inputs, keys):
-    return inputs.float() + uniform(keys, 2)
-
-
-def doubled(inputs):
-    return inputs.mul_(2)  # in place: the data must not change
-
-
 def opened(data, rank=0, world_size=1, **how):
+    shifted = lambda inputs, keys: inputs.float() + uniform(keys, 2)  # noqa: E731
+    doubled = lambda inputs: inputs.mul_(2)  # noqa: E731 - in place: the data must not change
     return source(data, rank, world_size, **{"transform": doubled, "augment": shifted} | how)
 
 
@@ -225,6 +219,9 @@ def test_what_is_copied_ahead_is_what_is_read_in_place(monkeypatch, kind, rank, 
     assert copier.waited == num_blocks
     assert same(dict(enumerate(ahead.evaluation(4))), evaluated)
     assert torch.equal(data[0], samples(31)[0])
+    for batch in plain.evaluation(4):
+        batch.targets.add_(1)  # as a loss may do
+    assert same(dict(enumerate(plain.evaluation(4))), dict(enumerate(ahead.evaluation(4))))
 
 
 class Broken(Listed):

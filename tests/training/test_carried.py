@@ -2,12 +2,16 @@
 
 import signal
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from samestep.core.session.prediction import predict_split
+from samestep.core.session.trained_model import open_checkpoint
 from tests import tiny
 from tests.faults import Fault
+from tests.session.test_pictures import told
 
 # A text is read in 7 columns of 7 or 6 pieces: the last step of an epoch has 5 of 7 slots.
 RECIPE = """
@@ -38,6 +42,7 @@ def forward(model, batch, carried):
 def loss(outputs, batch):
     return nn.functional.cross_entropy(outputs.flatten(0, 1), batch[1].flatten())
 recipe = Recipe(
+    show=lambda outputs, batch: [{"words": piece.tolist()} for piece in batch[0]],
     model=Net, data=data, loss=loss, forward=forward, carry=carry, metrics={},
     settings={"order": "columns", "epochs": 2, "batch_size": 7, "lr": 1.0, "optimizer": "sgd"},
 )
@@ -68,8 +73,7 @@ def test_it_is_truncated_bptt_as_one_writes_it_by_hand(alone):
     samples = iter(range(47))
     columns = [list(islice(samples, size)) for size in (7, 7, 7, 7, 7, 6, 6)]
     model = made["Net"]().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    losses = []
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=1.0), []
     for _ in range(2):
         hidden = tuple(s.double() for s in made["carry"](7))
         for row in range(7):
@@ -83,6 +87,15 @@ def test_it_is_truncated_bptt_as_one_writes_it_by_hand(alone):
             losses.append(loss.item())
     run = [record["loss"] for record in tiny.events(alone / "run", "step")]
     assert run == pytest.approx(losses, rel=1e-12)
+
+
+def test_what_is_predicted_or_shown_is_of_the_sample_that_it_names(alone):
+    opened = open_checkpoint(alone / "run", "last", device="cpu")
+    pieces = opened.recipe.load_data(opened.options).validation[0].tolist()
+    found = predict_split(opened, "validation", top=1)
+    assert [(one.row, one.values["words"]) for one in found] == [*enumerate(pieces, 1)]
+    rows = told(SimpleNamespace(path=alone / "run"))["samples"]["rows"]
+    assert [row["words"] for row in rows] == [pieces[row["sample"]] for row in rows]
 
 
 def test_ranks_micro_steps_and_resumes_carry_what_one_process_does(alone, tmp_path):

@@ -47,10 +47,6 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 def newest(run: Path, place: int = 0) -> Path:
     steps = sorted(tiny.read_index(run)["checkpoints"], key=lambda entry: -entry["step"])
     return run / "checkpoints" / steps[place]["path"]
@@ -93,7 +89,7 @@ def attempt(run: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("damages", "on", "step", "lost"),
     [
-        ([empty], 1, 28, None),
+        ([lambda path: path.write_bytes(b"")], 1, 28, None),
         ([truncate, flip_a_bit, Path.unlink], 1, 22, None),
         ([flip_a_bit], 1, 28, Path.unlink),  # the records tell of all, and have the hashes
         ([flip_a_bit], 2, 28, truncate),  # both ranks have read it when rank 0 knows the hash
@@ -251,8 +247,7 @@ def validated(run: Path, metric: str) -> dict[int, float]:
 
 
 def test_the_index_names_last_and_best_and_the_state_loads_into_the_plain_model(uninterrupted):
-    index = tiny.read_index(uninterrupted)
-    told = tiny.events(uninterrupted, "checkpoint")
+    index, told = tiny.read_index(uninterrupted), tiny.events(uninterrupted, "checkpoint")
     assert len(told) == 21  # every 4 of 66 steps and after 6 epochs, of which one is such a step
     for record, entry in zip(told, index["checkpoints"], strict=True):
         path = uninterrupted / record["path"]
@@ -313,8 +308,7 @@ def test_checkpoints_come_by_steps_by_epochs_and_by_minutes_and_at_the_end(tmp_p
 def test_the_minutes_to_a_checkpoint_count_from_the_one_before(monkeypatch):
     clock = itertools.count(0.0, 25.0)  # each look at the clock is 25 seconds after the last
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    minutes = loop.SaveTimer(1.0)
-    due = []
+    minutes, due = loop.SaveTimer(1.0), []
     for _ in range(7):
         due.append(minutes.passed())
         if due[-1]:

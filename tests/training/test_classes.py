@@ -55,8 +55,7 @@ def direct_count(recipe, folder):
 def test_the_result_counts_every_sample_once_and_so_does_evaluate(recipe, tmp_path, output_of):
     folder = tmp_path / "run"
     printed = tiny.trained(recipe, folder, on=2)
-    test = read_json(folder / "result.json")["test"]
-    expected = direct_count(recipe, folder)
+    test, expected = read_json(folder / "result.json")["test"], direct_count(recipe, folder)
     assert test["confusion"] == expected
     low, middle, high, _ = expected
     assert test["per_class"] == {

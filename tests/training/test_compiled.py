@@ -94,8 +94,7 @@ def _train_all(folder, cases):
         compiled._STEPS_PER_GRAPH = case.steps_per_graph
         for module in (compiled, step_graph):
             module.is_small = is_small if case.small else lambda _: False
-        flags = case.flags.split()
-        target = str(folder / case.recipe)
+        flags, target = case.flags.split(), str(folder / case.recipe)
         torch._dynamo.reset()
         counters.clear()
         for kind in ("off", "on"):

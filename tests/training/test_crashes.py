@@ -170,8 +170,7 @@ def test_many_kills_in_a_row_at_random_points_still_arrive(uninterrupted, recipe
 def test_when_one_of_two_ranks_is_killed_the_other_ends(uninterrupted, recipe, tmp_path, killed):
     nth = random.Random(f"{SEED}-{killed}").randint(5, 60)
     print(f"seed {SEED}: rank {killed} after step {nth}")
-    run = tmp_path / "run"
-    fault = Fault("after a step", nth, rank=killed)
+    run, fault = tmp_path / "run", Fault("after a step", nth, rank=killed)
     ranks = tiny.start(
         recipe, "--run-dir", str(run), faults=(fault,), world_size=2, folder=tmp_path
     )

@@ -35,8 +35,7 @@ def fed(summand: float, rows: int = 3, factor: float = 1.0):
 
 def test_every_call_counts_once_and_tensors_at_other_addresses_are_captured_anew():
     captures, adds, kept = Captures(), Adds(), kept_at()
-    replayed = Replayed(adds, captures)
-    results = []
+    replayed, results = Replayed(adds, captures), []
     for number in (1.0, 2.0, 4.0, 8.0):
         given = fed(number, factor=10.0)
         results.append(replayed(kept, given))
@@ -155,7 +154,6 @@ LONG = {"epochs": 100, "compile": "on"}
 @pytest.mark.usefixtures("compiled")
 def test_it_pays_on_a_gpu_in_runs_that_evaluate_much(told, device, compiles):
     settings = Settings(batch_size=10, **{**LONG, **told})
-    plan = make_plan(settings, 2000, 1)
-    world = World(device=torch.device(device))
+    plan, world = make_plan(settings, 2000, 1), World(device=torch.device(device))
     made = compiled_forward(nn.Linear(3, 2), settings, world, plan, num_samples=1000)
     assert (made is not None) == compiles

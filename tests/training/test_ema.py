@@ -3,7 +3,6 @@
 import copy
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ from torch import nn
 
 from samestep import read_records
 from samestep.core.learner.averages import Average
-from samestep.core.recipe import find_recipe
 from samestep.core.session.prediction import ask
 from samestep.core.session.trained_model import evaluate_run, open_checkpoint
+from samestep.core.training.snapshot import load_evaluated
 from tests import tiny
 from tests.command_line import read_json
 from tests.faults import Fault
@@ -28,15 +27,10 @@ def change(model: nn.Module, seed: int) -> None:
             weight.add_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
 
 
-def network() -> nn.Module:
+def test_it_follows_the_formula_and_the_model_has_it_only_meanwhile():
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
     model[0].weight.requires_grad_(False)
-    return model
-
-
-def test_it_follows_the_formula_and_the_model_has_it_only_meanwhile():
-    model = network()
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     expected = {name: weight.detach().clone() for name, weight in trained.items()}
     average = Average(model, 0.8)
@@ -48,10 +42,6 @@ def test_it_follows_the_formula_and_the_model_has_it_only_meanwhile():
     assert "0.weight" not in average.state(), "a frozen weight is its own average"
     for name, value in average.state().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-13, atol=1e-13)
-    model = network()
-    average = Average(model, 0.8)
-    change(model, 1)
-    average.update()
     model[1].running_mean += 1
     before = copy.deepcopy(model.state_dict())
     with average.in_place():
@@ -64,6 +54,22 @@ def test_it_follows_the_formula_and_the_model_has_it_only_meanwhile():
     with pytest.raises(KeyError), average.in_place():
         raise KeyError
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_tied_weights_are_loaded_as_it_and_weights_in_bfloat16_move_it_in_float32():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16)
+    model[1].weight = model[0].weight
+    before = model[0].weight.detach().float()
+    model.places = nn.Parameter(torch.arange(3), requires_grad=False)
+    average = Average(model, 0.999, frozen=True)  # of what may be trained later, too
+    change(model[0], 1)
+    for _ in range(3):
+        average.update()
+    expected = torch.lerp(model[0].weight.detach().float(), before, 0.999**3)
+    torch.testing.assert_close(average.state()["0.weight"], expected)
+    load_evaluated(model, {"model": model.state_dict(), "ema": average.state()})
+    assert model[1].weight is model[0].weight
+    assert torch.equal(model[1].weight, expected.to(torch.bfloat16))
 
 
 @pytest.fixture(scope="module")
@@ -95,28 +101,15 @@ def test_what_is_evaluated_is_the_average_which_does_not_change_the_training(ave
     assert not torch.equal(own["0.weight"], state["model"]["0.weight"])
     x, y = opened.recipe.load_data(opened.options).validation
     with torch.no_grad():
-        by_hand = float(nn.functional.cross_entropy(opened.model(x), y))
+        outputs = opened.model(x)
+    assert torch.allclose(ask(opened, list(x))[0], outputs, rtol=1e-12), "predictions are its, too"
+    by_hand = float(nn.functional.cross_entropy(outputs, y))
     found = evaluate_run(averaged, "last", split="validation")["loss"]
     assert found == pytest.approx(by_hand, rel=1e-12)
     assert evaluations(averaged)[-1]["loss"] == pytest.approx(by_hand, rel=1e-12)
     result = read_json(averaged / "result.json")
     best = evaluate_run(averaged, "best", split="test")
     assert result["test"]["loss"] == pytest.approx(best["loss"], rel=1e-12)
-
-
-def test_predictions_are_those_of_the_average(tmp_path):
-    text = tiny.RECIPE.replace("Splits(", 'Splits(classes=("no", "yes"), ')
-    text = text.replace("recipe = Recipe(", "recipe = Recipe(read=lambda options, path: None, ")
-    recipe, run = tiny.write_recipe(tmp_path, text), tmp_path / "run"
-    tiny.trained(recipe, run, *FLAGS)
-    inputs = torch.arange(16.0).view(2, 8)
-    found, _ = ask(open_checkpoint(run, "last", device="cpu"), list(inputs))
-    options = SimpleNamespace(hidden=16)
-    model, state = find_recipe(str(recipe)).build_model(options).double(), tiny.last_state(run)
-    for weights, same in (("ema", True), ("model", False)):
-        model.load_state_dict(state[weights])
-        expected = model(inputs.double())
-        assert torch.allclose(found, expected, rtol=1e-12) is same
 
 
 @pytest.mark.parametrize(("after", "tolerance"), [(1, 0.0), (2, 1e-12)])

@@ -115,8 +115,7 @@ def train_on_two_nodes(trainings: list[list[str]], ports: list[int]) -> None:
 
 
 def test_fsdp_takes_the_steps_of_one_process(tmp_path):
-    recipe = write_blocks(tmp_path)
-    words = []
+    recipe, words = write_blocks(tmp_path), []
     for name, (flags, own) in HOW.items():
         train = ("--epochs", "1", *flags)
         tiny.trained(recipe, tmp_path / f"{name} one", *train)

@@ -89,8 +89,7 @@ def test_on_a_disk_that_was_full_before_nothing_is_begun(disk, tmp_path):
 
 def test_a_record_that_does_not_fit_leaves_only_whole_lines(disk):
     """A full disk takes the first part of a line: it must not stay in the middle of the file."""
-    run = Run(disk / "run")
-    record = {"event": "step", "text": "x" * 700}
+    run, record = Run(disk / "run"), {"event": "step", "text": "x" * 700}
     fill(disk / "other", leave=8192)
     written = 0
     with pytest.raises(UserError, match="disk"):  # noqa: PT012 - which one is open

@@ -76,6 +76,8 @@ def judge(outputs, targets, *, step):
     return {"reconstruction": squares, "spread": step * spread.square().sum()}
 recipe = Recipe(evaluation_loss=judge,""",
 )
+# As of a set of texts, on each rank in another order.
+TURNED = r"return dict([*\1.items()][:: -1 if __import__('os').environ.get('RANK') == '1' else 1])"
 NAMES = ("reconstruction", "kl")
 FLAGS = ("--schedule", "constant", "--lr", "0.003")
 
@@ -108,8 +110,7 @@ def test_a_sum_is_trained_its_parts_recorded_as_means_and_the_lowest_is_the_best
         for places in order.split(12):
             parts = space["loss"](net(x[places]), x[places])
             total = parts["reconstruction"] + 0.1 * parts["kl"]
-            gradients = torch.autograd.grad(total, [*net.parameters()])
-            record = next(steps)
+            gradients, record = torch.autograd.grad(total, [*net.parameters()]), next(steps)
             wanted = [float(w.detach()) for w in (total, *parts.values())]
             found = [record[name] for name in ("loss", *NAMES)]
             assert found == pytest.approx([w / len(places) for w in wanted], rel=1e-12)
@@ -239,7 +240,8 @@ def test_what_a_model_is_asked_for_is_measured_over_all_samples_and_again_alike(
         again = samestep.evaluate(tmp_path / "run", split=split)
         for name in ("worst", "place", *NAMES):
             assert again[name] == pytest.approx(record[name], rel=1e-12)
-    quiet = tiny.write_recipe(tmp_path, MEASURED.replace("+ drawn", ""), "quiet.py")
+    text = re.sub(r"return (\{.*\})", TURNED, MEASURED.replace("+ drawn", ""))
+    quiet = tiny.write_recipe(tmp_path, text, "quiet.py")
     for ranks in (1, 2):
         tiny.trained(quiet, tmp_path / f"quiet-{ranks}", *flags, on=ranks)
     tiny.assert_same_training(tmp_path / "quiet-2", tmp_path / "quiet-1", 1e-12)

@@ -77,8 +77,7 @@ def test_reading_gives_the_wanted_steps_and_all_samples_before_it_grows_without_
         [[2.0]],
         Sums(1.0 * 10 + 2.0 * 30, 40.0),
     )
-    window = Window(World())
-    added = 0
+    window, added = Window(World()), 0
     while not window.full:
         window.add(added, losses(*[0.0] * 64), 1)
         added += 64

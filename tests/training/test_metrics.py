@@ -11,10 +11,11 @@ import torchmetrics
 from torch import Tensor
 from torchmetrics.utilities import dim_zero_cat
 
-from samestep import Recipe, UserError, read_records
+from samestep import Recipe, Splits, UserError, read_records
 from samestep.base.run.index import find_checkpoint, read_index
 from samestep.base.run.records import TAKEN_NAMES
 from samestep.core.data.order import share
+from samestep.core.data.recipe_data import in_one_order
 from samestep.core.recipe import find_recipe
 from samestep.core.training.metrics import EpochMetrics, Objects, StepOutputs
 from samestep.core.training.stopping import Watch
@@ -43,18 +44,9 @@ class Median(torchmetrics.Metric):  # the median error: of all samples, not of m
         return dim_zero_cat(self.errors).median()
 
 
-class Largest(torchmetrics.Metric):  # the largest output: a state that begins at what no sample has
-    higher_is_better = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("seen", torch.tensor(-torch.inf), dist_reduce_fx="max")
-
+class Largest(torchmetrics.MaxMetric):  # a state that begins at what no sample has
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.seen = torch.maximum(self.seen, outputs.max())
-
-    def compute(self) -> Tensor:
-        return self.seen
+        super().update(outputs)
 
 
 METRICS = {
@@ -180,6 +172,10 @@ def test_metrics_of_an_epoch_do_not_depend_on_its_cuts_and_may_be_none():
     expected = float((outputs - targets).abs().double().mean())
     assert found.means(World(), 12)["error"] == pytest.approx(expected, rel=1e-6)
     outputs, targets = samples("mse", 8)
+    found = EpochMetrics({"error": lambda o, t: o - t}, CPU)
+    found.add([StepOutputs(torch.tensor(2.0), t, 4) for t in targets.split(4)])
+    found.settle()
+    assert found.means(World(), 8)["error"] == pytest.approx(2 - float(targets.mean()), rel=1e-6)
     found = measured({"mse": torchmetrics.MeanSquaredError()}, outputs, targets, 8)
     assert found.means(World(), 12) == {}
     assert found.means(World(), 8).keys() == {"mse"}
@@ -253,7 +249,9 @@ def test_metrics_of_an_epoch_are_those_of_all_its_samples(tmp_path):
     assert epochs(run)[0]["loss"] == pytest.approx(float(loss), rel=1e-12)
 
 
-SETS = 'validation={"unseen": (x[n:n + 37], y[n:n + 37]), "seen": (x[:20], y[:20])}'
+# Of files in a folder the order may differ from node to node.
+SETS = """validation=dict([("unseen", (x[n:n + 37], y[n:n + 37])), ("seen", (x[:20], y[:20]))][
+    ::-1 if __import__("os").environ.get("RANK") == "1" else 1])"""
 STOPPED = Fault("before an evaluation", 4, signum=signal.SIGTERM)  # the second set of the second
 
 
@@ -286,6 +284,13 @@ def test_each_of_several_validation_sets_is_measured_and_any_is_monitored(
     tiny.assert_same_training(two, one)
 
 
+def test_ranks_with_validation_sets_of_other_names_are_told_of_them(monkeypatch):
+    monkeypatch.setattr(World, "gather", lambda _, names: [names, ["other"]])
+    for sets, ours in (({"own": samples("mse", 8)}, "'own'"), (samples("mse", 8), "none")):
+        with pytest.raises(UserError, match=f"Rank 1 .* 'other', and rank 0 has {ours}"):
+            in_one_order(Splits(train=samples("mse", 8), validation=sets), World())
+
+
 @pytest.mark.parametrize(
     ("sets", "says"),
     [
@@ -313,13 +318,11 @@ def alone(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def test_metrics_are_the_same_on_any_ranks_and_none_of_an_earlier_versions_epoch(alone, tmp_path):
-    recipe, reference = alone
-    run = tmp_path / "run"
+    (recipe, reference), run = alone, tmp_path / "run"
     tiny.trained(recipe, run, *EPOCHS, "--max-steps", "1")
     tiny.resumed(run, "--max-steps", "13", on=2)
     tiny.resumed(run, "--max-steps", "22")
     assert_same_metrics(run, reference)
-    recipe, reference = alone
     run = tmp_path / "earlier"
     tiny.trained(recipe, run, *EPOCHS, "--max-steps", "5")
     last = tiny.read_index(run)["last"]

@@ -99,8 +99,7 @@ def test_a_restored_optimizer_goes_on_from_the_state_it_was_given(told):
 )
 def test_it_is_the_optimizer_asked_for_with_its_settings_and_fused(name, kind):
     more = {"momentum": 0.8} if name == "sgd" else {}
-    settings = Settings(optimizer=name, weight_decay=0.3, **more)
-    model = small_model()
+    settings, model = Settings(optimizer=name, weight_decay=0.3, **more), small_model()
     model[0].requires_grad_(False)
     made = make_optimizer(model.parameters(), settings, 0.25, torch.device("cpu"))
     (group,) = made.param_groups

@@ -92,8 +92,7 @@ def test_activation_checkpoints_change_no_bit_of_loss_gradient_or_statistics(bui
 
 
 def test_activation_checkpoints_compute_marked_blocks_again_in_the_backward_alone():
-    model = prepared(blocks(), checkpoint_activations=True)
-    calls = []
+    model, calls = prepared(blocks(), checkpoint_activations=True), []
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))

@@ -1,5 +1,6 @@
 """Schedules that know more than the step, and PyTorch's own schedulers as they are."""
 
+import copy
 import functools
 import inspect
 import json
@@ -247,12 +248,10 @@ def test_a_schedule_is_told_what_it_names(schedule, expected):
 
 def test_with_a_scheduler_compile_takes_the_model_and_a_skipped_step_warns_of_nothing():
     recipe = Recipe(model=dict, data=dict, schedule=lambda optimizer: None)
-    settings = Settings(compile="on", batch_size=8, epochs=1)
-    model = torch.nn.Linear(2, 2)
-    assert what_compiles(settings, World(), model, own=recipe.own_parts()) == "model"
+    settings, layer = Settings(compile="on", batch_size=8, epochs=1), torch.nn.Linear(2, 2)
+    assert what_compiles(settings, World(), layer, own=recipe.own_parts()) == "model"
     own = Recipe(model=dict, data=dict, schedule=lambda step, total: 1.0).own_parts()
-    assert what_compiles(settings, World(), model, own=own) == "step"
-    layer = torch.nn.Linear(2, 2)
+    assert what_compiles(settings, World(), layer, own=own) == "step"
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     scheduler = Scheduler(planned(lambda optimizer: StepLR(optimizer, 1)), optimizer)
     scheduler.after("step", 1)
@@ -379,3 +378,16 @@ def test_a_tensor_that_is_the_rate_of_all_groups_is_cut_once_by_a_plateau():
     for loss in (1.0, 2.0):
         plateau.step(loss)
     assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.4, 0.4])
+
+
+def test_a_rate_that_is_a_tensor_goes_on_from_a_checkpoint_and_again_from_its_own():
+    def made() -> Scheduler:
+        optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), torch.tensor(0.5))
+        return Scheduler(planned(lambda optimizer: StepLR(optimizer, 1)), optimizer)
+
+    scheduler = made()
+    for step, rate in ((1, 0.05), (2, 0.005)):
+        scheduler.after("step", step)
+        saved, scheduler = copy.deepcopy(scheduler.state()), made()
+        scheduler.load(saved)
+        assert scheduler.next_lr == pytest.approx(rate)

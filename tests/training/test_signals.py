@@ -145,8 +145,7 @@ def test_two_ranks_that_a_signal_stops_together_go_on_with_the_same_bits(recipe,
 
 
 def test_a_second_interrupt_ends_each_rank_at_once(recipe, tmp_path):
-    run = tmp_path / "run"
-    fault = Fault("after a step", 9, signum=INT, times=2, rank=None)
+    run, fault = tmp_path / "run", Fault("after a step", 9, signum=INT, times=2, rank=None)
     tiny.struck(recipe, run, fault, on=2)
     assert [r["event"] for r in tiny.all_records(run)][-1] != "stop"
     assert tiny.newest_announced(run) in (4, 8)  # that of step 8 may still be written

@@ -33,8 +33,7 @@ class Drawing(nn.Module):
 
 def steps_of(rank=0, seed=1, batch_size=4, **told):
     """Return a model, and a function that takes its n-th step."""
-    settings = Settings(optimizer="sgd", seed=seed, **told)
-    model = Drawing()
+    settings, model = Settings(optimizer="sgd", seed=seed, **told), Drawing()
     optimizer = make_optimizer(model.parameters(), settings, 0.5, torch.device("cpu"))
     learner = learner_of(model, optimizer, lambda o, t: (o - t).square().mean())
     step = EagerStep(learner, settings, World(rank=rank), batch_size)
@@ -89,8 +88,7 @@ def test_ranks_that_talk_in_forward_take_equally_many_micro_steps(rows, batch_si
     """With SyncBatchNorm a rank with fewer forwards than another would let that one wait."""
     calls, total = set(), 0.0
     for rank in range(2):
-        model = Drawing()
-        world = World(rank=rank, world_size=2)
+        model, world = Drawing(), World(rank=rank, world_size=2)
         step = EagerStep(learner_of(model), Settings(sync_batchnorm=True), world, batch_size)
         step._objective.agreed = True  # nobody is there to agree with
         mine = share(range(rows), rank, 2)

@@ -299,8 +299,7 @@ LOST = {
 def test_state_that_no_checkpoint_leads_back_to_is_named_after_the_step(
     tmp_path, refused, forward, other, named
 ):
-    recipe = write_growing(tmp_path, forward, **other)
-    run = tmp_path / "run"
+    recipe, run = write_growing(tmp_path, forward, **other), tmp_path / "run"
     told = refused("train", str(recipe), "--run-dir", str(run), "--checkpoint-every-steps", "1")
     assert named in told
     assert f"{recipe.name}:" in told

@@ -20,6 +20,7 @@ from samestep.core.data.order import held_parts, part_of
 from samestep.core.learner import tree
 from samestep.core.learner.buffers import StepBuffers
 from samestep.core.learner.tree import TreeReduce, TreeSum, add_up, roots_over
+from samestep.core.training.snapshot import weights_sha256
 from samestep.launch.ranks.world import World
 from tests import tiny
 from tests.faults import Fault
@@ -146,6 +147,12 @@ def assert_every_bit(run, reference):
     assert digests(run) == digests(reference)
     ends = [json.loads((path / "result.json").read_text()) for path in (run, reference)]
     assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"] == digests(run)[ends[0]["steps"]]
+
+
+def test_complex_weights_are_in_the_digest_of_a_models_weights():
+    layer = nn.Linear(2, 1, dtype=torch.complex64)
+    before, _ = weights_sha256(layer), layer.weight.detach().mul_(2)
+    assert weights_sha256(layer) != before
 
 
 def test_every_number_and_every_weight_is_the_same_on_any_ranks(tmp_path, recipe, output_of):

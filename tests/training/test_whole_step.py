@@ -103,8 +103,7 @@ class Counting:
 
 def test_what_draws_is_compiled_alone_and_a_replay_reads_nothing_back(captures, monkeypatch):
     """The compiler may use what is drawn before it is drawn."""
-    settings = settings_of()
-    net = by_hand.model(dropout=0.5)
+    settings, net = settings_of(), by_hand.model(dropout=0.5)
     net[3] = nn.AlphaDropout(0.5)
     step = whole(by_hand.learner(net, settings), settings)
     ran = run(step, blocks(settings, together=IN_A_GRAPH)[:1] * 2, lr=0.0)

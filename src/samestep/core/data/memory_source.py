@@ -147,7 +147,7 @@ class MemorySource(OrderedSource):
             yield from on_device(pairs, self._world.device, untimed)
             return
         for inputs, targets in pairs:
-            yield inputs.clone(), targets  # the recipe's transform may work in place
+            yield inputs.clone(), targets.clone()  # a recipe's functions may work in place
 
 
 def _rows(stored: Tensor, indices: Sequence[int]) -> Tensor:

@@ -72,6 +72,7 @@ def load_splits(
     else:
         splits = world.on_every(load)
     splits = world.on_every(lambda: without_loaders(splits, recipe.collate))
+    splits = in_one_order(splits, world)
     datasets = {name: getattr(splits, name) for name in SPLITS if name in wanted}
     if splits.by_name and "validation" in datasets:
         # Also in the order of their names, so that all ranks prepare them in the same.
@@ -84,6 +85,25 @@ def load_splits(
     notes = {name: getattr(splits, name) + done.pop(name) for name in ("notes", "left_out")}
     by_name = {n: done.pop(f"validation/{n}", data) for n, data in splits.by_name.items()}
     return replace(splits, **{**done, **notes, **({"validation": by_name} if by_name else {})})
+
+
+def in_one_order(splits: Splits, world: World) -> Splits:
+    """Return splits with several validation sets in rank 0's order; all ranks call it.
+
+    Ranks evaluate one set after the other, and the order of a set's or a folder's entries may
+    differ from rank to rank.
+    """
+    ranks = world.gather([*splits.by_name])
+    for rank, names in enumerate(ranks):
+        if {*names} != {*ranks[0]}:
+            ours, theirs = (", ".join(map(repr, those)) or "none" for those in (ranks[0], names))
+            raise UserError(
+                f"Rank {rank} has the validation sets {theirs}, and rank 0 has {ours}. Give all "
+                "ranks the same: samestep shares the samples out.",
+                on_all_ranks=True,
+            )
+    by_name = {name: splits.by_name[name] for name in ranks[0]}
+    return replace(splits, validation=by_name) if by_name else splits
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ class Batch(NamedTuple):
     carried state: that of the slots in which they follow each other."""
     closes: bool = True
     """Whether that loss is due now; else more samples of the batch follow."""
+    places: Sequence[int] = ()
+    """Of carried state: the place of each sample in the data, as they do not follow each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,7 +361,7 @@ class OrderedSource(Source):
         read = self._read_in_turn([batch for _, _, batch in batches])
         for (part, number, batch), (inputs, targets) in zip(batches, read, strict=True):
             pair, count = self._finish(inputs, targets, len(batch)), len(batch)
-            yield Batch(*pair, count, batch[0], part, number)
+            yield Batch(*pair, count, batch[0], part, number, places=batch)
 
     def peek(self, samples: int) -> Batch:
         """Return the first samples, as an evaluation reads them."""

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from samestep.base.errors import UserError, blame, defined_at
 from samestep.base.run.checkpoints import why_not_kept
-from samestep.base.trees import tree_leaves
+from samestep.base.trees import map_tensors, tree_leaves
 from samestep.base.words import count
 from samestep.core.learner.optimizer_state import RATIO, Joint, members_of
 from samestep.core.plan import GroupRates, Plan
@@ -43,7 +43,8 @@ class Scheduler:
         self.parts = [self._checked(part) for part in several]
         """The scheduler, or one for each of several optimizers, and after what it is stepped."""
         self._check_optimizers()
-        self._built = self._as_they_are()
+        # A rate that is a tensor changes in place.
+        self._built = map_tensors(torch.clone, self._as_they_are())
         pairs = list(zip(before, self._built, strict=True))
         self.sets = {"lr"} | {
             n for old, new in pairs for n in new if n not in old or old[n] != new[n]
@@ -102,7 +103,7 @@ class Scheduler:
         """Continue from a checkpoint; without a state, begin with the rates of the first step."""
         for group, built in zip(self._optimizer.param_groups, self._built, strict=True):
             # A recipe's own optimizer may have gathered the others.
-            group.update({n: v for n, v in built.items() if n in self.sets or RATIO not in group})
+            _set(group, {n: v for n, v in built.items() if n in self.sets or RATIO not in group})
         if saved is None:
             return
         if saved["lr"] != self._plan.lr:
@@ -123,7 +124,7 @@ class Scheduler:
             message = f"The recipe's {type(scheduler).__name__} failed"
             self._call_user_code(message, partial(scheduler.load_state_dict, state))
         for group, moved in zip(self._optimizer.param_groups, saved["groups"], strict=True):
-            group.update(moved)
+            _set(group, moved)
 
     def _as_they_are(self) -> list[dict[str, Any]]:
         """Turn the groups' values into types that a checkpoint can hold, and return them."""
@@ -198,6 +199,13 @@ class Scheduler:
             f"The recipe's schedule{self._place} steps the optimizer. samestep does that: take "
             "optimizer.step() out of it."
         )
+
+
+def _set(group: dict[str, Any], values: dict[str, Any]) -> None:
+    """Set entries of a group; a tensor stays the one that the optimizer has."""
+    for name, value in values.items():
+        held = group.get(name)
+        group[name] = held.copy_(torch.as_tensor(value)) if isinstance(held, Tensor) else value
 
 
 def _holds_tensors(name: str, value: Any) -> bool:

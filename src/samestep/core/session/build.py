@@ -17,7 +17,7 @@ from samestep.base.settings import Settings
 from samestep.core.data.keyed_random import seed_alike, seed_rank
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.order import held_parts
-from samestep.core.data.recipe_data import load_splits, open_split
+from samestep.core.data.recipe_data import in_one_order, load_splits, open_split
 from samestep.core.data.source import Source
 from samestep.core.learner.agreement import (
     check_same_arithmetic,
@@ -107,7 +107,7 @@ def build(
         torch.set_num_threads(settings.threads)
     choose_allocation(world.device, sharded=is_fsdp(settings, world))
     seed_alike(settings.seed)
-    splits = splits or load_splits(recipe, request.options, world)
+    splits = in_one_order(splits, world) if splits else load_splits(recipe, request.options, world)
     phases = make_phases(world.device)
     dtype = data_dtype(settings.precision)
     source = partial(open_split, world=world, recipe=recipe, settings=settings, dtype=dtype)
@@ -405,7 +405,10 @@ def _try_out(
         tested = closing(opened(test, split="test", **host))
     with tested as other:
         _agree_on_stream(other)
-        return world.on_every(lambda: trial(other if validation is None else validation))
+        tried = world.on_every(lambda: trial(other if validation is None else validation))
+    # A dict's order may differ between the ranks, which add up what it holds in one order.
+    parts, judged, measured = world.broadcast((tried.parts, tried.evaluation_parts, tried.measured))
+    return tried._replace(parts=parts, evaluation_parts=judged, measured=measured)
 
 
 def _share_cores(request: Request, model: nn.Module, world: World, train: Source) -> int:

@@ -125,7 +125,8 @@ class PictureSource:
         settings, device = replace(work.settings, num_workers=0), work.world.device
         size = min(evaluation_batch(settings, work.plan.evaluated_at_once), _MOST_PER_BATCH)
         dtype = data_dtype(settings.precision)
-        source = open_split(some.data, World(device=device), self.recipe, settings, dtype)
+        in_order = replace(self.recipe, carry=None)  # these samples do not follow each other
+        source = open_split(some.data, World(device=device), in_order, settings, dtype)
         model = applied(self.model(), self.recipe)
         for batch in source.evaluation(size):
             outputs = outputs_of(model, batch.inputs, settings.precision, device)

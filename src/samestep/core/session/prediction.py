@@ -134,14 +134,22 @@ def predict_split(
     data = open_data(opened, split, data_dir=data_dir, skip_bad=skip_bad, virtual_ranks=False)
     opened, settings, device = data.model, data.model.settings, data.model.device
     model = applied(opened.model, opened.recipe)
-    row = 0
     carried = CarriedOn(model)
-    for batch in data.source.evaluation(evaluation_batch(settings)):
-        with as_evaluated(model, settings.seed), switched(settings, device):
-            outputs = carried.outputs_of(model, batch, settings.precision, device)
-        for fields in _described(opened, outputs, batch.targets, batch.samples, top):
-            row += 1
-            yield Prediction(split=split, row=row, **fields)
+
+    def as_read() -> Iterator[Prediction]:
+        row = 0
+        for batch in data.source.evaluation(evaluation_batch(settings)):
+            with as_evaluated(model, settings.seed), switched(settings, device):
+                outputs = carried.outputs_of(model, batch, settings.precision, device)
+            answers = _described(opened, outputs, batch.targets, batch.samples, top)
+            places = batch.places or range(row, row + batch.samples)
+            for place, fields in zip(places, answers, strict=True):
+                yield Prediction(split=split, row=place + 1, **fields)
+            row += batch.samples
+
+    # Where state is carried, the samples of a slot are read one after the other.
+    in_order = opened.recipe.carry is None
+    yield from as_read() if in_order else sorted(as_read(), key=lambda found: found.row or 0)
 
 
 def _rows(opened: TrainedModel, files: Sequence[Path]) -> Iterator[tuple[Prediction, Any]]:

@@ -354,7 +354,7 @@ def state_bytes(
     An optimizer that has no state yet counts as its class will have it: two numbers per weight
     unless known otherwise.
     """
-    total = sum(map(_bytes, more))
+    total = sum(map(_bytes, {id(value): value for value in more}.values()))
     for module in modules:
         values = {id(value): value for value in module.state_dict(keep_vars=True).values()}
         total += sum(_bytes(value) for value in values.values() if isinstance(value, Tensor))

@@ -259,7 +259,7 @@ class Totals:
 
     def add(self, outputs: Any, batch: Batch) -> None:
         """Add a batch."""
-        inputs, targets, count, _first, part, _whole, closes = batch
+        inputs, targets, count, _first, part, _whole, closes, _places = batch
         if self.world.virtual_ranks and part != self._part:
             self._part = part
             self.objects.next_part()
@@ -304,10 +304,12 @@ class Totals:
 
     def means(self) -> dict[str, Any]:
         """Return the means over all ranks that `evaluate` returns; every rank calls it."""
-        if self._tells:  # a rank without samples learns the names from the others
-            for parts, measured in self.world.gather(([*self.parts], [*self.measured])):
-                for sums, names in ((self.parts, parts), (self.measured, measured)):
-                    sums.update({n: self._sums[:, 0] * 0 for n in names if n not in sums})
+        if self._tells:  # ranks learn the names, and one order of them, from each other
+            ranks, zero = self.world.gather(([*self.parts], [*self.measured])), self._sums[:, 0] * 0
+            self.parts, self.measured = (
+                {name: sums.get(name, zero) for names in ranks for name in names[place]}
+                for place, sums in enumerate((self.parts, self.measured))
+            )
         more = [*self.parts.values(), *self.measured.values()]
         rows = torch.cat([self._sums, torch.stack(more, dim=1)], dim=1) if more else self._sums
         values = sum_over_parts(rows, self.world).tolist()

@@ -447,7 +447,8 @@ def _can_join(first: StepOutputs, other: StepOutputs) -> bool:
     for mine, its in ((first.outputs, other.outputs), (first.targets, other.targets)):
         if not (isinstance(mine, Tensor) and isinstance(its, Tensor) and mine.shape == its.shape):
             return False
-    return first.samples == other.samples == len(first.outputs) == len(first.targets)
+    sizes = {(first.samples,), (other.samples,), first.outputs.shape[:1], first.targets.shape[:1]}
+    return len(sizes) == 1  # a single number for the batch has no rows
 
 
 class Confusion:

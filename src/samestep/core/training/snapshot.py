@@ -210,15 +210,15 @@ def _rescaled(scaler: dict[str, Any], factor: float) -> dict[str, Any]:
 
 
 def weights_sha256(model: torch.nn.Module) -> str:
-    """Return the SHA-256 of a model's floating-point state: names, types, shapes and bytes.
+    """Return the SHA-256 of a model's state but its integers: names, types, shapes and bytes.
 
     Where the model is sharded all ranks call it: one weight at a time is put together.
     """
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
+        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-            flat = whole(value).cpu().contiguous().view(-1)
+            flat = whole(value).cpu().resolve_conj().contiguous().view(-1)
             digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

@@ -149,7 +149,7 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
         check_used(model)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     average = work.learner.average
-    averages = average.state().values() if isinstance(average, Average) else ()
+    averages = average.state() if isinstance(average, Average) else {}
     sources = [source for source in work.sources() if source.held_bytes]
     sizes, elements = (sum(counts) for counts in zip((0, 0), *saved.values(), strict=True))
     memory = RankMemory(
@@ -157,7 +157,7 @@ def measure(request: Request, built: Built, plan: Plan, rows: int) -> tuple[Rank
         buffers=_memory_of(model.buffers()),
         gradients=_memory_of(gradients, copies=_sums_at_a_time(built)),
         optimizer=_optimizer_parts(work.learner.optimizer),
-        average=_memory_of(averages),
+        average=_memory_of({id(a): a for a in averages.values()}.values()),
         batch=_memory_of(batch),
         activations=MemoryPart(bytes=sizes, elements=elements),
         gathered=_gathered(outputs, block.targets, plan.global_batch_size, rows)
