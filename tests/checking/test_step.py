@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from samestep.scripts.checking.watch.step import average_of
+from samestep.scripts.checking.watch.losses import average_of
 from tests.checking.planted import check, codes, found_in, line_of, planted
 
 STEP = """\
@@ -114,6 +114,11 @@ IN_BATCHES = planted((SCHEDULED, ""), IN_EVERY_BATCH)
 COSINE_OF_EPOCHS = IN_BATCHES.replace(COSINE[0], COSINE[1].replace("TOTAL", "2"))
 AS_MANY = COSINE_OF_EPOCHS.replace("range(3)", "range(9)").replace("optimizer, 2", "optimizer, 9")
 OF_STEPS = planted((COSINE[0], COSINE[1].replace("TOTAL", "3 * len(train_loader)")))
+FIRST_RANKS = """\
+            rows, every = model(inputs), torch.zeros(16, 2)
+            dist.all_gather_into_tensor(every, rows.detach())
+            loss = loss_of(rows @ every.T, torch.arange(len(rows)))
+"""
 EPOCHS, AUTOCAST = "    for epoch in range(3):\n", "torch.autocast('cpu', dtype=torch.bfloat16)"
 ONE_AUTOCAST = planted((EPOCHS, f"    {AUTOCAST}.__enter__()\n{EPOCHS}"))
 STEPS_SCALED = STEP.replace("loss.backward", "scaler.scale(loss).backward")
@@ -149,6 +154,7 @@ PLANTED = {
     "micro-batches": (NOT_DIVIDED, "SS314", BACKWARD, "2 micro-batches per step (4 steps)"),
     "clipping after the step": (planted(AFTER), "SS315", CLIP, "in 3 of 3 calls"),
     "clipping after a step by hand": (LATE_BY_HAND, "SS315", CLIP),
+    "labels": (planted((LOSS, FIRST_RANKS)), "SS316", "torch.arange", "columns 8 to 15"),
     "one autocast": (ONE_AUTOCAST, "SS312", STEPPED, "step 2 two steps"),
     "unequal shares": (UNEQUAL, "SS307", BACKWARD, "for batches of 4 and 8 samples"),
     "divided by the ranks": (planted((LOSS, HALVED)), "SS309", BACKWARD, "are divided by 2"),
@@ -184,6 +190,9 @@ ALIKE = {
     "a scheduler of what wraps the optimizer": (
         ("    scheduler =", f"{OUTER}    scheduler ="),
         ("StepLR(optimizer", "StepLR(outer"),
+    ),
+    "labels of the own rows": (
+        (LOSS, FIRST_RANKS.replace("(len(rows)", "(rank * 8, rank * 8 + 8")),
     ),
     "a scaler": (SCALER, (STEP, SCALED)),
     "a schedule of steps": ((", 1, gamma=0.9)", ", 3 * len(train_loader), 0.9)"), *EACH_BATCH),

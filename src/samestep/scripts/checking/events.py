@@ -102,6 +102,7 @@ class OfSampler(OfLoader):
     sampler_made: str
     direct: bool  # whether the user's own code made it
     distributed: bool
+    parts: int  # of how many it reads one
     set_epoch: int | None  # its epoch, if it knows epochs
     seed: int | None
     shuffle: bool | None
@@ -109,6 +110,9 @@ class OfSampler(OfLoader):
 
 class LoaderRead(OfSampler):  # a loader is read for the first time
     data: int | None  # what tells its data set from others; None if nothing does
+    views: list[int | None]  # the same of its tensors that are a part of others, and of those
+    own: int | None  # the same of the subset, if it is one
+    shard: str  # where one of its length was made by `shard`
     length: int | None
     base_length: int | None  # of the data set that subsets are made of
     batch_size: int | None
@@ -290,6 +294,8 @@ class GradientsUsed(Event):  # the gradients of an optimizer's step
     grown: float
     """What the script multiplied them by since the backward pass; 0 if it is not one number."""
     weights_grown: float | None = 1.0  # about what it multiplied weights by since the last step
+    against: float = 0.0  # the cosine of the last pass's part and what the pass at `leaked` left
+    leaked: str = ""
 
 
 class LossReach(Event):  # what the graph of one of the first losses ends in, and its value
@@ -303,6 +309,14 @@ class LossAverage(Event):  # what each summand of a loss counts for
     by: float  # the count that it is divided by
     other: float  # the product of its factors that are not counts
     count: float
+
+
+class LabelsElsewhere(Event):
+    """Labels of a loss over gathered rows, one column after the other, are not of the own rows."""
+
+    rows: int
+    first: int  # the first column that they point at
+    own: int  # the first column of the rank's own rows
 
 
 class GradientsClipped(Event):  # gradients were clipped

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from samestep.scripts.checking.scratch import Scratch
 from samestep.scripts.hooks import Hooks
 
 _OWN = str(Path(samestep.__file__).parent) + os.sep
-_VALUES_OF_A_ROW = 1024
+_VALUES_OF_A_ROW, GATHERED_VALUES = 1024, 1 << 20
 _real_path = functools.cache(os.path.realpath)
 
 
@@ -47,6 +48,8 @@ class Recorder:
         self.quiet, self._watcher = 0, 0  # how deep watchers call PyTorch themselves; their thread
         self.is_cut = False  # whether an epoch ended earlier than its data
         self.is_ended = False  # whether the script was ended before its own end
+        self.gathered: deque[Tensor] = deque(maxlen=4)
+        """The last matrices that this rank has given to a gather."""
         self.at_end: list[Callable[[int], None]] = []
         """Called with the world size when the script has ended."""
 
