@@ -168,9 +168,7 @@ def test_a_mistake_in_the_step_is_found_at_its_line(name, tmp_path):
     found_in(tmp_path, *PLANTED[name])
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", "cuda"], ids=["as here", "as on a GPU, where it switches itself off here"]
-)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])  # which switches itself off here
 @pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA is not available")
 def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
     right = planted(SCALER, (STEP, SCALED.replace("cpu", device)))
@@ -250,16 +248,12 @@ PAIR = """\
 BY_HAND = "for p in model.parameters(): p.grad.clamp_(-0.01, 0.01)"
 
 
-@pytest.mark.parametrize(
-    ("now", "compared"),
-    [
-        (f"{OUT} + nn.functional.mse_loss(out, out.detach() + 1)\n", False),
-        (f"{OUT} + {PENALTY}\n", False),
-        (f"{LOSS}            loss = loss * 3\n", True),
-        (PAIR, False),
-    ],
-    ids=["a second loss", "a penalty", "a factor", "another number of the model"],
-)
+@pytest.mark.parametrize(("now", "compared"), [
+    (f"{OUT} + nn.functional.mse_loss(out, out.detach() + 1)\n", False),
+    (f"{OUT} + {PENALTY}\n", False),
+    (f"{LOSS}            loss = loss * 3\n", True),
+    (PAIR, False),
+], ids=["a second loss", "a penalty", "a factor", "another number of the model"])  # fmt: skip
 def test_a_loss_is_judged_only_where_its_own_gradient_can_be_made_again(now, compared, tmp_path):
     report = check(tmp_path, planted((LOSS, now)))
     assert report.findings == []
@@ -341,15 +335,11 @@ MASK = "labels = labels.where(torch.rand(len(labels)) < 0.3 + 0.6 * rank, -100)\
 MASK += "labels[0] = 0\n            "
 
 
-@pytest.mark.parametrize(
-    ("loss", "expected"),
-    [
-        ("loss_of(model(inputs), labels)", {"SS308"}),
-        (f"{SUM} / (labels >= 0).sum()", {"SS308"}),
-        (f"{SUM} * 2 / count", set()),
-    ],
-    ids=["ignored targets", "own sum", "joined sum"],
-)
+@pytest.mark.parametrize(("loss", "expected"), [
+    ("loss_of(model(inputs), labels)", {"SS308"}),
+    (f"{SUM} / (labels >= 0).sum()", {"SS308"}),
+    (f"{SUM} * 2 / count", set()),
+], ids=["ignored targets", "own sum", "joined sum"])  # fmt: skip
 def test_a_loss_over_each_ranks_own_tokens_is_found(loss, expected, tmp_path):
     count = "count = (labels >= 0).sum()\n            dist.all_reduce(count)\n            "
     text = planted(("loss = loss_of(model(inputs), labels)", MASK + count + "loss = " + loss))

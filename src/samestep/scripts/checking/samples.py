@@ -141,7 +141,7 @@ def views_of(dataset: Any, length: int | None) -> list[int | None]:
     """
     inside = getattr(dataset, "__dict__", {}).values()
     values = [v for own in inside for v in (own[:4] if isinstance(own, list | tuple) else [own])]
-    rows = [v.detach() for v in values if isinstance(v, Tensor) and v.ndim and len(v) == length]
+    rows = [v.detach() for v in values if type(v) is Tensor and v.ndim and len(v) == length]
     plain = [v for v in rows if v.layout == torch.strided and not v.is_meta]
     pairs = [(part, part.new_empty(0).set_(part.untyped_storage())) for part in plain]
     parts = [(part, whole) for part, whole in pairs if whole.numel() > part.numel()]

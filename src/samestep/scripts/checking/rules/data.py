@@ -23,7 +23,7 @@ from samestep.scripts.checking.readings import (
 )
 from samestep.scripts.checking.seen import RankSeen, Seen, why_apart
 
-_APART = 0.9  # of samples, at least, that one rank alone reads
+_APART = 0.9  # of samples, at least, that no other rank reads
 _MUCH = 0.1  # of samples that differ in content
 
 
