@@ -77,7 +77,7 @@ COPIES = unsampled(and_then("train_set.name = f'copy {rank}'"))
 BY_SUBSET = unsampled(subset("range(rank * 16, rank * 16 + 48)"))
 CUT_SUBSET = planted(subset("range(rank, 64, 2)"))
 CUT_SLICE = planted((TRAIN_SET, TRAIN_SET.replace("x[:64]", "x[rank:64:2]")))
-BY_SLICE = unsampled((TRAIN_SET, f"    x = x[rank * 16 :]\n{TRAIN_SET.replace('64', '48')}"))
+BY_SLICE = unsampled((TRAIN_SET, TRAIN_SET.replace("x[:64]", "x[rank * 16 : rank * 16 + 48]")))
 UNSHUFFLED = planted(("train_set, shuffle=True", "train_set, shuffle=False"))
 ALL_RANKS = planted(("first = dist.get_rank()", "first = 0"), base=STREAMED)
 ALL_WORKERS = planted(
