@@ -7,7 +7,6 @@ Paths are real ones, relative to the project where they lie in it. A digest or a
 number that tells bits from others.
 """
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,9 +94,7 @@ class OfLoader(Event):  # what happens to a loader, or to several that look alik
     loader_id: int
 
 
-class OfSampler(OfLoader):
-    """What a loader's sampler says of itself, also one inside a batch sampler."""
-
+class OfSampler(OfLoader):  # what a loader's sampler says of itself, also one in a batch sampler
     sampler: str
     sampler_made: str
     direct: bool  # whether the user's own code made it
@@ -311,9 +308,7 @@ class LossAverage(Event):  # what each summand of a loss counts for
     count: float
 
 
-class LabelsElsewhere(Event):
-    """Labels of a loss over gathered rows, one column after the other, are not of the own rows."""
-
+class LabelsElsewhere(Event):  # labels of a loss over gathered rows are not of the own rows
     rows: int
     first: int  # the first column that they point at
     own: int  # the first column of the rank's own rows
@@ -502,12 +497,3 @@ class WaitsForKill(Event):
 def events_path(folder: Path, rank: int) -> Path:
     """Return the path of a rank's events."""
     return folder / f"events-{rank}.jsonl"
-
-
-def encode(event: Event) -> bytes:
-    """Return an event as a line; what JSON does not know becomes its text."""
-    try:
-        return msgspec.json.encode(event) + b"\n"
-    except (TypeError, ValueError, OverflowError):
-        fields = {"kind": type(event).__name__} | msgspec.structs.asdict(event)
-        return json.dumps(fields, default=str).encode() + b"\n"
