@@ -229,7 +229,11 @@ def test_a_schedule_of_all_ranks_batches_is_not_judged_by_a_cut_length(tmp_path)
     assert any(said.startswith("SS304") and "was cut" in said for said in report.not_seen)
 
 
-def test_dropout_is_not_compared_with_the_joined_batch_and_a_scaled_loss_is(tmp_path):
+def test_dropout_is_not_compared_with_the_joined_batch_and_a_scaled_loss_or_fabrics_is(tmp_path):
+    outer = "outer = nn.Module(); outer._forward_module = outer.module = model; outer.forward = "
+    outer += "model.forward; model = outer; del outer\n    optimizer = "
+    report = check(tmp_path, planted(("optimizer = ", outer)))
+    assert not [said for said in report.not_seen if said.startswith("SS309")]
     report = check(tmp_path, planted(("nn.ReLU(), ", "nn.ReLU(), nn.Dropout(0.5), ")))
     assert "SS309" not in codes(report)
     assert [said for said in report.not_seen if said.startswith("SS309") and "random" in said]
