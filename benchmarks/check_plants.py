@@ -27,6 +27,18 @@ the training loader shuffles by itself on each rank, with one seed
 each rank reads all shards of a stream
 -        mine = order.tolist()[self.rank :: self.world_size]
 +        mine = order.tolist()
+== shard_sampled_again SMALL SS114
+a DistributedSampler cuts a data set that is this rank's share already
+-data = TensorDataset(x, x[:, :4].argmax(1))
++shares = TensorDataset(x, x[:, :4].argmax(1))
++data = torch.utils.data.Subset(shares, range(rank, len(shares), world))
+ sampler = DistributedSampler(data)
+== prepared_with_a_sampler ACCELERATE SS114
+the loader that Accelerate prepares has a DistributedSampler
+     train_loader, eval_loader = get_dataloaders(config["batch_size"])
++    train_set = train_loader.dataset
++    sampler = torch.utils.data.DistributedSampler(train_set)
++    train_loader = DataLoader(train_set, config["batch_size"], sampler=sampler)
 == collate_drops_rows TEXT SS111
 the collate function leaves long rows out, in validation, too
  def collate(rows):
@@ -161,6 +173,32 @@ padding counts as a class in the loss and in the perplexity
 @@
 -            count = (targets != PAD).sum()
 +            count = torch.tensor(targets.numel())
+== labels_of_the_first_rank SMALL SS316
+the labels of a contrastive loss over all ranks' rows begin at 0 on each rank
+ import torch.distributed as dist
++import torch.distributed.nn
+@@
+-        loss = F.cross_entropy(model(inputs), labels)
++        a = F.normalize(model(inputs + 0.1 * torch.randn_like(inputs)), dim=1)
++        b = F.normalize(model(inputs + 0.1 * torch.randn_like(inputs)), dim=1)
++        all_b = torch.cat(torch.distributed.nn.all_gather(b))
++        loss = F.cross_entropy(a @ all_b.T / 0.2, torch.arange(len(a)) + rank * len(a))
+==
+-        loss = F.cross_entropy(a @ all_b.T / 0.2, torch.arange(len(a)) + rank * len(a))
++        loss = F.cross_entropy(a @ all_b.T / 0.2, torch.arange(len(a)))
+== fake_not_detached GAN SS718
+the discriminator's loss reaches the generator, whose gradients are cleared before it
+         opt_d.zero_grad()
++        opt_g.zero_grad()
+@@
+-        loss_d.backward()
++        loss_d.backward(retain_graph=True)
+@@
+-        opt_g.zero_grad()
+         loss_g = bce(critic(fake), torch.ones(len(real), 1))
+==
+-        loss_d = loss_d + bce(critic(fake.detach()), torch.zeros(len(real), 1))
++        loss_d = loss_d + bce(critic(fake), torch.zeros(len(real), 1))
 == own_token_count TEXT SS307 SS308
 the loss is divided by each rank's own number of tokens
 -            dist.all_reduce(count)
@@ -691,7 +729,8 @@ def _sections(text: str) -> dict[str, tuple[str, list[str], str]]:
     for section in text.strip("\n").removeprefix("== ").split("\n== "):
         head, _, lines = section.partition("\n")
         name, base, *codes = head.split()
-        found[name] = (getattr(check_bases, base), codes, lines)
+        text = check_bases.ALONE.get(base.lower()) or getattr(check_bases, base)
+        found[name] = (text, codes, lines)
     return found
 
 

@@ -13,17 +13,11 @@ from tests.checking.planted import check, found_in, line_of, planted
 STEP = "            optimizer.step()\n"
 
 
-@pytest.mark.parametrize(
-    ("culprit", "blamed", "hangs"),
-    [
-        (1, "time.sleep(900)", "if rank == 1 and epoch:\n                time.sleep(900)\n"),
-        (0, "while rank == 0", "while rank == 0 and epoch: pass\n"),
-    ],
-    ids=["a rank sleeps", "rank 0 spins"],
-)
-def test_a_script_that_hangs_is_ended_and_told_who_is_missing_where(
-    culprit, blamed, hangs, tmp_path
-):
+@pytest.mark.parametrize(("culprit", "blamed", "hangs"), [
+    (1, "time.sleep(900)", "if rank == 1 and epoch:\n                time.sleep(900)\n"),
+    (0, "while rank == 0", "while rank == 0 and epoch: pass\n"),
+], ids=["a rank sleeps", "rank 0 spins"])  # fmt: skip
+def test_a_hanging_script_is_ended_and_told_who_is_missing_where(culprit, blamed, hangs, tmp_path):
     change = (STEP, f"{STEP}            {hangs}")
     text = planted(change, ("import os\n", "import os\nimport time\n"))
     waits = f"train.py:{line_of(text, 'loss.backward()')}"

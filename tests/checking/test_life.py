@@ -115,21 +115,11 @@ COUNTS = """\
 """
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "error"),
-    [
-        ("        for inputs, labels in train_loader:\n", COUNTS, "StopIteration"),
-        (
-            "        accuracy = ",
-            "        assert counts[1] == 32\n        accuracy = ",
-            "AssertionError",
-        ),
-    ],
-    ids=["reads on", "evaluates all"],
-)
-def test_a_script_that_counts_on_batches_that_are_cut_off_is_judged_until_there(
-    old, new, error, tmp_path
-):
+@pytest.mark.parametrize(("old", "new", "error"), [
+    ("        for inputs, labels in train_loader:\n", COUNTS, "StopIteration"),
+    ("accuracy = float", "assert counts[1] == 32; accuracy = float", "AssertionError"),
+], ids=["reads on", "evaluates all"])  # fmt: skip
+def test_a_script_that_counts_on_batches_cut_off_is_judged_until_there(old, new, error, tmp_path):
     report = check(tmp_path, planted((old, new)))
     assert (report.findings, report.steps) == ([], 2 * 4 + 1)
     assert any(error in note for note in report.notes)

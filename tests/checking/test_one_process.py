@@ -150,6 +150,12 @@ main()
 """
 
 
+def test_gradients_that_another_loss_leaves_in_a_step_are_found(tmp_path):
+    zero, closure = "            of_maker.zero_grad()\n"[4:], "        def closure():\n"
+    text = planted((".detach()", ""), (zero, ""), (closure, f"{zero}{closure}"), base=RIGHT)
+    found_in(tmp_path, text, "SS718", "loss.backward()", "of 8 steps of Adam", nproc=1)
+
+
 def test_two_optimizers_copies_frozen_parts_and_updates_by_hand_are_right(tmp_path):
     report = check(tmp_path, RIGHT, nproc=1)
     assert report.findings == []

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from samestep.scripts.checking.watch.step import average_of
+from samestep.scripts.checking.watch.losses import average_of
 from tests.checking.planted import check, codes, found_in, line_of, planted
 
 STEP = """\
@@ -114,6 +114,11 @@ IN_BATCHES = planted((SCHEDULED, ""), IN_EVERY_BATCH)
 COSINE_OF_EPOCHS = IN_BATCHES.replace(COSINE[0], COSINE[1].replace("TOTAL", "2"))
 AS_MANY = COSINE_OF_EPOCHS.replace("range(3)", "range(9)").replace("optimizer, 2", "optimizer, 9")
 OF_STEPS = planted((COSINE[0], COSINE[1].replace("TOTAL", "3 * len(train_loader)")))
+FIRST_RANKS = """\
+            rows, every = model(inputs), torch.zeros(16, 2)
+            dist.all_gather_into_tensor(every, rows.detach())
+            loss = loss_of(rows @ every.T, torch.arange(len(rows)))
+"""
 EPOCHS, AUTOCAST = "    for epoch in range(3):\n", "torch.autocast('cpu', dtype=torch.bfloat16)"
 ONE_AUTOCAST = planted((EPOCHS, f"    {AUTOCAST}.__enter__()\n{EPOCHS}"))
 STEPS_SCALED = STEP.replace("loss.backward", "scaler.scale(loss).backward")
@@ -149,6 +154,7 @@ PLANTED = {
     "micro-batches": (NOT_DIVIDED, "SS314", BACKWARD, "2 micro-batches per step (4 steps)"),
     "clipping after the step": (planted(AFTER), "SS315", CLIP, "in 3 of 3 calls"),
     "clipping after a step by hand": (LATE_BY_HAND, "SS315", CLIP),
+    "labels": (planted((LOSS, FIRST_RANKS)), "SS316", "torch.arange", "columns 8 to 15"),
     "one autocast": (ONE_AUTOCAST, "SS312", STEPPED, "step 2 two steps"),
     "unequal shares": (UNEQUAL, "SS307", BACKWARD, "for batches of 4 and 8 samples"),
     "divided by the ranks": (planted((LOSS, HALVED)), "SS309", BACKWARD, "are divided by 2"),
@@ -162,9 +168,7 @@ def test_a_mistake_in_the_step_is_found_at_its_line(name, tmp_path):
     found_in(tmp_path, *PLANTED[name])
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", "cuda"], ids=["as here", "as on a GPU, where it switches itself off here"]
-)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])  # which switches itself off here
 @pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA is not available")
 def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
     right = planted(SCALER, (STEP, SCALED.replace("cpu", device)))
@@ -184,6 +188,9 @@ ALIKE = {
     "a scheduler of what wraps the optimizer": (
         ("    scheduler =", f"{OUTER}    scheduler ="),
         ("StepLR(optimizer", "StepLR(outer"),
+    ),
+    "labels of the own rows": (
+        (LOSS, FIRST_RANKS.replace("(len(rows)", "(rank * 8, rank * 8 + 8")),
     ),
     "a scaler": (SCALER, (STEP, SCALED)),
     "a schedule of steps": ((", 1, gamma=0.9)", ", 3 * len(train_loader), 0.9)"), *EACH_BATCH),
@@ -222,7 +229,11 @@ def test_a_schedule_of_all_ranks_batches_is_not_judged_by_a_cut_length(tmp_path)
     assert any(said.startswith("SS304") and "was cut" in said for said in report.not_seen)
 
 
-def test_dropout_is_not_compared_with_the_joined_batch_and_a_scaled_loss_is(tmp_path):
+def test_dropout_is_not_compared_with_the_joined_batch_and_a_scaled_loss_or_fabrics_is(tmp_path):
+    outer = "outer = nn.Module(); outer._forward_module = outer.module = model; outer.forward = "
+    outer += "model.forward; model = outer; del outer\n    optimizer = "
+    report = check(tmp_path, planted(("optimizer = ", outer)))
+    assert not [said for said in report.not_seen if said.startswith("SS309")]
     report = check(tmp_path, planted(("nn.ReLU(), ", "nn.ReLU(), nn.Dropout(0.5), ")))
     assert "SS309" not in codes(report)
     assert [said for said in report.not_seen if said.startswith("SS309") and "random" in said]
@@ -241,16 +252,12 @@ PAIR = """\
 BY_HAND = "for p in model.parameters(): p.grad.clamp_(-0.01, 0.01)"
 
 
-@pytest.mark.parametrize(
-    ("now", "compared"),
-    [
-        (f"{OUT} + nn.functional.mse_loss(out, out.detach() + 1)\n", False),
-        (f"{OUT} + {PENALTY}\n", False),
-        (f"{LOSS}            loss = loss * 3\n", True),
-        (PAIR, False),
-    ],
-    ids=["a second loss", "a penalty", "a factor", "another number of the model"],
-)
+@pytest.mark.parametrize(("now", "compared"), [
+    (f"{OUT} + nn.functional.mse_loss(out, out.detach() + 1)\n", False),
+    (f"{OUT} + {PENALTY}\n", False),
+    (f"{LOSS}            loss = loss * 3\n", True),
+    (PAIR, False),
+], ids=["a second loss", "a penalty", "a factor", "another number of the model"])  # fmt: skip
 def test_a_loss_is_judged_only_where_its_own_gradient_can_be_made_again(now, compared, tmp_path):
     report = check(tmp_path, planted((LOSS, now)))
     assert report.findings == []
@@ -332,15 +339,11 @@ MASK = "labels = labels.where(torch.rand(len(labels)) < 0.3 + 0.6 * rank, -100)\
 MASK += "labels[0] = 0\n            "
 
 
-@pytest.mark.parametrize(
-    ("loss", "expected"),
-    [
-        ("loss_of(model(inputs), labels)", {"SS308"}),
-        (f"{SUM} / (labels >= 0).sum()", {"SS308"}),
-        (f"{SUM} * 2 / count", set()),
-    ],
-    ids=["ignored targets", "own sum", "joined sum"],
-)
+@pytest.mark.parametrize(("loss", "expected"), [
+    ("loss_of(model(inputs), labels)", {"SS308"}),
+    (f"{SUM} / (labels >= 0).sum()", {"SS308"}),
+    (f"{SUM} * 2 / count", set()),
+], ids=["ignored targets", "own sum", "joined sum"])  # fmt: skip
 def test_a_loss_over_each_ranks_own_tokens_is_found(loss, expected, tmp_path):
     count = "count = (labels >= 0).sum()\n            dist.all_reduce(count)\n            "
     text = planted(("loss = loss_of(model(inputs), labels)", MASK + count + "loss = " + loss))

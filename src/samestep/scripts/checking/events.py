@@ -7,7 +7,6 @@ Paths are real ones, relative to the project where they lie in it. A digest or a
 number that tells bits from others.
 """
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,13 +94,12 @@ class OfLoader(Event):  # what happens to a loader, or to several that look alik
     loader_id: int
 
 
-class OfSampler(OfLoader):
-    """What a loader's sampler says of itself, also one inside a batch sampler."""
-
+class OfSampler(OfLoader):  # what a loader's sampler says of itself, also one in a batch sampler
     sampler: str
     sampler_made: str
     direct: bool  # whether the user's own code made it
     distributed: bool
+    parts: int  # of how many it reads one
     set_epoch: int | None  # its epoch, if it knows epochs
     seed: int | None
     shuffle: bool | None
@@ -109,6 +107,9 @@ class OfSampler(OfLoader):
 
 class LoaderRead(OfSampler):  # a loader is read for the first time
     data: int | None  # what tells its data set from others; None if nothing does
+    views: list[int | None]  # the same of its tensors that are a part of others, and of those
+    own: int | None  # the same of the subset, if it is one
+    shard: str  # where one of its length was made by `shard`
     length: int | None
     base_length: int | None  # of the data set that subsets are made of
     batch_size: int | None
@@ -290,6 +291,8 @@ class GradientsUsed(Event):  # the gradients of an optimizer's step
     grown: float
     """What the script multiplied them by since the backward pass; 0 if it is not one number."""
     weights_grown: float | None = 1.0  # about what it multiplied weights by since the last step
+    against: float = 0.0  # the cosine of the last pass's part and what the pass at `leaked` left
+    leaked: str = ""
 
 
 class LossReach(Event):  # what the graph of one of the first losses ends in, and its value
@@ -303,6 +306,12 @@ class LossAverage(Event):  # what each summand of a loss counts for
     by: float  # the count that it is divided by
     other: float  # the product of its factors that are not counts
     count: float
+
+
+class LabelsElsewhere(Event):  # labels of a loss over gathered rows are not of the own rows
+    rows: int
+    first: int  # the first column that they point at
+    own: int  # the first column of the rank's own rows
 
 
 class GradientsClipped(Event):  # gradients were clipped
@@ -488,12 +497,3 @@ class WaitsForKill(Event):
 def events_path(folder: Path, rank: int) -> Path:
     """Return the path of a rank's events."""
     return folder / f"events-{rank}.jsonl"
-
-
-def encode(event: Event) -> bytes:
-    """Return an event as a line; what JSON does not know becomes its text."""
-    try:
-        return msgspec.json.encode(event) + b"\n"
-    except (TypeError, ValueError, OverflowError):
-        fields = {"kind": type(event).__name__} | msgspec.structs.asdict(event)
-        return json.dumps(fields, default=str).encode() + b"\n"

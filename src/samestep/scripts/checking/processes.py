@@ -38,6 +38,7 @@ from samestep.scripts.checking.watch import (
     evaluation,
     files,
     life,
+    losses,
     model,
     parity,
     resume,
@@ -47,7 +48,7 @@ from samestep.scripts.hooks import Hooks
 from samestep.scripts.probes import Around, Probe, ProbedCall, listening
 from samestep.scripts.running import Done
 
-_WATCHERS = (data, model, step, evaluation, files, life, parity)
+_WATCHERS = (data, model, step, losses, evaluation, files, life, parity)
 _RAN_OUT = (
     "The script ended at {where} with {error}. `check` had cut its epochs short, which may be why. "
     "What came before was judged."

@@ -1,17 +1,20 @@
 """Note what this rank does: events, each with the user's line and the step."""
 
 import functools
+import json
 import os
 import sys
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -21,13 +24,13 @@ from samestep.base.errors import is_users, raised_at, users_frame
 from samestep.base.trees import own_part, real_parts
 from samestep.launch.stall.pulse import Pulse
 from samestep.scripts.checking import events as ev
-from samestep.scripts.checking.events import encode, events_path
+from samestep.scripts.checking.events import events_path
 from samestep.scripts.checking.ranks_of_script import Job
 from samestep.scripts.checking.scratch import Scratch
 from samestep.scripts.hooks import Hooks
 
 _OWN = str(Path(samestep.__file__).parent) + os.sep
-_VALUES_OF_A_ROW = 1024
+_VALUES_OF_A_ROW, GATHERED_VALUES = 1024, 1 << 20
 _real_path = functools.cache(os.path.realpath)
 
 
@@ -47,6 +50,8 @@ class Recorder:
         self.quiet, self._watcher = 0, 0  # how deep watchers call PyTorch themselves; their thread
         self.is_cut = False  # whether an epoch ended earlier than its data
         self.is_ended = False  # whether the script was ended before its own end
+        self.gathered: deque[Tensor] = deque(maxlen=4)
+        """The last matrices that this rank has given to a gather."""
         self.at_end: list[Callable[[int], None]] = []
         """Called with the world size when the script has ended."""
 
@@ -59,12 +64,12 @@ class Recorder:
         event.step, event.epoch = self.hooks.steps, self.hooks.epochs
         event.evaluating = self.hooks.evaluating
         event.time = time.perf_counter() - self._began
-        os.write(self._file, encode(event))
+        os.write(self._file, _encode(event))
 
     def once(self, event: ev.Event) -> None:
         """Append an event of a line of the user's, if it is new."""
         where = self.where()
-        key = (where, encode(event))
+        key = (where, _encode(event))
         if where and key not in self._noted:
             self._noted.add(key)
             self.note(event, where=where)
@@ -113,6 +118,15 @@ class Recorder:
         # A relative path is another file in another folder.
         real = _real_path(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100 - bytes, too
         return self._scratch.real(real).removeprefix(self._scratch.home + os.sep)
+
+
+def _encode(event: ev.Event) -> bytes:
+    """Return an event as a line; what JSON does not know becomes its text."""
+    try:
+        return msgspec.json.encode(event) + b"\n"
+    except (TypeError, ValueError, OverflowError):
+        fields = {"kind": type(event).__name__} | msgspec.structs.asdict(event)
+        return json.dumps(fields, default=str).encode() + b"\n"
 
 
 def frames() -> Iterator[FrameType]:

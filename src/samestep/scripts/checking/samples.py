@@ -134,6 +134,20 @@ def fingerprint(dataset: Any) -> int | None:
     return digest if known else None
 
 
+def views_of(dataset: Any, length: int | None) -> list[int | None]:
+    """Return a number for its tensors that are a part of others, and one for those; [] for none.
+
+    Only for those with a row for each sample.
+    """
+    inside = getattr(dataset, "__dict__", {}).values()
+    values = [v for own in inside for v in (own[:4] if isinstance(own, list | tuple) else [own])]
+    rows = [v.detach() for v in values if type(v) is Tensor and v.ndim and len(v) == length]
+    plain = [v for v in rows if v.layout == torch.strided and not v.is_meta]
+    pairs = [(part, part.new_empty(0).set_(part.untyped_storage())) for part in plain]
+    parts = [(part, whole) for part, whole in pairs if whole.numel() > part.numel()]
+    return [fingerprint(list(side)) for side in zip(*parts, strict=True)]
+
+
 def random_states(dataset: Any) -> dict[str, tuple[int, int]]:
     """Return each source of random numbers: its whole state, and what drawing few leaves as it is.
 

@@ -23,6 +23,7 @@ from samestep.scripts.checking.readings import (
 )
 from samestep.scripts.checking.seen import RankSeen, Seen, why_apart
 
+_APART = 0.9  # of samples, at least, that no other rank reads
 _MUCH = 0.1  # of samples that differ in content
 
 
@@ -348,6 +349,46 @@ def ranks_shuffle_differently(seen: Seen) -> Iterator[Found | NotSeen]:
         same = len({order.seed for order in orders}) == 1
         where, what = (first.where, "epoch") if same else (first.sampler_made, "seed")
         yield Found(where or readings[0].made, text, f"Give the samplers of all ranks one {what}.")
+
+
+@rule("SS114")
+def cuts_what_is_a_part(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for samplers that read a part of what is a part already, and for two that cut."""
+    for readings in (*together(seen), *together(seen, trains=False)):
+        first, loaders = readings[0], [own.loader for own in readings]
+        orders = [own.orders[0] for own in readings if own.orders]
+        parts, ranks = min(loader.parts for loader in loaders), seen.world_size
+        if parts < ranks or len(orders) < ranks or not all(order.ended for order in orders):
+            continue
+        lengths, proof = [loader.length or 0 for loader in loaders], _cut_before(readings)
+        whole, read = sum(lengths), sum(order.count for order in orders)
+        if parts >= ranks**2:
+            whole, proof = min(lengths), "two samplers cut the data"
+        if proof and 4 * read <= 3 * whole:
+            text = f"{proof}, and in an epoch the ranks read {read} of {whole} samples: samplers "
+            text += f"take one of {parts} parts of each rank's data set"
+            remedy = "Cut once: leave out the sampler, or give it the whole data set on each rank."
+            where = loaders[0].sampler_made or first.made
+            yield Found(where, text, remedy, None if first.trains else "warning")
+        elif not proof and len({loader.data for loader in loaders} - {None}) == ranks:
+            text = f"each rank has a data set of its own, of which a sampler takes one of {parts} "
+            yield NotSeen(f"{text}parts: whether it is a part of one is not known")
+
+
+def _cut_before(readings: list[Reading]) -> str:
+    """Return what shows that the ranks' data sets are parts of one; empty if nothing does."""
+    loaders, ranks = [reading.loader for reading in readings], len(readings)
+    data, own = ({getattr(loader, name) for loader in loaders} for name in ("data", "own"))
+    views = [{*numbers} for numbers in zip(*(loader.views for loader in loaders), strict=False)]
+    orders = [{*reading.order} for reading in readings]
+    if len(data) == 1 and len(own) == ranks:  # unless they are the same in another order
+        apart = len(set.union(*orders)) > _APART * sum(map(len, orders))
+        return "each rank has a subset of its own" if apart else ""
+    if len(data) == ranks and [len(numbers) for numbers in views] == [ranks, 1]:
+        return "each rank has a part of one tensor"
+    if len(data) == ranks and all(loader.shard for loader in loaders):
+        return f"each rank has a `shard` ({loaders[0].shard})"
+    return ""
 
 
 @rule("SS602")

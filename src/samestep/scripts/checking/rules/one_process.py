@@ -14,6 +14,7 @@ from samestep.scripts.checking.seen import RankSeen, Seen
 
 _LEAST_STEPS = 2
 _FEW = 3  # steps
+_AGAINST = -0.5  # a cosine: losses that share a model may disagree now and then
 _LARGE = 0.1  # of the largest learning rate
 _LEFT_ON, _IN_A_ROW = 3, 2  # training steps; forward passes of an evaluation
 _SKIPS = 8  # in a row; a scaler's first guess may be wrong by some powers of 2
@@ -278,6 +279,21 @@ def never_zeroes_gradients(seen: Seen) -> Iterator[Found | NotSeen]:
         text += "before were still there when the backward pass began"
         remedy = f"+ {seen.optimizer_at(left[0].where)}.zero_grad()\n  {seen.line(backward)}"
         yield Found(backward, text, remedy)
+
+
+@rule("SS718", least_ranks=1)
+def mixes_gradients_of_losses(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for gradients of another optimizer's loss that point against those of the step's own."""
+    for optimizer, (_, steps) in _by_optimizer(seen).items():
+        mixed = [event for event in steps if event.against < _AGAINST]
+        if len(mixed) >= _FEW and 3 * len(mixed) >= 2 * (len(steps) - 1):
+            text = f"{len(mixed)} of {len(steps)} steps of {optimizer} are taken with what the "
+            text += "backward pass of another optimizer's loss had left, and that points against "
+            text += f"their own gradients (cosine {mixed[0].against:.2f})"
+            remedy = "Detach what the other loss is given of this model (`fake.detach()`), or "
+            remedy += "clear these gradients before the backward pass of their own loss."
+            origin = {"the step is taken": mixed[0].where}
+            yield Found(mixed[0].leaked, text, remedy, comes_from=origin)
 
 
 @rule("SS705", least_ranks=1)

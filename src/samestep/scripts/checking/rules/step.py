@@ -264,6 +264,20 @@ def casts_of_earlier_weights(seen: Seen) -> Iterator[Found | NotSeen]:
         yield Found(event.where, text, remedy)
 
 
+@rule("SS316")
+def labels_of_other_ranks(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for labels that count from the first rank's rows where all ranks' are gathered."""
+    for rank in seen.ranks:
+        if event := rank.first(ev.LabelsElsewhere):
+            last = event.first + event.rows - 1
+            text = f"rank {rank.rank}'s labels are the columns {event.first} to {last}, and the "
+            text += f"rows that it gave to the gather are columns {event.own} to "
+            text += f"{event.own + event.rows - 1}"
+            remedy = "Add the rank's place to the labels: `labels + rank * len(labels)`."
+            yield Found(event.where, text, remedy)
+            return
+
+
 @rule("SS313")
 def adds_up_again(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for an all-reduce between DDP's own and the step that multiplies by the world size."""

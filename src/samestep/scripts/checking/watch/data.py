@@ -6,6 +6,7 @@ Epochs are cut short: `job.steps` batches, then the last one; what lies between 
 
 import contextlib
 import itertools
+import math
 import random
 import time
 import weakref
@@ -21,7 +22,7 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader, DistributedSampler, dataloader, get_worker_info
 from torch.utils.data._utils import fetch
 
-from samestep.base.patches import patched
+from samestep.base.patches import Patch, patched, patched_when_imported
 from samestep.scripts import probes
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.recorder import Recorder
@@ -32,6 +33,7 @@ from samestep.scripts.checking.samples import (
     number_of,
     random_states,
     rows_of,
+    views_of,
 )
 from samestep.scripts.probes import Around, Probe, ProbedCall, listening
 
@@ -74,6 +76,7 @@ def watching(recorder: Recorder) -> Iterator[None]:
             (DataLoader, "__len__", loaders.around_length),
             (iterator, "__next__", loaders.around_next),
         ),
+        patched_when_imported({"datasets.arrow_dataset": loaders.of_hugging_face}),
     ):
         yield
 
@@ -112,6 +115,7 @@ class _Loaders:
         self._count = 0
         self._starting: list[_Turn] = []
         self._shuffled: dict[int, str] = {}  # where a loader was asked to shuffle a data set
+        self._shards: dict[int | None, str] = {}  # where one of a data set was asked for, by length
         self._permutations = 0  # calls of `torch.randperm`
         self._drawn: dict[tuple[str, str], _Drawn] = {}  # by source and line
 
@@ -171,6 +175,9 @@ class _Loaders:
             ev.LoaderRead(
                 loader_id=group.number,
                 data=None if iterable else fingerprint(base),
+                own=None if iterable else fingerprint(loader.dataset),
+                views=views_of(base, _length(base)),
+                shard=self._shards.get(length, ""),
                 length=length,
                 base_length=None if iterable else _length(base),
                 batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
@@ -182,6 +189,16 @@ class _Loaders:
                 **_sampler(loader),
             )
         )
+
+    def of_hugging_face(self, module: Any) -> list[Patch]:
+        """Return the patch that remembers where a data set was cut."""
+
+        def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            part = original(*args, **kwargs)
+            self._shards[_length(part)] = self._recorder.where()
+            return part
+
+        return [(module.Dataset, "shard", around)]
 
     def on_iterator_made(self, call: ProbedCall) -> Around:
         """Cut the order of a loader that reads in this process."""
@@ -383,6 +400,11 @@ def _sampler(loader: Any) -> dict[str, Any]:
         "sampler_made": where,
         "direct": direct,
         "distributed": isinstance(own, DistributedSampler) or hasattr(own, "num_replicas"),
+        # Accelerate's samplers take a part of the batches of another's.
+        "parts": math.prod(
+            getattr(s, "num_replicas", None) or getattr(s, "num_processes", None) or 1
+            for s in chain
+        ),
         "set_epoch": getattr(own, "epoch", None) if hasattr(own, "set_epoch") else None,
         "seed": getattr(own, "seed", None),
         "shuffle": getattr(own, "shuffle", None) or type(own).__name__ == "RandomSampler",

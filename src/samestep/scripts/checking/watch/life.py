@@ -18,7 +18,7 @@ from samestep.launch.ranks.launch import OPEN_MPI, PMI, TORCHRUN
 from samestep.launch.stall.collectives import watch_collectives
 from samestep.scripts import probes
 from samestep.scripts.checking import events as ev
-from samestep.scripts.checking.recorder import Recorder, frames
+from samestep.scripts.checking.recorder import GATHERED_VALUES, Recorder, frames
 from samestep.scripts.probes import Around, Probe, ProbedCall, listening
 
 _VARIABLES = frozenset(
@@ -110,6 +110,9 @@ class _Life:
         op = details.pop("op", None)
         may_differ = kind.startswith("all_to_all")
         gaps = (list(tensor.stride()) for tensor in tensors if _has_gaps(tensor))
+        if "gather" in kind and not self._recorder.quiet:
+            few = (t for t in tensors if t.is_floating_point() and t.numel() <= GATHERED_VALUES)
+            self._recorder.gathered.extend(tensor.detach().float() for tensor in few)
         self._recorder.note(
             ev.CollectiveCalled(
                 kind,

@@ -218,10 +218,14 @@ class _FirstStep:
 
 
 def _without_wrappers(module: nn.Module) -> nn.Module:
-    inner: Any = module
-    while "Parallel" in type(inner).__name__ and isinstance(inner.module, nn.Module):
-        inner = inner.module
-    return inner  # type: ignore[no-any-return]
+    """Return a model that exchanges nothing: when it is called again, the other ranks are gone."""
+    while True:
+        inside = getattr(module, "_forward_module", None)  # Fabric's
+        if "Parallel" in type(module).__name__:
+            inside = module.module
+        if not isinstance(inside, nn.Module):
+            return module
+        module = inside
 
 
 def _copied(tree: Any) -> Any:

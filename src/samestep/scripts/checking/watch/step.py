@@ -20,6 +20,7 @@ from samestep.scripts import probes
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.recorder import Recorder, checksum
 from samestep.scripts.checking.samples import some_of
+from samestep.scripts.checking.watch.losses import average_of
 from samestep.scripts.checking.watch.weights import print_of
 from samestep.scripts.hooks import loss_of, step_closure, tensors_of
 from samestep.scripts.probes import Around, Probe, ProbedCall, listening
@@ -44,17 +45,7 @@ _FIRST = 6  # backward passes of which the leaves are looked for
 _MOST = 60  # events of a kind whose numbers cost a look at tensors
 _CLIPS = 4  # of which the gradients are looked at
 _SAME = 1e-5
-_DEEPEST = 8  # factors of a loss
 _CASTS = ("cpu", "cuda")  # kinds of devices with autocast
-_LOSSES = (
-    "NllLoss",
-    "NllLoss2D",
-    "MseLoss",
-    "SmoothL1Loss",
-    "HuberLoss",
-    "BinaryCrossEntropy",
-    "BinaryCrossEntropyWithLogits",
-)
 
 
 @dataclass(eq=False)
@@ -84,6 +75,8 @@ class _Held:
     """The gradients of the sample as they were last remembered."""
     grown: float = 1.0
     """What the script has multiplied them by since the backward pass; 0 for anything else."""
+    against: tuple[float, str] = (0.0, "")
+    """The cosine of the last pass's part and what an older pass, of this line, had left."""
 
     def sums(self) -> list[int | None]:
         return [None if p.grad is None else checksum(p.grad) for p in self.sample]
@@ -109,6 +102,15 @@ class _Held:
         times = [float((n * g).sum() / g.square().sum()) for g, n in some]
         is_one = all(float((n - times[0] * g).norm()) <= _SAME * float(n.norm()) for g, n in some)
         self.grown *= times[0] if times and is_one else 0.0
+
+    def cosine(self) -> float:
+        """Return that of the gradients last remembered and what has been added since."""
+        now = ((g, _part_of(p.grad)) for g, p in zip(self.exchanged, self.sample, strict=False))
+        both = [(g, n - g) for g, n in now if g is not None and n is not None]
+        if not both:
+            return 0.0
+        old, new = (torch.cat([*map(torch.ravel, own)]).double() for own in zip(*both, strict=True))
+        return float(nn.functional.cosine_similarity(old, new, dim=0))
 
 
 def watching(recorder: Recorder) -> AbstractContextManager[None]:
@@ -148,7 +150,8 @@ class _Steps:
         self._unscaled: set[int] = set()
         self._passes: Counter[str] = Counter()
         """Where the backward passes since the last step of any optimizer began."""
-        self._taken = 0
+        self._taken = self._taken_at_pass = 0
+        self._last_pass = ""
         self._casts_dropped, self._casts_before = 0, -1
         """How often autocast has forgotten its casts of weights, and had at the last step."""
 
@@ -169,22 +172,22 @@ class _Steps:
         # optimizer keeps its gradients of a pass.
         anew = self._recorder.hooks.closure > 1
         with self._recorder.unwatched():
-            anew |= any(held.has_unused() for held in self._held.values())
+            unused = [held for held in self._held.values() if held.has_unused()]
+            anew |= bool(unused)
+            # Another optimizer has stepped meanwhile, and is done with the pass that made these.
+            left = unused if self._taken > self._taken_at_pass else []
             for held in self._held.values():
+                held.remember()
                 held.still_left &= held.is_left() or held.sums() == held.added_up
                 if held.cleared and (anew or held.weights != [*map(checksum, held.sample)]):
                     held.lost = None
             if self._first_times("reach", _FIRST):
-                leaves = list(leaves_of(loss))
-                reached = set(map(id, leaves))
-                self._scaled = self._scaled | reached if is_scaled else self._scaled - reached
-                parameters = sum(isinstance(leaf, nn.Parameter) for leaf in leaves)
-                plain = loss.numel() == 1 and loss.is_floating_point() and not loss.is_meta
-                value = float(loss) if plain and loss.isfinite() else None
-                events.append(ev.LossReach(value, leaves=len(leaves), parameters=parameters))
+                events.append(self._reach(loss, is_scaled=is_scaled))
             if (average := average_of(loss)) is not None and self._first_times("average", 200):
                 events.append(average)
             sums = [(held, held.sums()) for held in self._held.values() if is_scaled]
+        before, self._last_pass = self._last_pass, self._recorder.where()
+        self._taken_at_pass = self._taken
         for event in events:
             self._recorder.note(event)
         self._passes[self._recorder.where()] += 1
@@ -192,8 +195,10 @@ class _Steps:
             yield
         finally:
             with self._recorder.unwatched():
-                for held, before in sums:
-                    held.scale = self._scale if held.sums() != before else held.scale
+                for held, earlier in sums:
+                    held.scale = self._scale if held.sums() != earlier else held.scale
+                for held in left:
+                    held.against = held.cosine(), before
                 for held in self._held.values():
                     # Those that a pass does not add to are of tensors that no model has.
                     held.still_left &= not held.is_left()
@@ -202,6 +207,15 @@ class _Steps:
                     held.cleared, held.grown = "", 1.0
                     held.weights = [*map(checksum, held.sample)]
                     held.remember()
+
+    def _reach(self, loss: Tensor, *, is_scaled: bool) -> ev.LossReach:
+        leaves = list(leaves_of(loss))
+        reached = set(map(id, leaves))
+        self._scaled = self._scaled | reached if is_scaled else self._scaled - reached
+        parameters = sum(isinstance(leaf, nn.Parameter) for leaf in leaves)
+        plain = loss.numel() == 1 and loss.is_floating_point() and not loss.is_meta
+        value = float(loss) if plain and loss.isfinite() else None
+        return ev.LossReach(value, leaves=len(leaves), parameters=parameters)
 
     def on_zero_grad(self, _call: ProbedCall) -> Around:
         if self._recorder.quiet:
@@ -213,7 +227,7 @@ class _Steps:
         where = self._recorder.where()
         with self._recorder.unwatched():
             for held in (held for held in full if not any(held.sums())):
-                held.cleared, held.scale = where, 1.0
+                held.cleared, held.scale, held.against = where, 1.0, (0.0, "")
                 held.lost = (self._passes, self._passes.total(), where) if held in unused else None
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -266,6 +280,8 @@ class _Steps:
                 missing=missing,
                 grown=held.grown,
                 weights_grown=times,
+                against=held.against[0],
+                leaked=held.against[1],
             )
         )
 
@@ -279,6 +295,7 @@ class _Steps:
             if held.steps <= _MOST:
                 held.stepped = real_parts(some_of(held.largest)).clone()
         held.still_left, held.backwards, held.cleared, held.scale = True, 0, "", 1.0
+        held.against = 0.0, ""
         self._passes = Counter()
 
     # Clipping
@@ -425,50 +442,6 @@ def _part_of(gradient: Tensor | None) -> Tensor | None:
     """Return this rank's part of a gradient, None for a sparse one."""
     part = getattr(gradient, "to_local", lambda: gradient)()
     return part if part is not None and part.layout == torch.strided else None
-
-
-def average_of(loss: Tensor) -> ev.LossAverage | None:
-    """Return the weight of each summand of a loss by its graph; None if that does not show it."""
-    node: Any = loss.grad_fn
-    weight = by = other = 1.0
-    for _ in range(_DEEPEST):
-        name = type(node).__name__
-        if name not in ("DivBackward0", "MulBackward0"):
-            if (count := _count(node, name)) is None:
-                return None
-            return ev.LossAverage(weight / count, by=by * count, other=other, count=count)
-        factor = getattr(node, "_saved_other", None)
-        if not isinstance(factor, Tensor) or factor.numel() != 1:
-            return None
-        number = float(factor)
-        if not number or not math.isfinite(number):
-            return None
-        weight = weight / number if name == "DivBackward0" else weight * number
-        # A world size is an integer; a weight of a loss is a float.
-        if not number.is_integer() or (name[0] == "M" and factor.dtype == torch.float64):
-            other *= number
-        elif name == "DivBackward0":
-            by *= number
-        node = node.next_functions[0][0]
-    return None
-
-
-def _count(node: Any, name: str) -> float | None:
-    """Return over how many values a node takes the mean: 1 for a sum, None for another node."""
-    if name == "SumBackward0":
-        return 1.0
-    if name == "MeanBackward0":
-        return float(node._saved_self_sym_numel)  # noqa: SLF001 - there is no public place
-    reduction = getattr(node, "_saved_reduction", None)
-    if reduction not in (1, 2) or not name.removesuffix("Backward0").endswith(_LOSSES):
-        return None
-    if reduction == 2:
-        return 1.0
-    total = getattr(node, "_saved_total_weight", None)  # of targets that are not ignored
-    if total is None:
-        return float(node._saved_self.numel())  # noqa: SLF001 - as above
-    number = float(total)
-    return number if number and number.is_integer() else None  # else classes have weights
 
 
 def _total(scheduler: Any) -> int | None:
