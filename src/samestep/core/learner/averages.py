@@ -36,11 +36,12 @@ class Average:
         self._weights = parts_of_rank(self._named.values())
         self._kept = {name: _wide(p.detach()).clone() for name, p in self._named.items()}
         self._averages = parts_of_rank(self._kept.values())
+        self._widens = any(w is not _wide(w) for w in self._weights)
 
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights after a step."""
-        weights = [*map(_wide, self._weights)]
+        weights = [*map(_wide, self._weights)] if self._widens else self._weights
         torch._foreach_lerp_(self._averages, weights, 1.0 - self._decay)
 
     def state(self) -> dict[str, Tensor]:
