@@ -77,6 +77,8 @@ COPIES = unsampled(and_then("train_set.name = f'copy {rank}'"))
 BY_SUBSET = unsampled(subset("range(rank * 16, rank * 16 + 48)"))
 CUT_SUBSET = planted(subset("range(rank, 64, 2)"))
 CUT_SLICE = planted((TRAIN_SET, TRAIN_SET.replace("x[:64]", "x[rank:64:2]")))
+SHARD = "list(datasets.Dataset.from_dict({'n': range(64)}).shard(2, rank)['n'])"
+CUT_SHARD = planted(and_then(f"import datasets; train_set = TensorDataset(*train_set[{SHARD}])"))
 BY_SLICE = unsampled((TRAIN_SET, TRAIN_SET.replace("x[:64]", "x[rank * 16 : rank * 16 + 48]")))
 UNSHUFFLED = planted(("train_set, shuffle=True", "train_set, shuffle=False"))
 ALL_RANKS = planted(("first = dist.get_rank()", "first = 0"), base=STREAMED)
@@ -143,6 +145,7 @@ PLANTED = {
     "shares by slice": (BY_SLICE, "SS102", LOADER_LINE, "both read 32 of their 48"),
     "a sampler of a subset": (CUT_SUBSET, "SS114", "shuffle=True, seed=0", "read 32 of 64 samples"),
     "a sampler of a slice": (CUT_SLICE, "SS114", "shuffle=True, seed=0", "a part of one tensor"),
+    "a sampler of a shard": (CUT_SHARD, "SS114", "shuffle=True, seed=0", "rank has a `shard`"),
     "a seed for each step": (SEEDED_IN_STEPS, "SS717", "torch.manual_seed(rank)", "of torch"),
     "a sampler with one seed": (OWN_ORDER, "SS103", f"{LOOP}:", "in the same order"),
     "a seed for each epoch": (SEEDED_AGAIN, "SS103", f"{LOOP}:", "in the same order"),

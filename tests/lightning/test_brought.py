@@ -200,9 +200,11 @@ def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, str
         assert own.get("top") == own.get("object") == own.get("auroc")
 
 
-CALLBACK = """class Tells(L.Callback): pass
+CALLBACK = """import dataclasses
+Tells = dataclasses.make_dataclass("Tells", [], bases=(L.Callback,))
 def teller(name):
     def hook(_, trainer, module, **__):
+        name == "setup" and module.still.requires_grad_(False)
         seen = trainer.callback_metrics.get(VAL, torch.zeros(())).item(), module.ema.item()
         at = trainer.current_epoch, trainer.global_step
         trainer.sanity_checking or print("told", name, *at, *(f"{value:.4f}" for value in seen))
@@ -213,11 +215,11 @@ for name in ("setup train_start train_epoch_start validation_end train_epoch_end
 
 
 def test_a_callback_of_a_scripts_own_is_called_as_the_trainer_calls_it(tmp_path, capsys):
-    fit = FIT.replace("max_epochs=3", "max_epochs=4, check_val_every_n_epoch=2")
+    fit = FIT.replace("max_epochs=3", "max_epochs=4")
     for old, new in ("keep]", "keep, Tells()]"), ("bf16-mixed", "32"), ("/dataloader_idx_0", ""):
         fit = fit.replace(old, new)
     file = written(tmp_path, (" + m[VAL] + 0 * m[TOP]", ""), (RECIPE, CALLBACK + fit))
-    mine = train_here(file, *ALONE, "--run-dir", str(tmp_path / "run"))
+    mine = train_here(file, *ALONE, "--eval-every", "2epochs", "--run-dir", str(tmp_path / "run"))
     theirs, how = runpy.run_path(file), {"check_val_every_n_epoch": 2}
     capsys.readouterr()
     by_the_trainer(theirs, max_epochs=4, callbacks=[theirs["Tells"]()], **how)

@@ -218,6 +218,6 @@ def test_a_run_that_was_removed_is_not_made_anew(tmp_path):
         lambda: write_text(folder / "index.json", "{}"),
         lambda: write_text(folder.parent / "result.json", "{}"),
     ):
-        with pytest.raises(UserError, match=r"run was removed or renamed while .*start anew"):
+        with pytest.raises(UserError, match=r"run was removed or renamed while .*start again"):
             write()
     assert not [*tmp_path.iterdir()]

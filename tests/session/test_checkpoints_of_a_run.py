@@ -15,7 +15,7 @@ from samestep.base.errors import UserError
 from samestep.base.run import checkpoints
 from samestep.base.run.checkpoints import FORMAT
 from samestep.base.run.files import check_room
-from samestep.base.run.index import Retention
+from samestep.base.run.index import Retention, remove_unannounced
 from samestep.core.session.saver import Saver
 from samestep.core.session.session import Session, room_notes, state_bytes
 from samestep.core.training.stopping import Watch
@@ -149,9 +149,10 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint(opened, tmp_path, mo
 def test_an_old_one_that_cannot_be_deleted_is_told_once_and_tried_again(opened, tmp_path, capsys):
     session = opened()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("samestep.base.run.index.remove", lambda _: Path("/").unlink())
+        patch.setattr(Path, "unlink", lambda *_, **__: Path("/").read_text())
         for step in (10, 20, 30):
             save(session, step, metric=1 / step, keep=1)
+        remove_unannounced(tmp_path / "checkpoints", (), 0.0)  # as a resume does
     assert len([*(tmp_path / "checkpoints").glob("*.pt")]) == 3
     assert capsys.readouterr().err.count("samestep: ") == 1
     save(session, 40, metric=0.01, keep=1)

@@ -12,7 +12,7 @@ from samestep import read_records
 from samestep.core.learner.averages import Average
 from samestep.core.session.prediction import ask
 from samestep.core.session.trained_model import evaluate_run, open_checkpoint
-from samestep.core.training.snapshot import load_evaluated
+from samestep.core.training.snapshot import evaluated_weights, load_evaluated
 from tests import tiny
 from tests.command_line import read_json
 from tests.faults import Fault
@@ -67,7 +67,8 @@ def test_tied_weights_are_loaded_as_it_and_weights_in_bfloat16_move_it_in_float3
         average.update()
     expected = torch.lerp(model[0].weight.detach().float(), before, 0.999**3)
     torch.testing.assert_close(average.state()["0.weight"], expected)
-    load_evaluated(model, {"model": model.state_dict(), "ema": average.state()})
+    load_evaluated(model, state := {"model": model.state_dict(), "ema": average.state()})
+    assert evaluated_weights(state)["0.weight"].dtype == torch.bfloat16, "as a file has it"
     assert model[1].weight is model[0].weight
     assert torch.equal(model[1].weight, expected.to(torch.bfloat16))
 

@@ -251,8 +251,8 @@ def cannot_write(
     if not run.is_dir() and (run != path.parent or path.name == "result.json"):
         return UserError(
             f"{problem} {run} was removed or renamed while the run was open.",
-            remedy="If it was renamed, resume it by its new name. Else start anew; if this place "
-            "is cleaned up by itself, name a run directory elsewhere.",
+            remedy="If it was renamed, resume it by its new name. Otherwise start again; if "
+            "something cleans up this place, name a run directory elsewhere.",
         )
     if not path.parent.is_dir():
         return UserError(problem, remedy=f"{path.parent} is not a directory; {instead}.")

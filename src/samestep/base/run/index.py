@@ -6,6 +6,7 @@ leaves the index, and every file it names, as they were.
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import time
@@ -67,7 +68,8 @@ class Index:
     monitor: str = "accuracy"
     mode: str = "max"
     gone: tuple[str, ...] = ()
-    """Files that were deleted after this index was written, unless a kill came before."""
+    """Files that were deleted after this index was written, unless a kill came before, or a disk
+    refused it."""
 
     @property
     def last(self) -> Entry | None:
@@ -121,14 +123,19 @@ def announce(
     grown = index.add(replace(entry, time=now))
     retained = grown.prune(rules, spared, now)
     gone = {e.path for e in (*index.checkpoints, entry)} - {e.path for e in retained.checkpoints}
-    left = {name for name in index.gone if (folder / name).exists()}
+    left = {name for name in index.gone if is_left(folder, name)}
     gone |= left - {e.path for e in retained.checkpoints}
     retained = replace(retained, gone=tuple(sorted(gone)))
     write_text(folder / "index.json", index_text(retained))
     for name in retained.gone:
-        with contextlib.suppress(OSError):  # a disk that fails: the new one is whole all the same
-            remove(folder / name)
+        remove(folder / name)
     return retained
+
+
+def is_left(folder: Path, name: str) -> bool:
+    """Whether a checkpoint of ours that was deleted is still there."""
+    there = os.path.exists(folder / name)  # noqa: PTH110 - Path's raises on a disk that fails
+    return there and _OURS.fullmatch(name) is not None
 
 
 def index_text(index: Index) -> str:
@@ -171,8 +178,9 @@ def shards_of(name: str) -> str:
 
 
 def remove(file: Path) -> None:
-    """Delete a checkpoint file and the parts that belong to it."""
-    file.unlink(missing_ok=True)
+    """Delete a checkpoint file and the parts that belong to it, if the disk allows it."""
+    with contextlib.suppress(OSError):  # no reason to end a training
+        file.unlink(missing_ok=True)
     shutil.rmtree(file.with_suffix(".shards"), ignore_errors=True)
 
 

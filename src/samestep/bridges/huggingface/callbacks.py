@@ -94,8 +94,8 @@ def _check(callback: Any, own: Mapping[str, Callable[..., Any]]) -> None:
         except TypeError as error:
             given = listed(["args", "state", "control", *_CALLED[name]], 4)
             raise UserError(
-                f"{named}: {name} is called with {given}, and cannot be ({error}).",
-                remedy="Let it take these, and **kwargs.",
+                f"{named}: samestep calls {name} with {given}, which it does not accept ({error}).",
+                remedy="Let it accept these, and **kwargs.",
             ) from error
 
 

@@ -60,6 +60,7 @@ from samestep.bridges.lightning.own_hooks import (
     LOADERS,
     base_of,
     check_hooks,
+    check_validations,
     has_own,
     is_empty,
 )
@@ -250,10 +251,9 @@ class _Brought:
                 metric.set_dtype(torch.float64)
         vars(module).update(_trainer=self.trainer, log=log, all_gather=_all_gather)
         vars(self.trainer)["max_epochs"] = self.settings.get("epochs")
-        module.setup("fit")
+        self.trainer.set_up(module)
         module.configure_model()
-        if self.trainer.samples:  # before a training, not to load one
-            self.trainer.begin(module)
+        self.trainer.begin(module)
         keep_modes(module)
         self.trainer.built = weakref.ref(module)
         return module  # type: ignore[no-any-return]
@@ -436,13 +436,13 @@ class _Brought:
 
     def ended(self, module: Any, end: Any) -> dict[str, Any]:
         """Call `on_train_epoch_end`; return what it logs."""
-        names, every = self.names | self.trainer.ended, self.settings.get("eval_every_epochs", 1)
+        names = self.names | self.trainer.ended
         own = {names.get(n, n): torch.tensor(v) for n, v in end.metrics.items()}
         self.trainer.callback_metrics = own
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "The ``compute`` method of metric")  # of nothing
             try:
-                _, told = noted(self.trainer.end_epoch, module, end.epoch, end.step, every)
+                _, told = noted(self.trainer.end_epoch, module, end.epoch, end.step)
                 _, logged = noted(module.on_train_epoch_end)
             except UserWarning as warning:
                 raise UserError(
@@ -468,6 +468,7 @@ class _Brought:
             )
         check_rate(optimizer, settings, where)
         check_batch(self.trainer, settings, self.settings)
+        check_validations(self.trainer.hooks_of, settings)
         self.schedulers[optimizer] = scheduler
         self.trainer.steps_by(optimizer, scheduler)
         base = base_of(module, "LightningModule")

@@ -5,6 +5,7 @@ also over validations. samestep's training calls `train()` of the whole model af
 what is to stay in eval mode is kept with the module, by name: copies of a module have it, too.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 from samestep.base.errors import UserError, blame, defined_at, listed
@@ -13,17 +14,31 @@ from samestep.core.learner.after_epoch import keeps_trained
 _FIRST, _KEPT = "_samestep_first_in_eval", "_samestep_in_eval"
 
 
-def call(module: Any, name: str, *arguments: Any, of: Any = None, **named: Any) -> Any:
-    """Call a hook of a module, or of a callback, during a training; return what it returns.
+def call(module: Any, name: str, *arguments: Any) -> Any:
+    """Call a hook of a module during its training; return what it returns.
 
     Raises:
         UserError: it fails, or freezes parameters.
     """
-    hook = getattr(of or module, name)
-    subject = f"The {'LightningModule' if of is None else type(of).__name__}'s {name}"
-    with keeps_trained(module, subject, hook):
+    hook = getattr(module, name)
+    with keeps_trained(module, f"The LightningModule's {name}", hook):
         try:
-            return hook(*arguments, **named)
+            return hook(*arguments)
+        except Exception as error:
+            blame(f"The LightningModule's {name} failed", error, hook)
+
+
+def call_callback(callback: Any, name: str, trainer: Any, module: Any) -> None:
+    """Call a hook of a callback with what stands in for the Trainer, and the module.
+
+    Raises:
+        UserError: it fails, or freezes parameters as an epoch starts.
+    """
+    hook, subject = getattr(callback, name), f"{name} of the callback {type(callback).__name__}"
+    within = name == "on_train_epoch_start"
+    with keeps_trained(module, subject, hook) if within else nullcontext():
+        try:
+            hook(trainer, module, **({"stage": "fit"} if name == "setup" else {}))
         except Exception as error:
             blame(f"{subject} failed", error, hook)
 

@@ -1,10 +1,12 @@
 """Which hooks a LightningModule and its data may have: those that are called, and remedies."""
 
 import dis
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 from samestep.base.errors import UserError, defined_at, listed
+from samestep.base.settings import Settings
 from samestep.bridges.lightning.stand_in import AFTER_STEP, AFTER_VALIDATION, AT_START, BEFORE_STEP
 from samestep.bridges.lightning.whole import AT_END
 
@@ -56,10 +58,8 @@ def has_own(module: Any, base: type, name: str) -> bool:
     return own is not getattr(base, name, None)
 
 
-def hooks_of_callback(callback: Any, *, evaluates_within: bool) -> tuple[list[str], list[str]]:
+def hooks_of_callback(callback: Any) -> tuple[list[str], list[str]]:
     """Return which own hooks of a callback are called, and which are left out with a note.
-
-    `evaluates_within`: whether validations come within an epoch.
 
     Raises:
         UserError: it has others.
@@ -67,16 +67,28 @@ def hooks_of_callback(callback: Any, *, evaluates_within: bool) -> tuple[list[st
     kind, base = type(callback), base_of(callback, "Callback")
     hooks = [n for n in dir(base) if n.startswith("on_")]
     own = [n for n in (*hooks, "setup", *_MISSED - {*hooks}) if has_own(callback, base, n)]
-    called = OF_CALLBACKS - {*(AFTER_VALIDATION if evaluates_within else ())}
     missed = [n for n in own if n in _MISSED or n.startswith(_OF_OTHERS)]
-    if others := [n for n in own if n not in called and n not in missed]:
+    if others := [n for n in own if n not in OF_CALLBACKS and n not in missed]:
         raise UserError(
             f"The Trainer's callback {kind.__name__}{defined_at(kind)} has its own "
             f"{listed(others)}, which samestep does not call.",
             remedy="Move its code into hooks of the module, or leave it out. samestep calls these "
-            f"hooks of a callback: {listed(sorted(called), 9)}.",
+            f"hooks of a callback: {listed(sorted(OF_CALLBACKS), 9)}.",
         )
-    return [n for n in own if n in called], missed
+    return [n for n in own if n in OF_CALLBACKS], missed
+
+
+def check_validations(hooks_of: Iterable[tuple[Any, list[str]]], settings: Settings) -> None:
+    """Refuse callbacks' hooks after validations where these come within an epoch."""
+    for callback, hooks in hooks_of:
+        late = [name for name in hooks if name in AFTER_VALIDATION]
+        if late and settings.eval_every_steps:
+            raise UserError(
+                f"The callback {type(callback).__name__}{defined_at(type(callback))} has its own "
+                f"{listed(late)}, which samestep calls after the validation at the end of an "
+                f"epoch. This run validates every {settings.eval_every_steps} steps.",
+                remedy="Give --eval-every 1epoch, or leave the hook out.",
+            )
 
 
 def check_hooks(module: Any, base: type) -> None:

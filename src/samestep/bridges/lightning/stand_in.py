@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings
 from samestep.bridges.lightning.logged import gathering_nothing
-from samestep.bridges.lightning.module_hooks import call
+from samestep.bridges.lightning.module_hooks import call, call_callback
 from samestep.core.data.order import share
 
 BEFORE_STEP = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
@@ -36,7 +36,7 @@ _DECIDED |= {"limit_train_batches": 1.0, "limit_val_batches": 1.0}
 _PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp64": "64-true"}
 
 
-_NOT_PICKLED = ("of", "built", "last_taken", "callbacks", "hooks_of")
+_NOT_PICKLED = ("of", "built", "last_taken")
 
 
 class StandIn:
@@ -53,7 +53,7 @@ class StandIn:
         self.datamodule: Any = None
         self.logger: Any = DummyLogger()  # takes any call
         self.loggers, self.callbacks = [self.logger], list[Any]()
-        self.hooks_of: dict[Any, list[str]] = {}
+        self.hooks_of: list[tuple[Any, list[str]]] = []
         """A script's own callbacks, and which of their hooks are called."""
         self.progress_bar_callback = self.checkpoint_callback = self.early_stopping_callback = None
         self.callback_metrics: dict[str, Tensor] = {}
@@ -78,6 +78,7 @@ class StandIn:
         """
         own = vars(self)
         own.update(max_epochs=settings.epochs, max_steps=settings.max_steps or -1)
+        self.eval_every_epochs = settings.eval_every_epochs
         own.update(gradient_clip_val=settings.clip_norm, log_every_n_steps=settings.log_every)
         in_bf16 = settings.param_dtype == "bf16"
         self.precision = "bf16-true" if in_bf16 else _PRECISIONS[settings.precision]
@@ -123,22 +124,25 @@ class StandIn:
     def call_callbacks(self, module: Any, names: Collection[str]) -> None:
         """Call these hooks of the script's callbacks."""
         for name in names:
-            for callback, hooks in self.hooks_of.items():
+            for callback, hooks in self.hooks_of:
                 if name in hooks:
-                    more = {"stage": "fit"} if name == "setup" else {}
-                    call(module, name, self, module, of=callback, **more)
+                    call_callback(callback, name, self, module)
+
+    def set_up(self, module: Any) -> None:
+        """Call `setup` of the module, and before a training that of callbacks."""
+        self.call_callbacks(module, ("setup",) if self.samples else ())
+        module.setup("fit")
 
     def begin(self, module: Any) -> None:
-        """Call the hooks before a training, of callbacks and of the module."""
-        self.call_callbacks(module, ("setup",))
-        for name in AT_START:
+        """Call the hooks before a training, not where one is only loaded."""
+        for name in AT_START if self.samples else ():
             self.call_callbacks(module, (name,))
             getattr(module, name)()
 
-    def end_epoch(self, module: Any, epoch: int, step: int, every: int) -> None:
-        """Tell callbacks of the end of an epoch, from 1; validations come every `every` epochs."""
+    def end_epoch(self, module: Any, epoch: int, step: int) -> None:
+        """Tell callbacks of the end of an epoch, from 1, and of its validation."""
         self.current_epoch, self.global_step = epoch - 1, step
-        validated = bool(self.callback_metrics) and epoch % every == 0
+        validated = bool(self.callback_metrics) and epoch % self.eval_every_epochs == 0
         self.call_callbacks(module, (*AFTER_VALIDATION * validated, "on_train_epoch_end"))
 
     def _first_of(self, step: int) -> int:
@@ -169,7 +173,8 @@ class StandIn:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a loader's worker gets: all but the module and the data."""
-        return {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
+        kept = {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
+        return kept | {"callbacks": [], "hooks_of": []}
 
     def __deepcopy__(self, _memo: Any) -> "StandIn":
         return self
@@ -177,7 +182,7 @@ class StandIn:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _DECIDED:
             raise UserError(
-                f"The LightningModule sets its Trainer's {name}, which is a setting in samestep.",
+                f"A module or a callback sets its Trainer's {name}, a setting in samestep.",
                 remedy="Use --patience to stop early; page “Bring what you have” has the other "
                 "flags.",
             )
@@ -193,6 +198,6 @@ class StandIn:
         if name in _OF_RANK:
             return int(os.environ.get(_OF_RANK[name], "0"))
         raise AttributeError(
-            f"The LightningModule asks its Trainer for {name!r}, which samestep does not provide "
-            "here."
+            f"A module or a callback asks its Trainer for {name!r}, which samestep does not "
+            "provide here."
         )

@@ -218,14 +218,16 @@ def callbacks_of(given: Mapping[str, Any]) -> list[Any]:
     return [*callbacks] if isinstance(callbacks, Sequence) else [callbacks]
 
 
-def called_callbacks(given: Mapping[str, Any]) -> tuple[dict[Any, list[str]], list[str]]:
+def called_callbacks(given: Mapping[str, Any]) -> tuple[list[tuple[Any, list[str]]], list[str]]:
     """Return a script's own callbacks with the hooks that are called, and notes on the others."""
-    within, called, notes = given.get("val_check_interval") not in (None, 1.0), {}, []
+    called: list[tuple[Any, list[str]]] = []
+    notes: list[str] = []
     for callback in callbacks_of(given):
         kind = type(callback)
         if _is_lightnings(kind) or any(b.__name__ in _SHOWS for b in kind.__mro__):
             continue
-        called[callback], missed = hooks_of_callback(callback, evaluates_within=within)
+        hooks, missed = hooks_of_callback(callback)
+        called.append((callback, hooks))
         if missed:
             what = f"{kind.__name__}{defined_at(kind)} has its own {listed(missed)}"
             notes.append(f"The callback {what}: not called.")

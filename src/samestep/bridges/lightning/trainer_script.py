@@ -152,7 +152,7 @@ def _recipe_of(trainer: Any, bound: dict[str, Any], rest: tuple[str, ...]) -> Re
     notes, own = (*_notes(arguments, settings), *missed, *rest), brought.data
     stand_in = cast("Any", own).__self__.trainer
     stand_in.script = arguments | {"loaders_batch": size}
-    stand_in.hooks_of, stand_in.callbacks = callbacks, [*callbacks]
+    stand_in.hooks_of, stand_in.callbacks = callbacks, [callback for callback, _ in callbacks]
     stand_in.world_size, stand_in.num_nodes = ranks, arguments.get("num_nodes") or 1
     stand_in.num_devices = ranks // stand_in.num_nodes
 

@@ -15,7 +15,16 @@ from samestep.base.errors import UserError
 from samestep.base.run import checkpoints
 from samestep.base.run.files import THEN_RESUME, cannot_write, sync_path
 from samestep.base.run.host_copy import HostCopies
-from samestep.base.run.index import Entry, Index, Retention, announce, read_index, remove, shards_of
+from samestep.base.run.index import (
+    Entry,
+    Index,
+    Retention,
+    announce,
+    is_left,
+    read_index,
+    remove,
+    shards_of,
+)
 from samestep.base.run.records import Record
 from samestep.core.training.loop import checkpoint_name
 from samestep.core.training.stopping import Watch
@@ -155,10 +164,10 @@ class Saver:
 
     def _tell_undeleted(self) -> None:
         """Say once that checkpoints which are no longer kept are still on the disk."""
-        left = [name for name in self._index.gone if (self._folder / name).exists()]
+        left = [name for name in self._index.gone if is_left(self._folder, name)]
         if left and not self._told_undeleted:
             self._told_undeleted = True
-            more = "It is tried again after each checkpoint; check the disk and its permissions."
+            more = "samestep tries again after each checkpoint; check the disk and its permissions."
             say(self._world, f"warning: {self._folder / left[0]} could not be deleted. {more}")
 
     def _new_name(self, position: Position, *, sharded: bool) -> str:

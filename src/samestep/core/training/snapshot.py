@@ -247,7 +247,9 @@ def check_classes(state: dict[str, Any], classes: Sequence[str]) -> None:
 
 def evaluated_weights(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of the model that a checkpoint's evaluation used: averaged, if it was."""
-    return {**state["model"], **state.get("ema", {})}
+    model = state["model"]  # in whose types it was: averages are kept in float32 at least
+    averages = {n: a.to(model[n].dtype) for n, a in state.get("ema", {}).items() if n in model}
+    return {**model, **averages}
 
 
 def load_evaluated(model: torch.nn.Module, state: dict[str, Any]) -> None:

@@ -287,9 +287,9 @@ def mixes_gradients_of_losses(seen: Seen) -> Iterator[Found | NotSeen]:
     for optimizer, (_, steps) in _by_optimizer(seen).items():
         mixed = [event for event in steps if event.against < _AGAINST]
         if len(mixed) >= _FEW and 3 * len(mixed) >= 2 * (len(steps) - 1):
-            text = f"{len(mixed)} of {len(steps)} steps of {optimizer} are taken with what the "
-            text += "backward pass of another optimizer's loss had left, and that points against "
-            text += f"their own gradients (cosine {mixed[0].against:.2f})"
+            text = f"in {len(mixed)} of {len(steps)} steps of {optimizer}, the gradients that "
+            text += "another optimizer's loss left are added to the step's own, and point against "
+            text += f"them (cosine {mixed[0].against:.2f})"
             remedy = "Detach what the other loss is given of this model (`fake.detach()`), or "
             remedy += "clear these gradients before the backward pass of their own loss."
             origin = {"the step is taken": mixed[0].where}

@@ -24,6 +24,7 @@ _CROSS_ENTROPY = Probe((functional, "cross_entropy"))
 _FEWEST = 4  # rows that tell which they are
 _SAME = 0.999  # cosine of two rows: they may have been normalised, or rounded, in between
 _DEEPEST = 8  # factors of a loss
+_REORDERS = ("Roll", "Index", "Gather", "Flip", "Cat")  # columns: their labels are not its own
 _LOSSES = (
     "NllLoss",
     "NllLoss2D",
@@ -120,4 +121,5 @@ def _factors_of(logits: Tensor) -> Iterator[Tensor]:
                 pair = node._saved_self, node._saved_mat2  # noqa: SLF001 - there is no public place
                 left, right = (m[0] if m is not None and m.ndim == 3 else m for m in pair)
                 yield from filter(torch.is_tensor, (left, None if right is None else right.mT))
-        nodes = [following for node in nodes for following, _ in node.next_functions if following]
+        straight = (n for n in nodes if not type(n).__name__.startswith(_REORDERS))
+        nodes = [following for n in straight for following, _ in n.next_functions if following]

@@ -106,7 +106,8 @@ class _Held:
     def cosine(self) -> float:
         """Return that of the gradients last remembered and what has been added since."""
         now = ((g, _part_of(p.grad)) for g, p in zip(self.exchanged, self.sample, strict=False))
-        both = [(g, n - g) for g, n in now if g is not None and n is not None]
+        pairs = ((g, n) for g, n in now if g is not None and n is not None)
+        both = [(g, n - g) for g, n in pairs if g.shape == n.shape]
         if not both:
             return 0.0
         old, new = (torch.cat([*map(torch.ravel, own)]).double() for own in zip(*both, strict=True))
