@@ -46,7 +46,8 @@ def until_training(
     except SystemExit as error:
         raise UserError(
             f"{path}, run with {run_with}, called exit({error.code or ''}) before {call}.",
-            remedy=f"Give the script's own arguments after --: samestep train {path} -- …",
+            remedy="If it needs arguments of its own, give them after --: samestep train "
+            f"{path} -- …",
         ) from error
     finally:
         sys.argv, module.__name__ = arguments, name
