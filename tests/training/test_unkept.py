@@ -141,7 +141,7 @@ class Rows(list):
     assert ("or is drawn for all of them" in told) == (named == "")
     assert ("when it is asked again" in told) == bool(named)
     assert f"recipe's {named or ''}" in told or named is None
-    assert ("weighed by its samples" in told) == ("weight=" in fields)
+    assert ("is not the mean of" in told) == ("weight=" in fields)
 
 
 class Buffers(nn.Module):
