@@ -92,8 +92,10 @@ def _on_cross_entropy(recorder: Recorder, call: ProbedCall) -> None:
         return
     with recorder.unwatched():
         rows, columns = logits.shape
-        first = int(labels[0]) if rows >= _FEWEST else 1
-        counted = torch.arange(first, first + rows, device=labels.device)
+        if rows < _FEWEST:
+            return
+        first = int(labels[0])
+        counted = torch.arange(first, first + rows, dtype=labels.dtype, device=labels.device)
         if first % rows or not torch.equal(labels, counted):
             return
         whole = (matrix for matrix in _factors_of(logits) if len(matrix) == columns)
