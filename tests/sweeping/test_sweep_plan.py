@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,14 @@ def test_a_folder_keeps_one_sweep_of_one_recipe(tmp_path):
     with pytest.raises(UserError, match="edited"):
         sweep(tmp_path, recipe=str(recipe)).begin()
     assert (one.folder / "sweep.json").read_text() == kept
+    recipe.write_text("import part\n")
+    files = tmp_path / "part.py", tmp_path / "base.toml"
+    more = {"recipe": str(recipe), "flags": ("--config", str(files[1]))}
+    for file in (None, *files):  # what a recipe imports, and --config
+        for each in files:
+            each.write_text("a = 2\n" if each == file else "a = 1\n")
+        with pytest.raises(UserError, match=f"{file.name} .* edited") if file else nullcontext():
+            sweep(tmp_path / "others", **more).begin()
 
 
 @pytest.mark.parametrize(
