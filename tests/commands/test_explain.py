@@ -125,6 +125,10 @@ def test_streams_have_no_length_and_what_differs_by_ranks_is_found(tmp_path, exp
     assert "at most 7 steps" in shown(recipe, "--max-steps", 7)
     plain = explained(tiny.write_recipe(tmp_path))["drawn"]
     assert (plain["batch_norms"], plain["draws"]) == ([], {})
+    one, two = "(x[n:n + 37], y[n:n + 37])", "(x[n:n + 10], y[n:n + 10])"  # each is shared out
+    several = tiny.RECIPE.replace(one, f'{{"a": {two}, "b": {two.replace("10", "11")}}}')
+    told = explained(tiny.write_recipe(tmp_path, several), "--nproc", 3)
+    assert told["evaluations"]["share"] == [6, 8]
     text = (RANDOM + tiny.RECIPE).replace("model=model", "model=noisy")
     recipe = tiny.write_recipe(tmp_path, text)
     drawn = explained(recipe)["drawn"]

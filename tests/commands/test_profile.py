@@ -54,6 +54,7 @@ def test_the_phases_of_a_profile_add_up_and_every_rank_leaves_a_whole_trace(of_t
     found = read_json(out / "profile.json")
     measured = found["measured"]
     assert len(measured["ranks"]) == 2
+    assert measured["samples"] == pytest.approx(131 / 11)  # the last batch is smaller
     for rank in measured["ranks"]:
         assert sum(rank["phases"].values()) == pytest.approx(measured["wall"], rel=0.1)
         assert rank["phases"]["forward"] >= 0.003

@@ -159,13 +159,6 @@ def test_a_mistake_ends_with_exit_code_2(arguments, named, tmp_path, modules, mo
     assert named in capsys.readouterr().err.splitlines()[-1]
 
 
-IN_SALLOC = """
-    SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=4
-    SLURM_NTASKS_PER_NODE=8 SLURM_JOB_NAME=interactive
-"""
-IN_SRUN = "TORCHELASTIC_RUN_ID=1 WORLD_SIZE=6 LOCAL_WORLD_SIZE=2 SLURM_STEP_NUM_TASKS=3"
-
-
 @pytest.mark.xdist_group("trackers")
 def test_without_a_key_comet_writes_offline_what_is_printed(on_two):
     folder, printed = on_two

@@ -151,6 +151,13 @@ def test_a_shell_in_an_allocation_is_one_process_and_says_so(name):
         assert word in launch.note
 
 
+@pytest.mark.parametrize("others", [STEP, OPEN_MPI])
+def test_a_single_rank_of_torchrun_is_told_if_others_were_started_with_it(others):
+    note = detect_launch(others | TORCHRUN | ALONE).note
+    assert "trains by itself" in note
+    assert detect_launch(ONE_TASK | OPEN_MPI_ALONE | TORCHRUN | ALONE).note is None
+
+
 @given(job=st.integers(1, 2**31), steps=st.sets(st.integers(0, 5000), min_size=2, max_size=5))
 def test_steps_of_one_job_listen_at_different_ports(job, steps):
     numbers = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for step in steps]

@@ -8,6 +8,7 @@ import pytest
 from samestep.base.errors import UserError
 from samestep.base.run.code_copy import copy_code, find_code
 from samestep.show.reporting import curves
+from samestep.show.reporting.charts import phases_chart
 from samestep.show.reporting.collect import collect
 from samestep.show.reporting.comparison import (
     CodeChange,
@@ -18,17 +19,20 @@ from samestep.show.reporting.comparison import (
 from samestep.show.reporting.comparison_text import as_table, lines
 from samestep.show.reporting.page import render
 from samestep.show.reporting.run_data import read_run
+from samestep.show.reporting.run_sections import rank_by_rank
 from tests.reporting.made_runs import change, change_start, write_run
 
 
 def test_differences_are_named_as_far_as_known_and_marked_if_they_decide(tmp_path):
-    one = write_run(tmp_path / "one", seed=1, num_workers=0, hidden=[8, 8])
-    other = write_run(tmp_path / "other", seed=2, num_workers=4, hidden=[8, 16], clip_norm=1.0)
+    settings = {"num_workers": 4, "hidden": [8, 16], "scale": 0.12345681}  # to the last digit
+    one = write_run(tmp_path / "one", seed=1, num_workers=0, hidden=[8, 8], scale=0.12345678)
+    other = write_run(tmp_path / "other", seed=2, clip_norm=1.0, **settings)
     found = {d.name: (d.values, d.decides) for d in compare_runs([one, other]).differences}
     assert found == {
         "seed": (("1", "2"), True),
         "num_workers": (("0", "4"), False),
         "hidden": (("8 8", "8 16"), True),
+        "scale": (("0.12345678", "0.12345681"), True),
         "clip_norm": (("–", "1"), True),
     }
     one, other = write_run(tmp_path / "known", seed=1), write_run(tmp_path / "without", ranks=2)
@@ -140,6 +144,24 @@ def test_throughput_leaves_the_first_epoch_out_unless_there_is_no_other(tmp_path
     assert speed.basis == "steps 1–4"
     assert speed.samples_per_s == pytest.approx(10 / 1.5)
     assert curves.phases(read_run(run)) is None
+
+
+def test_an_epoch_that_a_run_stopped_within_counts_once_and_ranks_from_the_resume_on(tmp_path):
+    def stopped(records):
+        """Stop after step 9, half of the second epoch, by --max-steps; then resume."""
+        for record in (r for r in records if r["event"] == "epoch"):
+            record["ranks"] = {"compute": [0.9 if record["epoch"] == 2 else 1.8] * 2}
+        part = next(n for n, r in enumerate(records) if r.get("step") == 9) + 1
+        half = {"step": 9, "samples": 30, "train_seconds": 1.5, "phases": {"forward": 0.45}}
+        before = records[part + 3] | half, {"event": "resume", "step": 9, "checkpoint": "x.pt"}
+        return [*records[:part], *before, *records[part:]]
+
+    run, whole = (read_run(write_run(tmp_path / name, ranks=2)) for name in ("run", "whole"))
+    run = read_run(change(run.path, stopped))
+    assert curves.throughput(run) == curves.throughput(whole)
+    assert curves.phases(run) == curves.phases(whole)
+    assert phases_chart(run, 0) == phases_chart(whole, 0)
+    assert "300 ms" in rank_by_rank(run).verdict
 
 
 def test_flops_and_mfu_are_means_over_the_seconds_and_memory_is_the_most(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -55,20 +56,20 @@ def test_the_points_are_the_grid_or_a_sample_of_it(tmp_path_factory, axes, sampl
     assert [point for point in grid if point in points] == points
 
 
-def test_a_folder_keeps_one_sweep_of_one_recipe(tmp_path):
-    recipe = tmp_path / "mine.py"
-    recipe.write_text("recipe = 1\n")
-    one = sweep(tmp_path, recipe=str(recipe))
-    for _ in range(2):
-        one.begin()
-    kept = (one.folder / "sweep.json").read_text()
+def test_a_folder_keeps_one_sweep_of_one_recipe_with_what_it_imports_and_its_config(tmp_path):
+    files = [tmp_path / name for name in ("mine.py", "part.py", "base.toml")]
+    more = {"recipe": str(files[0]), "flags": ("--config", str(files[2]))}
+    for edited in (None, None, *files):
+        for file in files:
+            file.write_text(f"import part\na = {1 + (file == edited)}\n")
+        is_refused = pytest.raises(UserError, match=f"{edited.name} .* edited") if edited else None
+        with is_refused or nullcontext():
+            sweep(tmp_path, **more).begin()
+    kept = (tmp_path / "sweep" / "sweep.json").read_text()
     assert [*json.loads(kept)["points"]] == ["lr=1", "lr=2"]
     with pytest.raises(UserError):
-        sweep(tmp_path, recipe=str(recipe), axes={"lr": ("1", "3")}).begin()
-    recipe.write_text("recipe = 2\n")
-    with pytest.raises(UserError, match="edited"):
-        sweep(tmp_path, recipe=str(recipe)).begin()
-    assert (one.folder / "sweep.json").read_text() == kept
+        sweep(tmp_path, **more, axes={"lr": ("1", "3")}).begin()
+    assert (tmp_path / "sweep" / "sweep.json").read_text() == kept
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ def as_typed(value: object) -> str:
     if isinstance(value, tuple | list):
         return " ".join(map(as_typed, value))
     if isinstance(value, float):
-        return f"{value:g}"
+        text = f"{value:g}"
+        return text if float(text) == value else repr(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -123,7 +123,8 @@ def mean_of(value: Any, samples: int) -> float:
     if isinstance(value, Tensor) and value.dtype == torch.float64:
         return float(value)
     total = float(value) * samples
-    return round(total) / samples if abs(total - round(total)) < samples * 2**-22 else float(value)
+    rounded = round(total)  # 0 of a small value that is no count
+    return rounded / samples if abs(total - rounded) < abs(rounded) * 2**-22 else float(value)
 
 
 def plain_name(name: str, nth: int | None = None) -> str:

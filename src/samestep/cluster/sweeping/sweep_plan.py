@@ -19,6 +19,7 @@ from typing import Any
 from samestep.base.errors import UserError, what_to_install
 from samestep.base.run.directory import SWEEP, is_run
 from samestep.base.run.files import read_object, shown_path, write_object
+from samestep.base.run.user_modules import UserModules, modules_of
 
 LOGS = ".logs"  # in the sweep's folder: what each training printed
 _FORMAT = 1
@@ -134,7 +135,8 @@ class SweepPlan:
         return {
             "format": _FORMAT,
             "recipe": self.recipe,
-            "recipe_sha256": file and hashlib.sha256(file.read_bytes()).hexdigest(),
+            "recipe_sha256": file and _sha256(file),
+            "files_sha256": {str(other): _sha256(other) for other in self._other_files()},
             "flags": [*self.flags],
             "axes": {flag: [*values] for flag, values in self.axes.items()},
             "sample": self.sample,
@@ -143,25 +145,41 @@ class SweepPlan:
             "points": {name: dict(point) for name, point in self.points.items()},
         }
 
+    def _other_files(self) -> Iterator[Path]:
+        """Yield what decides besides the recipe: files of --config, modules that it imports."""
+        configs = [path for flag, path in itertools.pairwise(self.flags) if flag == "--config"]
+        yield from filter(Path.is_file, map(Path, (*configs, *self.axes.get("config", ()))))
+        if self.recipe.endswith(".py"):
+            yield from modules_of(Path(self.recipe), UserModules()).files.values()
+
     def begin(self) -> None:
         """Write sweep.json, or find that it says the same already."""
         wanted, file = self.as_json(), self.folder / SWEEP
         if is_run(self.folder):
             raise UserError(f"{self.folder} is a run. Name another folder with --run-dir.")
         before = read_object(file)
-        if not before:
+        if before:
+            before.setdefault("files_sha256", wanted["files_sha256"])  # older ones do not tell
+        else:
             (self.folder / LOGS).mkdir(parents=True, exist_ok=True)
             write_object(file, wanted)
-        elif before != wanted:  # keys may be left out, such as script_args
+        if before and before != wanted:  # keys may be left out, such as script_args
             differs = [key for key in {**wanted, **before} if before.get(key) != wanted.get(key)]
             difference = f"({differs[0]!r} is not the same)"
-            if differs == ["recipe_sha256"]:
-                difference = f"with {shown_path(Path(self.recipe))} as it was before it was edited"
+            if {*differs} <= {"recipe_sha256", "files_sha256"}:
+                was, now = before["files_sha256"], wanted["files_sha256"]
+                others = (name for name in {**now, **was} if was.get(name) != now.get(name))
+                edited = self.recipe if differs[0] == "recipe_sha256" else next(others)
+                difference = f"with {shown_path(Path(edited))} as it was before it was edited"
             raise UserError(
                 f"{shown_path(file)} is of another sweep {difference}. Name another folder with "
                 "--run-dir, or repeat the command that began this one.",
                 flags=["run_dir"],
             )
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def num_points(axes: Mapping[str, Sequence[str]], sample: int | None = None) -> int:

@@ -124,11 +124,27 @@ def _torchrun(environment: Environment) -> Launch | None:
             "one process on each node); or, under srun or mpirun, unset RANK and WORLD_SIZE."
         )
     launch = _read_ranks(environment, "torchrun", TORCHRUN)
+    if launch.world_size == 1:
+        launch = replace(launch, note=_alone_among_others(environment))
     if not environment.get("GROUP_RANK") or not environment.get("GROUP_WORLD_SIZE"):
         return _with_master(environment, _fill_nodes_in_turn(launch))
     num_nodes = _number(environment, "GROUP_WORLD_SIZE", at_least=1)
     node = _number(environment, "GROUP_RANK", at_most=num_nodes - 1)
     return _with_master(environment, replace(launch, node=node, num_nodes=num_nodes))
+
+
+def _alone_among_others(environment: Environment) -> str | None:
+    """Return a note if one process is named, and srun or mpirun has started it with others."""
+    names = ("SLURM_STEP_NUM_TASKS", OPEN_MPI[1], PMI[1])
+    counts = ((name, environment.get(name, "")) for name in names)
+    name, count = next(((n, c) for n, c in counts if c.isdecimal() and int(c) > 1), ("", ""))
+    if not count:
+        return None
+    return (
+        f"WORLD_SIZE=1, though {name}={count}: each of these {count} processes trains by itself. "
+        "To train together, unset RANK and WORLD_SIZE; or, if torchrun has set them, give it "
+        "--nnodes and --rdzv-endpoint."
+    )
 
 
 def _mpi(environment: Environment) -> Launch | None:

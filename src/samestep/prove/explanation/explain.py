@@ -268,12 +268,14 @@ def _by_strategy(
 
 def _evaluations(settings: Settings, plan: Plan, built: Built) -> Evaluations:
     work, watch = built.work, built.state.watch
-    num_samples = sum(source.num_samples for source in work.sources()[1:])
+    sizes = [source.num_samples for source in work.sources()[1:]]
+    shares = [schedule.evaluation_shares(size, work.world) for size in sizes if size]
+    fewest, most = (sum(counts) for counts in zip((0, 0), *shares, strict=True))
     return Evaluations(
         has_validation=work.validation is not None,
-        num_samples=num_samples or None,
+        num_samples=sum(sizes) or None,
         batch_size=evaluation_batch(settings, plan.evaluated_at_once),
-        share=schedule.evaluation_shares(num_samples, work.world) if num_samples else None,
+        share=(fewest, most) if shares else None,
         monitor=watch.metric,
         mode=watch.mode,
         has_test=built.splits.test is not None,

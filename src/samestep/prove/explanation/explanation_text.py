@@ -389,7 +389,9 @@ def _evaluation(explained: Explanation) -> Rows:
             samples = count(evaluations.num_samples, "sample")
         if evaluations.share is not None and explained.world.num_parts > 1:
             of = "virtual rank" if explained.plan.virtual_ranks else "rank"
-            share = f", {' or '.join(map(str, sorted({*evaluations.share})))} per {of}"
+            fewest, most = evaluations.share
+            between = "or" if most == fewest + 1 else "to"  # several sets are shared out each
+            share = f", {fewest}{f' {between} {most}' if most > fewest else ''} per {of}"
         yield "on", f"{samples}{share}, {evaluations.batch_size} per forward; each counts once"
         better = "lowest" if evaluations.mode == "min" else "highest"
         yield "the best", f"is the one with the {better} {evaluations.monitor}"

@@ -120,12 +120,13 @@ def measure(
     span, mine, stopped = _run_stages(work, state, path, extent, received)
     cores = usable_cores()
     between, plan = _steps_between(work), work.plan
-    mean = plan.num_samples // plan.steps_per_epoch
+    # The last batch of an epoch may be much smaller than the others.
+    mean = plan.global_batch_size if plan.is_stream else plan.num_samples / plan.steps_per_epoch
     return MeasuredSteps(
         ranks=tuple(world.gather(mine)),
         steps=span.steps,
         wall=span.seconds / span.steps,
-        samples=plan.global_batch_size if plan.by_tokens is None else mean,
+        samples=min(plan.global_batch_size, mean),  # fewer than the mean with --drop-last
         # After a stop signal there may be no time left.
         evaluation=0.0 if stopped else _evaluation_seconds(work) / between["evaluation"],
         checkpoint=0.0

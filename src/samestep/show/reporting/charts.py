@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from samestep.base.run.records import IN_ORDER, Record, metric_values
 from samestep.base.table import Table
 from samestep.base.words import number
+from samestep.show.reporting.curves import epochs_of
 from samestep.show.reporting.run_data import RunData
 
 MOST_POINTS = 2000  # points of a curve: more than a chart has pixels
@@ -310,16 +311,12 @@ def _ident(key: str, suffix: str, taken: Collection[str]) -> str:
 
 def phases_chart(run: RunData, place: int, suffix: str = "") -> Chart | None:
     """Return the milliseconds of a step in each phase, epoch by epoch, or None if not recorded."""
-    marks, rows, before = [0.0], [], 0
-    epochs = [r for r in run.of("epoch") if isinstance(r.get("phases"), dict)]
+    epochs = [r for r in epochs_of(run) if isinstance(r.get("phases"), dict)]
     names = [name for name in IN_ORDER if any(r["phases"].get(name) for r in epochs)]
-    for record in epochs:
-        if (steps := record["step"] - before) > 0:
-            rows.append([1000 * record["phases"].get(name, 0.0) / steps for name in names])
-            marks.append(float(record["step"]))
-            before = record["step"]
-    if not rows or not names:
+    if not names:
         return None
+    rows = [[1000 * r["phases"].get(n, 0.0) / r["num_steps"] for n in names] for r in epochs]
+    marks = [0.0, *(float(record["step"]) for record in epochs)]
     means, last = grouped_means(np.array(rows))
     x = (0.0, *(_short_float(marks[at + 1]) for at in last.tolist()))
     curves = []

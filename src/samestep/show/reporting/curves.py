@@ -185,14 +185,22 @@ class Goal:
     """With the evaluations, checkpoints and compiling until then, if the records tell."""
 
 
-def measured_epochs(run: RunData) -> list[Record]:
-    """Return the epochs to measure by, each with its `num_steps`: all but the first, if it can."""
+def epochs_of(run: RunData) -> list[Record]:
+    """Return the `epoch` records, each with its `num_steps`: the last of each epoch.
+
+    Of an epoch that a run stopped within there is one more, and the last one counts all of it.
+    """
     epochs, before = [], 0
-    for record in run.of("epoch"):
-        steps = record["step"] - before
-        if steps > 0 and record["train_seconds"] > 0:
+    for record in {record["epoch"]: record for record in run.of("epoch")}.values():
+        if (steps := record["step"] - before) > 0:
             epochs.append({**record, "num_steps": steps})
             before = record["step"]
+    return epochs
+
+
+def measured_epochs(run: RunData) -> list[Record]:
+    """Return the epochs to measure by: all but the first, if it can."""
+    epochs = [record for record in epochs_of(run) if record["train_seconds"] > 0]
     return epochs[1:] if len(epochs) > 1 else epochs
 
 

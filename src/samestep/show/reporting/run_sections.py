@@ -96,7 +96,11 @@ def rank_by_rank(run: RunData) -> RankByRank | None:
     epochs = [r for r in measured_epochs(run) if _has_columns(r.get("ranks"), size)]
     if not epochs or size < 2:
         return None
-    steps = sum(r["num_steps"] for r in epochs)
+    # Each rank counts its seconds since the start of the epoch, or since a resume within it.
+    begun = [r["step"] for r in run.of("resume")]
+    steps = sum(
+        min([r["num_steps"], *(r["step"] - s for s in begun if s < r["step"])]) for r in epochs
+    )
     names = list(epochs[0]["ranks"])
     none = [0.0] * size
     ms = [
