@@ -4,6 +4,7 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from samestep.base.errors import UserError
 from samestep.base.run.records import read_records
 from samestep.base.settings import Settings
 from samestep.core.session.notes import asks_for_ranks
-from samestep.launch.ranks.keeper import elastic_of
+from samestep.launch.ranks import keeper
+from samestep.launch.ranks.keeper import Elastic, Keeper, elastic_of
+from samestep.launch.ranks.regroup import Keys
 from tests.command_line import typed
 
 # A rank of it kills itself where DEATHS says so: member → place and step.
@@ -213,3 +216,17 @@ def test_flags_without_it_are_refused_and_data_that_asks_for_ranks_is_told():
 
     assert asks_for_ranks(of_a_rank).startswith("get_rank, WORLD_SIZE (test_elastic.py:")
     assert not asks_for_ranks(undisturbed)
+
+
+def test_a_clock_that_is_set_back_lets_no_group_wait(tmp_path, monkeypatch):
+    wall, passed = [1e9], [0.0]
+    clock = SimpleNamespace(time=lambda: wall[0], monotonic=lambda: passed[0])
+    monkeypatch.setattr(keeper, "time", clock)
+    kept = Keeper([], tmp_path, Elastic(most=2), None, lambda: None)
+    kept.store = dist.HashStore()
+    kept.store.set(Keys(0).lost, "1")
+    kept._answer()
+    wall[0], passed[0] = 1e6, 10.0
+    kept._answer()
+    assert kept.group.number == 1
+    assert kept.group.began == 1e6 - 10
