@@ -2,7 +2,6 @@
 same on any number of ranks, resumed, and learning.
 """
 
-import json
 import re
 import runpy
 import signal
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from samestep import read_records
-from samestep.prove.verification import causes
 from samestep.shell.cli import main
 from tests import tiny
 from tests.faults import Fault
@@ -21,13 +19,7 @@ from tests.loops import scripts
 from tests.loops.same import account
 from tests.loops.scripts import EXAMPLES, run
 from tests.needs import needs
-from tests.verification.forked import (
-    assert_nothing_to_accept,
-    check,
-    differing,
-    verified,
-    verified_loop,
-)
+from tests.verification.forked import assert_nothing_to_accept, check, verified, verified_loop
 
 BY_TASK = EXAMPLES / "by_task"
 RECIPES = {
@@ -179,42 +171,6 @@ def test_verify_finds_the_same_training_and_nothing_to_accept(name, tmp_path):
     found = verified(recipe, *SMALL[name], folder=ranks, lightning=lightning)
     assert_nothing_to_accept(found, "2 ranks")
     assert check(found, "lightning").status == ("same" if lightning else "skipped")
-
-
-@pytest.mark.slow
-def test_verify_points_to_loss_terms_where_a_mean_over_words_lacks_them(tmp_path):
-    text = (EXAMPLES / "padded_text.py").read_text()
-    recipe = tmp_path / "without_terms.py"
-    recipe.write_text(text.replace("    loss_terms=", "    # loss_terms="))
-    found = verified(recipe, *SMALL["padded_text"], folder=tmp_path / "ranks")
-    assert not found.same
-    assert differing(found)["2 ranks"] == causes.NOT_A_MEAN.name
-    assert "loss_terms" in check(found, "loss").cause.advice
-
-
-@pytest.mark.slow
-def test_the_gpt_beats_a_model_that_counts_pairs_of_characters(tmp_path):
-    run = tmp_path / "run"
-    flags = ("--max-steps", "60", "--seed", "0", "--threads", "1")
-    tiny.trained(EXAMPLES / "char_gpt.py", run, *flags)
-    records = list(read_records(run))
-    (note,) = next(r["notes"] for r in records if r["event"] == "start")
-    bigram = float(re.search(r"(\d+\.\d+)\.$", note).group(1))
-    (evaluated,) = (r["loss"] for r in records if r["event"] == "evaluation")
-    assert 0.5 < evaluated < bigram < 1.5, "made-up sentences have some entropy"
-
-
-@pytest.mark.slow
-def test_the_hugging_face_model_learns_what_not_means(tmp_path, capsys):
-    run = tmp_path / "run"
-    flags = ("--epochs", "5", "--seed", "0", "--threads", "1")
-    tiny.trained(EXAMPLES / "huggingface.py", run, *flags)
-    sentences = tmp_path / "sentences.txt"
-    sentences.write_text("the film was not bad\nvery good\nthe plot was not great\n")
-    assert main(["predict", str(run), str(sentences), "--top", "1", "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["row"] for row in rows] == [1, 2, 3]
-    assert [row["classes"][0]["class"] for row in rows] == ["good", "good", "bad"]
 
 
 SCRIPT = EXAMPLES / "own_loop.py"

@@ -245,13 +245,6 @@ def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path, arguments, named):
     assert named in refusal(SCRIPT, *arguments.split(), folder=tmp_path)
 
 
-def test_ranks_that_all_find_a_mistake_say_it_once(tmp_path):
-    done = script(tmp_path, "--data-dir", "nowhere", world_size=2)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("train.py: ") == 1, done.stderr
-    assert "nowhere" in done.stderr
-
-
 def test_a_training_is_neither_overwritten_nor_continued_with_another_network(alone):
     before = best_model(alone[0]).read_bytes()
     assert "--resume" in refusal(SCRIPT, *FLAGS, folder=alone[0])

@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import re
-import signal
 import sys
 
 import nbformat
@@ -16,7 +15,7 @@ from samestep.core.recipes import cifar10
 from samestep.core.recipes.resnet import resnet18
 from tests.cifar_files import images_and_labels, write_binary
 from tests.command_line import typed
-from tests.examples.programs import ROOT, forked
+from tests.examples.programs import ROOT
 from tests.processes import env
 
 FOLDER = ROOT / "examples" / "cifar10_lightning"
@@ -170,44 +169,6 @@ def test_a_stopped_run_resumes_to_the_weights_and_losses_of_one_that_was_not(exe
     resumed = [float(row["val_loss"]) for row in rows]
     assert len(resumed) < 3  # it did not begin again
     assert resumed == column(first, "val_loss")[3 - len(resumed) :]
-
-
-KILLED_IN_EPOCH_2 = """
-import os, runpy, signal, sys
-import lightning as L
-def die(self, trainer, module):
-    if trainer.current_epoch == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-L.Callback.on_train_epoch_start = die
-del sys.argv[0]
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_killed_in_an_epoch_it_ends_with_the_weights_of_an_undisturbed_run(tmp_path, example):
-    example.write_made_up(tmp_path / "data", 300, 60)
-    (tmp_path / "killed.py").write_text(KILLED_IN_EPOCH_2)
-    train = (str(FOLDER / "train.py"), "data", "--epochs", "2", "--width", "2")
-    whole = forked(*train, "--output", "whole", folder=tmp_path)
-    assert whole.returncode == 0, whole.stderr
-    killed = forked(str(tmp_path / "killed.py"), *train, "--output", "other", folder=tmp_path)
-    assert killed.returncode == -signal.SIGKILL
-    rest = forked(*train, "--output", "other", "--resume", folder=tmp_path)
-    assert rest.returncode == 0, rest.stderr
-    assert [line[:8] for line in rest.stdout.splitlines() if line.startswith("epoch ")] == [
-        "epoch 2:"
-    ]
-    result = json.loads((tmp_path / "other" / "result.json").read_text())
-    assert result["steps"] == 2  # 270 images, 128 per step
-    weights, again = (
-        example.LitResNet.load_from_checkpoint(
-            tmp_path / run / "checkpoints" / "last.ckpt"
-        ).state_dict()
-        for run in ("whole", "other")
-    )
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 def test_the_outputs_that_are_kept_are_whole_of_the_files_and_of_no_machine():

@@ -4,6 +4,7 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from samestep.base.errors import UserError
 from samestep.base.run.records import read_records
 from samestep.base.settings import Settings
 from samestep.core.session.notes import asks_for_ranks
-from samestep.launch.ranks.keeper import elastic_of
+from samestep.launch.ranks import keeper
+from samestep.launch.ranks.keeper import Elastic, Keeper, elastic_of
+from samestep.launch.ranks.regroup import Keys
 from tests.command_line import typed
 
 # A rank of it kills itself where DEATHS says so: member → place and step.
@@ -149,19 +152,6 @@ def test_all_ranks_may_die_and_their_successors_too_before_they_can_join(tmp_pat
 
 
 @pytest.mark.slow
-def test_without_virtual_ranks_the_weights_differ_by_rounding_alone(tmp_path, monkeypatch):
-    flags = ("--elastic", "--no-elastic-replace", "--precision", "fp64")
-    # Of five, some wait for ranks that live, and have to be told.
-    ended, run = train(tmp_path / "killed", *flags, deaths={1: ("step", 7)}, nproc="5")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    whole = undisturbed(tmp_path / "whole", monkeypatch, precision="fp64")
-    mine, its = (samestep.load(path).state_dict() for path in (run, whole))
-    assert all((mine[name] - its[name]).abs().max() < 1e-10 for name in ("weight", "bias"))
-    losses = [[one["loss"] for one in records(path, "epoch")] for path in (run, whole)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
-
-
-@pytest.mark.slow
 def test_a_rank_that_hangs_is_ended_and_the_others_continue(tmp_path):
     flags = ("--elastic", "--no-elastic-replace", "--stall-s", "3")
     ended, run = train(tmp_path, *flags, deaths={1: ("step", 7)}, hang=600)
@@ -213,3 +203,17 @@ def test_flags_without_it_are_refused_and_data_that_asks_for_ranks_is_told():
 
     assert asks_for_ranks(of_a_rank).startswith("get_rank, WORLD_SIZE (test_elastic.py:")
     assert not asks_for_ranks(undisturbed)
+
+
+def test_a_clock_that_is_set_back_lets_no_group_wait(tmp_path, monkeypatch):
+    wall, passed = [1e9], [0.0]
+    clock = SimpleNamespace(time=lambda: wall[0], monotonic=lambda: passed[0])
+    monkeypatch.setattr(keeper, "time", clock)
+    kept = Keeper([], tmp_path, Elastic(most=2), None, lambda: None)
+    kept.store = dist.HashStore()
+    kept.store.set(Keys(0).lost, "1")
+    kept._answer()
+    wall[0], passed[0] = 1e6, 10.0
+    kept._answer()
+    assert kept.group.number == 1
+    assert kept.group.began == 1e6 - 10

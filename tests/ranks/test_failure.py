@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from samestep.base import startup
@@ -19,8 +20,8 @@ from samestep.base.startup import JOB_RUN
 from samestep.core.training.stopping import catch_signals
 from samestep.launch.ranks import process
 from samestep.launch.ranks.process import FAILURE, TASK, RankLog, hand_back, handed_back, report
-from samestep.launch.ranks.start import _first_failure
-from tests.command_line import start, typed
+from samestep.launch.ranks.start import _first_failure, _Stop
+from tests.command_line import RECIPE, read_json, start, typed
 from tests.processes import TIMEOUT_S
 from tests.tiny import until, write_recipe
 
@@ -197,13 +198,14 @@ def test_a_rank_whose_launcher_is_gone_ends_at_once_but_no_command_of_a_rank(tmp
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
-def test_after_a_kill_of_the_command_at_any_moment_no_rank_is_left(tmp_path):
+def test_after_a_kill_of_the_command_at_any_moment_no_rank_and_no_folder_is_left(tmp_path):
+    place = {"TMPDIR": str(tmp_path)}
     recipe = write_recipe(tmp_path)
     draw = random.Random(SEED)
     print(f"seed {SEED}")
     for moment in range(MOMENTS):
         arguments = ("train", str(recipe), "--nproc", "2", "--run-dir", str(tmp_path / f"{moment}"))
-        command = start(*arguments, folder=tmp_path / f"output-{moment}")
+        command = start(*arguments, folder=tmp_path / f"output-{moment}", environment=place)
         pid = command.processes[0].pid
         assert pid is not None
         until(lambda pid=pid: bool(started_by(pid)), command)
@@ -212,6 +214,7 @@ def test_after_a_kill_of_the_command_at_any_moment_no_rank_is_left(tmp_path):
         killed = time.monotonic()
         command.wait()
         until(lambda pid=pid: not started_by(pid))
+        until(lambda: not [*tmp_path.glob("samestep-*")])
         assert time.monotonic() - killed < WITHIN_S, moment
 
 
@@ -252,6 +255,39 @@ def test_sigkill_or_a_second_sigterm_of_the_command_leaves_no_child_of_a_rank(tm
         command.processes[0].join(1.1)
     until(lambda: not [p for p in pids.iterdir() if Path("/proc", p.name, "fd").exists()])
     assert not started_by(parent)
+
+
+LATE = (
+    RECIPE
+    + """
+import os, signal, time
+from samestep.base.run.directory import Run
+write = Run.write_result
+def write_late(run, result):
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(0.5)
+    write(run, result)
+Run.write_result = write_late
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--elastic",)])
+def test_a_stop_after_the_last_step_leaves_a_training_complete(tmp_path, flags):
+    (tmp_path / "late.py").write_text(LATE)
+    words = ("train", "late.py", "--nproc", "2", "--run-dir", "run", *flags)
+    assert typed("-m", "samestep", *words, folder=tmp_path).returncode == 0
+    assert read_json(tmp_path / "run" / "result.json")["status"] == "completed"
+
+
+def test_a_stop_that_code_on_its_way_drops_is_asked_for_at_the_next_look_at_the_ranks():
+    stop = _Stop()
+    with contextlib.suppress(SignalException):
+        stop.heed(signal.SIGTERM, None)
+    with pytest.raises(SignalException):
+        stop.looking(lambda _agent: None, object())
+    stop.heed(signal.SIGUSR1, None)  # it must not raise where something may drop it
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")

@@ -175,6 +175,19 @@ def test_a_node_that_comes_or_is_lost_under_torchrun_leaves_the_training_what_it
     assert [record["loss"] for record in ours] == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path):
+    (tmp_path / "paced.py").write_text(PACED)
+    (tmp_path / "pace").touch()
+    torchrun = agent(tmp_path, free_port(), is_host=True)
+    wait_for_step(tmp_path, after_starts=1)
+    torchrun.kill()
+    torchrun.wait()
+    until((tmp_path / "run" / "result.json").exists)
+    assert read_json(tmp_path / "run" / "result.json")["reason"] == "SIGTERM"
+
+
 def own_loop(folder: Path) -> dict[str, Any]:
     """Do what a script of the user's does with `samestep.dist`; return what it found."""
     rank, _, world_size = place = samestep.dist.setup_distributed(device="cpu")

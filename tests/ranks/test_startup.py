@@ -59,6 +59,12 @@ def test_a_warning_before_any_rank_has_begun_starts_none_and_ends_another_verb(h
     assert done.returncode == -signal.SIGUSR1
 
 
+def test_ctrl_c_that_the_import_of_torch_drops_ends_the_command(here):
+    drops = "try: os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt: pass\n"
+    (here / "torch.py").write_text(f"import os, signal\n{drops}os._exit(0)\n")
+    assert typed("-m", "samestep", "verify", "small.py", folder=here).returncode == 130
+
+
 def _terminated(times: int) -> list[int | None]:
     """Start children that only sleep, end each at once; return their exit codes."""
     context, codes = multiprocessing.get_context("fork"), []

@@ -40,7 +40,9 @@ def session(target: Path, *flags: str, stop_at: int | None = None) -> dict[str, 
             parse([str(target), *flags])[1],
             World(),
             received=received,
-            shown=Shown((show, also.append), lambda path: begun.append((str(path), len(shown)))),
+            shown=Shown(
+                (show, also.append), lambda path: begun.append((str(path), len(shown))), math.inf
+            ),
         )
     assert also == shown
     return {"shown": shown, "begun": begun, "outcome": outcome}
@@ -63,6 +65,7 @@ def test_every_record_that_is_kept_was_shown_and_the_run_is_there_before_the_fir
     assert result["status"] == "completed"
     assert result["test"]["checkpoint"] == tiny.read_index(run)["best"]["path"]
     assert 50e6 < result["peak_memory_bytes"] < 50e9
+    assert result["seconds_to_first_step"] is None, "the clock was set back"
 
 
 def test_where_the_best_checkpoint_is_damaged_the_next_is_tested(uninterrupted, tmp_path):

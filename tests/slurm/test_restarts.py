@@ -1,10 +1,10 @@
 """A job goes on while it makes progress, and gives up with the reason when it does not."""
 
-import dataclasses
 import json
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,11 +140,20 @@ def test_what_code_raised_is_tried_again_after_steps_and_no_preflight_is(run):
     assert decide(end, Restarts(), 2).word == "failed"
 
 
+@pytest.mark.parametrize("steps", [None, 3, 5])
+def test_a_training_that_srun_ended_early_with_code_0_is_started_again(run, steps):
+    write(run, "checkpoints/index.json", {"last": {"step": 5}})
+    if steps:
+        write(run, "result.json", {"status": "completed", "steps": steps}, before=True)
+    word = "completed" if steps == 5 else "again"
+    assert decide(read(run, 0), Restarts(), 2).word == word
+
+
 @pytest.mark.parametrize("code", [1, 137])
 def test_where_no_step_was_ever_taken_the_job_is_not_started_again(run, code):
     end = read(run, code)
     assert decide(end, Restarts(), 2).word == "failed"
-    assert decide(dataclasses.replace(end, received="USR1"), Restarts(), 2).word == "again"
+    assert decide(replace(end, received="USR1"), Restarts(), 2).word == "again"
     (run / STEPPED).touch()
     assert decide(read(run, code), Restarts(), 2).word == "again"
 
@@ -163,8 +172,8 @@ def test_the_log_promises_only_what_there_is_and_excluded_nodes_are_kept():
     before = with_failures(Restarts(job=7), end)
     assert failed_twice(before) == ("node2",)
     once = with_failures(Restarts(), ending(1, nodes=("node1",)))
-    stopped = with_failures(once, ending(138, "USR1", nodes=("node1",)))
-    assert stopped == once  # a start that ran into its time limit says nothing of a node
+    for stopped in (ending(138, "USR1", nodes=("node1",)), replace(end, received="", stopped=True)):
+        assert with_failures(once, stopped) == once  # the time limit, or someone's signal
     twice, other = (with_failures(once, ending(1, nodes=(n,))) for n in ("node1", "node2"))
     assert (failed_twice(once), failed_twice(twice), failed_twice(other)) == ((), ("node1",), ())
     went = decide(end, before, 0, without=("node2",))
@@ -261,7 +270,7 @@ def test_ranks_that_were_killed_for_passing_over_the_warning_made_no_progress(ru
     log = run / "log"
     log.write_text(f"{LATE} 20 s, so they are killed.\nsrun: error: node1: task 0: Killed\n")
     end = read(run, 137, log, received="LATE")
-    decision = decide(dataclasses.replace(end, step=step, stepped=True), Restarts(), 2)
+    decision = decide(replace(end, step=step, stepped=True), Restarts(), 2)
     assert (decision.word, decision.restarts.without_progress) == ("again", 1)
     assert "rank 1 on node2: " in decision.text
     assert "all_reduce #9" in decision.text
@@ -284,7 +293,7 @@ def test_a_killed_rank_ran_out_of_memory_where_it_is_said(tmp_path, line, counts
     lines = [line, "srun: error: node2: task 1: Killed"]
     end = first_end(lines)
     memory = end.memory or memory_word(lines, 4, tmp_path)
-    assert word in dataclasses.replace(end, memory=memory).sentence
+    assert word in replace(end, memory=memory).sentence
 
 
 def test_sacct_has_the_word_on_memory_where_there_is_no_cgroup(tmp_path, monkeypatch):

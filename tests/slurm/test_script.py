@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.cluster.slurm.options import JobOptions
+from samestep.cluster.slurm.restarts import BEGUN
 from samestep.cluster.slurm.script import JobScript, script_text
 
 GOLDEN = Path(__file__).parent / "scripts"
@@ -190,6 +191,18 @@ def test_a_node_without_the_interface_ends_the_job_as_a_mistake():
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "no-such-0" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("own", "queue", "begins"), [(8, "echo 7", False), (8, "false", True), (7, "echo 7", True)]
+)
+def test_a_second_job_of_a_run_ends_before_it_writes_to_it(tmp_path, own, queue, begins):
+    (tmp_path / BEGUN).write_text("7 0 spiral\n")
+    text = script_text(job(JobOptions(), run=str(tmp_path)))
+    first_lines = text[text.index("read -r other") : text.index("running() {")]
+    shell = f"run={tmp_path} SLURM_JOB_ID={own} name=x\nsqueue() {{ {queue}; }}\n{first_lines}"
+    assert subprocess.run(["bash", "-c", shell], check=False).returncode == (0 if begins else 2)
+    assert (tmp_path / BEGUN).read_text().startswith(str(own if begins else 7))
 
 
 @pytest.mark.parametrize(("cores", "ranks", "each"), [(8, 4, 2), (8, 3, 2), (2, 4, 1), (5, 1, 5)])

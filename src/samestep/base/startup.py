@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 
 PARENT = "SAMESTEP_PARENT"
 """Set, to the parent's process id, in the ranks that `samestep --nproc` starts."""
@@ -75,7 +76,8 @@ _OURS = ("samestep.", "torch.distributed.elastic.")
 
 def _our_signals() -> list[signal.Signals]:
     handled = {number: signal.getsignal(number) for number in stop_signals()}
-    return [n for n, by in handled.items() if str(getattr(by, "__module__", "")).startswith(_OURS)]
+    names = {n: str(getattr(by, "__module__", "")) for n, by in handled.items() if by != _interrupt}
+    return [number for number, name in names.items() if name.startswith(_OURS)]
 
 
 _MAY_HANG = sys.platform == "linux" and sys.version_info < (3, 11, 10)
@@ -205,6 +207,23 @@ def hold_warning() -> None:
     if hasattr(signal, "SIGUSR1"):
         with contextlib.suppress(ValueError):  # not the main thread: nothing is ours to hold
             signal.signal(signal.SIGUSR1, lambda signum, _frame: _held.append(signum))
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    if getattr(spec, "_initializing", False):
+        os._exit(128 + signum)
+    signal.default_int_handler(signum, frame)
+
+
+def hear_interrupts() -> None:
+    """Let Ctrl-C end this process also while it imports torch.
+
+    There, C++ code may drop a KeyboardInterrupt, or abort by it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, _interrupt)
 
 
 def leave_unheeded(signum: int) -> None:

@@ -141,9 +141,15 @@ def show(text: str) -> None:
     sys.stdout.flush()  # the reader may have left, as `head` does
 
 
+def _typed() -> list[str]:
+    """Return the command's words, where this process is its own and no caller's."""
+    startup.hear_interrupts()
+    return sys.argv[1:]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb and return the exit code: 0 done, 1 failed, 2 a user's mistake."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = _typed() if arguments is None else arguments
     startup.accept_output()
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         verbs = "\n".join(f"  {verb:<12} {about(verb)}" for verb in VERBS)

@@ -76,7 +76,8 @@ _WHAT_HELPS = {
     errno.EMFILE: "Raise the limit on open files (ulimit -n)",
     errno.EROFS: "Check the disk, and mount it so that it can be written",
 }
-THEN_RESUME = ", then resume the run; earlier checkpoints are whole"
+THEN_RESUME = ", then resume the run"
+_ARE_WHOLE = "; earlier checkpoints are whole"
 _AHEAD_BYTES = 64 << 20
 
 
@@ -261,7 +262,10 @@ def cannot_write(
 
 def _what_helps(number: int, folder: Path) -> str:
     """Return what to do after an error of a disk; where the folder is of a run, to resume it."""
-    return f"{_WHAT_HELPS[number]}{THEN_RESUME * _is_of_run(folder)}."
+    if not _is_of_run(folder):
+        return f"{_WHAT_HELPS[number]}."
+    announced = any((place / "index.json").is_file() for place in (folder, folder / "checkpoints"))
+    return f"{_WHAT_HELPS[number]}{THEN_RESUME}{_ARE_WHOLE * announced}."
 
 
 def _is_of_run(folder: Path) -> bool:

@@ -88,7 +88,7 @@ class Decision:
 
 def with_failures(before: Restarts, ending: Ending) -> Restarts:
     """Count a start's end against its nodes; one that is not fit to start on counts fully."""
-    if ending.received not in ("", NOT_PASSED) or not ending.code:
+    if ending.received not in ("", NOT_PASSED) or not ending.code or ending.stopped:
         return before
     weight = _FAILS_TWICE if ending.received else 1
     counts = {node: before.node_failures.get(node, 0) + weight for node in ending.nodes}
@@ -220,6 +220,8 @@ def read_ending(
         cause = replace(cause, memory=memory)
     result = read_object(run / _RESULT) if _is_current(run, _RESULT) else {}
     why = ""
+    if code == 0 and kind == "recipe" and _has_steps_left(run, step):
+        code, why = 1, "srun ended with exit code 0 before the training did, as if a node was lost"
     if result.get("status") == "failed":
         why = str(result.get("reason", "")).removeprefix("failed: ")
     if hung:
@@ -340,6 +342,13 @@ def read_restarts(run: Path, job: int) -> Restarts:
     except (OSError, RecursionError, msgspec.MsgspecError):
         return Restarts(job=job)
     return restarts if restarts.job == job else Restarts(job=job)
+
+
+def _has_steps_left(run: Path, step: int | None) -> bool:
+    """Whether a run has not completed at its newest checkpoint; without one nothing is known."""
+    result = read_object(run / _RESULT)
+    ended = result.get("status") == "completed" and int(result.get("steps", 0)) >= (step or 0)
+    return bool(step) and not ended
 
 
 def _is_current(run: Path, name: str) -> bool:

@@ -71,7 +71,7 @@ class LoopEpochs:
             )
             if opened.is_best_on_all() or due or not self._goes_on:
                 opened.save()
-            opened.stop_on(opened.agreement.on(opened.received.signum))
+            opened.stop_on(opened.agreement.on(opened.received.now))
         opened.settle()
         loop.place = AFTER_EPOCHS
         self.seed(_EPOCH_BEGINS)

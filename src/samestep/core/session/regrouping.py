@@ -118,5 +118,5 @@ def regroup_record(membership: Membership, step: int) -> Record:
         "ranks_before": group.before,
         "world_size": len(group.members),
         "gone": list(group.gone),
-        "seconds": time.time() - group.began,
+        "seconds": max(0.0, time.time() - group.began),
     }

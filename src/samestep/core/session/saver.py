@@ -216,8 +216,9 @@ class Saver:
             self._emit(writing.record)
         elif isinstance(error, UserError):
             if not self._unwritten:
-                helps = error.remedy.replace(THEN_RESUME, "")
-                more = f"The training continues; earlier checkpoints are whole. {helps}"
+                helps = f"{error.remedy.partition(THEN_RESUME)[0].rstrip('.')}."
+                whole = "; earlier checkpoints are whole" if self._index.checkpoints else ""
+                more = f"The training continues{whole}. {helps}"
                 say(self._world, f"warning: {error.what} {more}")
             self._unwritten.append(error)
         else:

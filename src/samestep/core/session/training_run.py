@@ -344,7 +344,8 @@ def _train(run: _Run, received: ReceivedSignal, started_at: float, engine: Engin
         from samestep.core.session.outcome import finish_run  # noqa: PLC0415 - no step waits for it
 
         first = session.first_record_s
-        first_step_s = None if first is None else first - started_at
+        # A clock that was set back meanwhile tells nothing.
+        first_step_s = None if first is None or first < started_at else first - started_at
         outcome = finish_run(request, built, session, agreement, first_step_s)
         if run.membership is not None:
             world.barrier()  # rank 0 has written the result; had it died, another would

@@ -27,6 +27,15 @@ class ReceivedSignal:
     """The stop signal that this process got, if any."""
 
     signum: int = 0
+    agent: int = 0
+    """The process id of the torchrun that started this rank, or 0."""
+
+    @property
+    def now(self) -> int:
+        """The signal, or SIGTERM once torchrun is gone: it told its ranks nothing if SIGKILLed."""
+        if self.agent not in (0, os.getppid()):
+            self.signum, self.agent = self.signum or signal.SIGTERM, 0
+        return self.signum
 
 
 Again = Callable[[], None]
@@ -44,7 +53,8 @@ def catch_signals(again: Again = end_process) -> Iterator[ReceivedSignal]:
 
     Only a process's main thread gets signals: elsewhere there is nothing to catch.
     """
-    received = ReceivedSignal(unheeded_signal())
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    received = ReceivedSignal(unheeded_signal(), os.getppid() if by_torchrun else 0)
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
@@ -110,7 +120,7 @@ class Agreement:
     def after(self, step: int) -> Agreed:
         """Return what to do after a step; all ranks call it with the same steps."""
         if not (self._world.connected or self._someone_waits):
-            signum = self._received.signum
+            signum = self._received.now
             if signum == 0 and self._wish is None:
                 return NOTHING
             return Agreed(signum, self._wishes())
@@ -119,7 +129,7 @@ class Agreement:
         now = time.perf_counter()
         per_step = (now - self._met_at) / max(1, step - self._met_step)
         steps = max(1, min(10_000, int(_AGREE_EVERY_S / max(per_step, 1e-9))))
-        mine = [self._received.signum, 0, 0, 0]
+        mine = [self._received.now, 0, 0, 0]
         if self._world.is_main:  # whose wish and clock count
             mine[1:] = [int(self._wishes()), int(self._waits()), steps]
         signum, wished, waits, steps = self._world.reduce(torch.tensor(mine), "max").tolist()
@@ -129,7 +139,7 @@ class Agreement:
     @property
     def signum(self) -> int:
         """The signal that this rank got, or 0."""
-        return self._received.signum
+        return self._received.now
 
     def on(self, signum: int) -> int:
         """Return the signal that any rank acts on, or 0; all ranks call it."""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -121,15 +122,19 @@ class Keeper:
     folder: Path
     elastic: Elastic
     places: Places
+    ask: Callable[[], None]
+    """Raises `SignalException` if a stop is asked for."""
     living: dict[int, _KeptRank] = field(default_factory=dict)
     group: Group = field(default_factory=lambda: Group(number=0, members=()))
     started: int = 0
     stopping: int = 0
     """The signal that all were asked to stop by, or 0."""
+    stopped: int = 0
+    """The signal that a rank says it has stopped by, or 0: it may have been done before."""
     finished: bool = False
     """Whether a rank has ended well: the others do so, too."""
     losses: deque[float] = field(default_factory=deque)
-    """When ranks died, or lost contact, within the last hour."""
+    """When ranks died, or lost contact, within the last hour, by a clock that is never set."""
     due: list[tuple[float, int]] = field(default_factory=list)
     """When new ranks are to be started, and in which slots."""
     _awaited: tuple[float, list[str]] | None = None
@@ -154,6 +159,8 @@ class Keeper:
                 break
             try:
                 time.sleep(_LOOK_EVERY_S)
+                if not self.stopping:
+                    self.ask()
                 self._bury()
                 if time.monotonic() - asked > _ASK_EVERY_S:
                     asked = time.monotonic()
@@ -166,7 +173,7 @@ class Keeper:
                 self._end_all()
                 raise
         self._kill_all()  # newcomers that no group waits for any more
-        return self.stopping
+        return self.stopped if self.finished else self.stopping
 
     def _start(self, slot: int) -> None:
         member, self.started = self.started, self.started + 1
@@ -196,12 +203,13 @@ class Keeper:
                 raise RunEnding(failures={member: failure})
             else:
                 self.finished |= member in self.group.members
-                self.stopping = self.stopping or max(0, code - 128)
+                self.stopped = self.stopped or max(0, code - 128)
+                self.stopping = self.stopping or self.stopped
         return dead
 
     def _bury(self) -> None:
         """Take note of ranks that have died, and name the next group."""
-        now, dead = time.time(), self._ended()
+        now, dead = time.monotonic(), self._ended()
         if not dead or (self.finished and not self.living):
             return
         if read_object(self.folder / VERDICT):
@@ -228,7 +236,7 @@ class Keeper:
             self.due.append((now + (0.0 if at_once else _RETRY_S), rank.slot))
         self._replace(now)
         if of_group:
-            began, gone = self._awaited or (now, [])
+            began, gone = self._awaited or (time.time(), [])
             self._awaited = began, gone + [self._described(rank, death) for rank, death in of_group]
             self._name_awaited()
 
@@ -262,7 +270,7 @@ class Keeper:
 
     def _answer(self) -> None:
         """Name the next group where one is asked for: newcomers wait, or contact was lost."""
-        self._replace(time.time())
+        self._replace(time.monotonic())
         ready = [m for m in self.living if m not in self.group.members and self._is_ready(m)]
         if ready and not self.store.check(["waiting"]):
             self.store.set("waiting", "1")
@@ -271,11 +279,12 @@ class Keeper:
         if self.store.check([keys.wish]):
             self._name_next(time.time())
         elif self.store.check([keys.lost]) and self._awaited is None and not self.finished:
-            first = float(self.store.compare_set(f"{keys.lost}/since", "", str(time.time())))
-            if time.time() - first > _LOST_S:
+            now = time.monotonic()
+            first = float(self.store.compare_set(f"{keys.lost}/since", "", str(now)))
+            if now - first > _LOST_S:
                 # No rank died. A script whose collectives do not fit loses contact each time.
-                self._count_losses("Ranks lost contact with each other", 1, time.time())
-                self._name_next(first)
+                self._count_losses("Ranks lost contact with each other", 1, now)
+                self._name_next(time.time() - (now - first))
         if self.store.check(["late"]):
             for member in json.loads(self.store.get("late")):
                 if member in self.living:
@@ -324,11 +333,10 @@ class Keeper:
         """Let the ranks end by themselves, which write down why, then kill those that do not."""
         self.store.set(FAILED, "1")
         until = time.monotonic() + _END_S
-        with contextlib.suppress(SignalException):
-            while time.monotonic() < until:
-                if all(rank.process.poll() is not None for rank in self.living.values()):
-                    break
-                time.sleep(_LOOK_EVERY_S)
+        while time.monotonic() < until:
+            if all(rank.process.poll() is not None for rank in self.living.values()):
+                break
+            time.sleep(_LOOK_EVERY_S)
         self._kill_all()
 
     def _kill_all(self) -> None:
@@ -344,15 +352,19 @@ def _end_session(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def keep_ranks(num_ranks: int, arguments: list[str], elastic: Elastic, folder: Path) -> int:
+def keep_ranks(
+    num_ranks: int, arguments: list[str], elastic: Elastic, folder: Path, ask: Callable[[], None]
+) -> int:
     """Start ranks of `samestep` with these arguments, and keep them; return as `Keeper.keep` does.
+
+    `ask` raises `SignalException` if a stop is asked for.
 
     Raises:
         ChildFailedError: a rank has failed.
         RunEnding: too many have died; its text says so.
     """
     try:
-        return Keeper(arguments, folder, elastic, places_of(folder)).keep(num_ranks)
+        return Keeper(arguments, folder, elastic, places_of(folder), ask).keep(num_ranks)
     except RunEnding as ending:
         if ending.args[0] or not ending.failures:
             raise

@@ -11,17 +11,20 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import samestep
 from samestep.base.errors import UserError
+from samestep.base.patches import patched
 from samestep.base.run.directory import Run
 from samestep.base.run.files import read_object, shown_path
 from samestep.base.run.records import read_records
@@ -43,12 +46,13 @@ _AGAIN_S: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 1.0}
 
 # -P: nothing in the user's folder may pose as a package.
 _GUARD = """\
-import sys
-place, parent, session = sys.argv[1:]
+import shutil, sys
+place, parent, session, folder = sys.argv[1:]
 sys.path.append(place)
 sys.stdin.read()
 from samestep.base.startup import end_leftovers
 end_leftovers(int(parent), int(session))
+shutil.rmtree(folder, ignore_errors=True)
 """
 
 
@@ -58,6 +62,52 @@ class Ended:
 
     code: int
     message: str = ""
+
+
+@dataclass
+class _Stop:
+    """The stop that is asked for, and where the command is meanwhile.
+
+    A handler that raised anywhere could end in an `except Exception` of PyTorch's agent, and the
+    ranks would continue. So once the agent looks after the ranks, it asks at each look.
+    """
+
+    first_at: dict[int, float] = field(default_factory=dict)
+    """Each signal that came, in order → when it came first."""
+    agent: Any = None
+    """What looks after the ranks, once it does, and asks for a stop at each look."""
+
+    def heed(self, signum: int, _frame: FrameType | None) -> None:
+        """Note the first stop; at the second, kill.
+
+        SIGTERM may come twice within a moment: from a scheduler, and a script that passes it on.
+        """
+        now = time.monotonic()
+        if not self.first_at:
+            self.first_at[signum] = now
+            if self.agent is None:
+                self.ask()
+            return
+        waited_s = now - self.first_at.setdefault(signum, now)
+        if waited_s > _AGAIN_S.get(signum, math.inf):
+            end_leftovers(os.getpid())
+
+    def ask(self) -> None:
+        """Raise `SignalException` if a stop has come."""
+        for signum in self.first_at:
+            raise SignalException(f"got signal {signum}", signal.Signals(signum))
+
+    def looking(self, look: Callable[..., Any], agent: Any, *more: Any) -> Any:
+        """Stand around the look of an agent at its ranks."""
+        self.agent = agent
+        self.ask()
+        return look(agent, *more)
+
+    def came_too_late(self) -> bool:
+        """Whether there was nothing left to stop: ranks that stop agree, and none ends with 0."""
+        context = getattr(self.agent, "_pcontext", None)
+        handlers = getattr(context, "subprocess_handlers", {}).values()
+        return 0 in [handler.proc.returncode for handler in handlers]
 
 
 def start_ranks(
@@ -85,22 +135,8 @@ def run_ranks(
     variables, disabled = dict(os.environ), logging.root.manager.disable
     # The agent keeps them, and would raise its own exception where nothing expects it.
     stops = stop_signals() if threading.current_thread() is threading.main_thread() else []
-    first_at: dict[int, float] = {}
-
-    def interrupt(signum: int, _frame: FrameType | None) -> None:
-        """Let the agent pass the first stop on, and wait; at the second, kill.
-
-        SIGTERM may come twice within a moment: from a scheduler, and a script that passes it on.
-        """
-        now = time.monotonic()
-        if not first_at:
-            first_at[signum] = now
-            raise SignalException(f"got signal {signum}", signal.Signals(signum))
-        waited_s = now - first_at.setdefault(signum, now)
-        if waited_s > _AGAIN_S.get(signum, math.inf):
-            end_leftovers(os.getpid())
-
-    handlers = [(number, signal.signal(number, interrupt)) for number in stops]
+    stop = _Stop()
+    handlers = [(number, signal.signal(number, stop.heed)) for number in stops]
     # The agent's own accounts of a failure are for its developers; ours follows.
     logging.disable(logging.CRITICAL)
     os.environ |= {PARENT: str(os.getpid())} | ({TASK: task} if task else {})
@@ -114,8 +150,13 @@ def run_ranks(
     }.items():
         os.environ.setdefault(name, value)
     try:
-        with _guarded():
-            ended = _run_agent(num_ranks, arguments, elastic)
+        with tempfile.TemporaryDirectory(prefix="samestep-") as folder, _guarded(folder):
+            ended = _run_agent(num_ranks, arguments, elastic, folder, stop)
+    except SignalException as error:  # no agent looked after the ranks yet
+        ended = Ended(128 + int(error.sigval))
+    try:
+        if task and ended.code < 128:  # these ranks were a part of the work, which ends now
+            ended = next((Ended(128 + signum) for signum in stop.first_at), ended)
         if ended.code:
             end_leftovers(os.getpid())
         return ended
@@ -128,11 +169,14 @@ def run_ranks(
 
 
 @contextlib.contextmanager
-def _guarded() -> Iterator[None]:
-    """Start a process that ends all that the ranks started, should this one be killed."""
+def _guarded(folder: str) -> Iterator[None]:
+    """Start a process that ends all that the ranks started, should this one be killed.
+
+    It then deletes the folder, too.
+    """
     place, own = str(Path(samestep.__file__).parent.parent), str(os.getpid())
     guard = subprocess.Popen(
-        [sys.executable, "-P", "-c", _GUARD, place, own, str(os.getsid(0))],
+        [sys.executable, "-P", "-c", _GUARD, place, own, str(os.getsid(0)), folder],
         stdin=subprocess.PIPE,  # it closes when this process ends, however that happens
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -145,22 +189,26 @@ def _guarded() -> Iterator[None]:
         guard.communicate()
 
 
-def _run_agent(num_ranks: int, arguments: list[str], elastic: Elastic | None) -> Ended:
-    with tempfile.TemporaryDirectory(prefix="samestep-") as folder:
-        os.environ[FOLDER] = folder
-        try:
-            if elastic is not None:
-                signum = keep_ranks(num_ranks, arguments, elastic, Path(folder))
-                return Ended(128 + signum if signum else 0)
-            elastic_launch(_agent(num_ranks, folder), sys.executable)("-m", "samestep", *arguments)
-        except ChildFailedError as error:
-            hung = _hung(Path(folder, VERDICT))
-            return hung or _recorded(_first_failure(error, num_ranks), Path(folder, RUN))
-        except RunEnding as ending:
-            ended = Ended(1, f"{ending} {_continue('RUN')}")
-            return _hung(Path(folder, VERDICT)) or _recorded(ended, Path(folder, RUN))
-        except SignalException as error:
-            return Ended(128 + int(error.sigval))
+def _run_agent(
+    num_ranks: int, arguments: list[str], elastic: Elastic | None, folder: str, stop: _Stop
+) -> Ended:
+    os.environ[FOLDER] = folder
+    try:
+        if elastic is not None:
+            stop.agent = elastic  # the keeper asks by itself
+            signum = keep_ranks(num_ranks, arguments, elastic, Path(folder), stop.ask)
+            return Ended(128 + signum if signum else 0)
+        launch = elastic_launch(_agent(num_ranks, folder), sys.executable)
+        with patched((LocalElasticAgent, "_monitor_workers", stop.looking)):
+            launch("-m", "samestep", *arguments)
+    except ChildFailedError as error:
+        hung = _hung(Path(folder, VERDICT))
+        return hung or _recorded(_first_failure(error, num_ranks), Path(folder, RUN))
+    except RunEnding as ending:
+        ended = Ended(1, f"{ending} {_continue('RUN')}")
+        return _hung(Path(folder, VERDICT)) or _recorded(ended, Path(folder, RUN))
+    except SignalException as error:
+        return Ended(0 if stop.came_too_late() else 128 + int(error.sigval))
     return Ended(0)
 
 

@@ -288,9 +288,10 @@ def train_as_rank(
         if world.is_main:
             screen.result(outcome.path, json.loads((outcome.path / "result.json").read_text()))
             sys.stdout.flush()
-    # What is left to do is done: of ranks that outlive each other, one may die even now.
-    with contextlib.nullcontext() if member is None else contextlib.suppress(RuntimeError):
-        leave(world)
+        # Others may wait here for rank 0 to write: a signal that ended them would fail it, too.
+        # What is left to do is done: of ranks that outlive each other, one may die even now.
+        with contextlib.nullcontext() if member is None else contextlib.suppress(RuntimeError):
+            leave(world)
     return outcome
 
 
