@@ -152,6 +152,19 @@ def test_all_ranks_may_die_and_their_successors_too_before_they_can_join(tmp_pat
 
 
 @pytest.mark.slow
+def test_without_virtual_ranks_the_weights_differ_by_rounding_alone(tmp_path, monkeypatch):
+    flags = ("--elastic", "--no-elastic-replace", "--precision", "fp64")
+    # Of five, some wait for ranks that live, and have to be told.
+    ended, run = train(tmp_path / "killed", *flags, deaths={1: ("step", 7)}, nproc="5")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    whole = undisturbed(tmp_path / "whole", monkeypatch, precision="fp64")
+    mine, its = (samestep.load(path).state_dict() for path in (run, whole))
+    assert all((mine[name] - its[name]).abs().max() < 1e-10 for name in ("weight", "bias"))
+    losses = [[one["loss"] for one in records(path, "epoch")] for path in (run, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_ended_and_the_others_continue(tmp_path):
     flags = ("--elastic", "--no-elastic-replace", "--stall-s", "3")
     ended, run = train(tmp_path, *flags, deaths={1: ("step", 7)}, hang=600)

@@ -136,7 +136,7 @@ class SweepPlan:
             "format": _FORMAT,
             "recipe": self.recipe,
             "recipe_sha256": file and _sha256(file),
-            "files_sha256": {str(other): _sha256(other) for other in self._other_files()},
+            "files_sha256": {name: _sha256(other) for name, other in self._other_files().items()},
             "flags": [*self.flags],
             "axes": {flag: [*values] for flag, values in self.axes.items()},
             "sample": self.sample,
@@ -145,12 +145,14 @@ class SweepPlan:
             "points": {name: dict(point) for name, point in self.points.items()},
         }
 
-    def _other_files(self) -> Iterator[Path]:
-        """Yield what decides besides the recipe: files of --config, modules that it imports."""
+    def _other_files(self) -> dict[str, Path]:
+        """Return what decides besides the recipe: files of --config, modules that it imports."""
         configs = [path for flag, path in itertools.pairwise(self.flags) if flag == "--config"]
-        yield from filter(Path.is_file, map(Path, (*configs, *self.axes.get("config", ()))))
+        configs += self.axes.get("config", ())
+        files = {name: path for name in configs if (path := Path(name)).is_file()}
         if self.recipe.endswith(".py"):
-            yield from modules_of(Path(self.recipe), UserModules()).files.values()
+            files |= modules_of(Path(self.recipe), UserModules()).files
+        return files
 
     def begin(self) -> None:
         """Write sweep.json, or find that it says the same already."""
@@ -170,7 +172,8 @@ class SweepPlan:
                 was, now = before["files_sha256"], wanted["files_sha256"]
                 others = (name for name in {**now, **was} if was.get(name) != now.get(name))
                 edited = self.recipe if differs[0] == "recipe_sha256" else next(others)
-                difference = f"with {shown_path(Path(edited))} as it was before it was edited"
+                path = self._other_files().get(edited, Path(edited))
+                difference = f"with {shown_path(path)} as it was before it was edited"
             raise UserError(
                 f"{shown_path(file)} is of another sweep {difference}. Name another folder with "
                 "--run-dir, or repeat the command that began this one.",
