@@ -123,7 +123,7 @@ def mean_of(value: Any, samples: int) -> float:
     if isinstance(value, Tensor) and value.dtype == torch.float64:
         return float(value)
     total = float(value) * samples
-    rounded = round(total)  # 0 of a small value that is no count
+    rounded = round(total)  # 0 for a small value that counts nothing
     return rounded / samples if abs(total - rounded) < abs(rounded) * 2**-22 else float(value)
 
 
