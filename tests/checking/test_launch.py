@@ -76,7 +76,7 @@ SYNCHRONISED = """\
     joined, seen = torch.cat(both), nn.BatchNorm1d(8)
     assert torch.allclose(norm(part), seen(joined)[4 * rank :][:4], atol=1e-5)
     assert torch.allclose(norm.running_var, seen.running_var, atol=1e-5)
-    device = torch.device("cuda", local_rank)
+    device = (p := __import__("pickle")).loads(p.dumps(torch.device("cuda", local_rank)))
 """
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 HALVES = f"model.register_comm_hook(None, __import__('{HOOKS}', fromlist='a').bf16_compress_hook)"
