@@ -87,6 +87,7 @@ AVERAGED = planted(
     ("import gc\n", "import copy\nimport gc\n"),
     ("right = model(inputs)", "right = average(inputs)"),
 )
+BY_HAND = ("in val_loader", "in [val_set[rank * 16 : rank * 16 + 16]]")
 AT_ALL = ("if rank == 0:\n                with", "if True:\n                with")
 ON_ALL = planted(AT_ALL, base=AVERAGED)
 LARGER = ("train_set, batch_size=8", "train_set, batch_size=16")
@@ -130,6 +131,7 @@ PLANTED = {
     "a teacher in training mode": (TAUGHT, "SS707", "soft = teacher(", "Sequential, whose"),
     "a teacher within the model": (TAUGHT_WITHIN, "SS707", "soft = self.teacher", "Sequential"),
     "an average of rank 0": (AVERAGED, "SS405", "right = average(", "in 3 evaluations"),
+    "of samples cut by hand": (planted(BY_HAND, base=AVERAGED), "SS405", "right = average("),
     "a mean of roots": (OF_ROOTS, "SS402", "dist.all_reduce(mean)", "the root of its own"),
     "a mean of scores": (OF_SCORES, "SS402", "dist.all_reduce(mean)", "took the f1_score of its"),
     "a mean of quotients": (OF_QUOTIENTS, "SS402", "dist.all_reduce(mean)", "a quotient with a"),
@@ -156,7 +158,9 @@ MOVES = """\
 FOLLOWS = "average[1].running_mean.add_(1)\n            if True:"
 HALVES = "        mean = torch.tensor(rank / 2)\n        dist.all_gather([-mean, -mean], mean)\n"
 NO_TRAIN = planted(("model.train()", "pass"))
+UPDATE = "torch.optim.swa_utils.update_bn(DataLoader(train_set, batch_size=8), model)"
 RIGHT = {
+    "statistics anew": (planted(BATCHNORM, LARGER), "del model, optimizer, scheduler", UPDATE),
     "an average": (AVERAGED, *AT_ALL),
     "averages that are shared out": (ON_ALL, "lerp_(p, 0.1)", "lerp_(p, 0.1 + rank / 2)"),
     "with statistics": (NO_STATISTICS, "if True:", FOLLOWS),
@@ -238,12 +242,6 @@ def test_what_is_watched_may_be_scripted_pickled_complex_or_without_data(line, t
     text = planted((main, f"{SCRIPT}{main}"), (seed, f"    {line}\n{seed}"))
     modules = "import math\nimport pickle\nfrom torch._subclasses import FakeTensorMode\n"
     assert check(tmp_path, modules + text).findings == []
-
-
-def test_statistics_that_are_computed_anew_are_no_evaluation(tmp_path):
-    update = "torch.optim.swa_utils.update_bn(DataLoader(train_set, batch_size=8), model)"
-    text = planted(BATCHNORM, ("del model, optimizer, scheduler", update))
-    assert "SS707" not in codes(check(tmp_path, text))
 
 
 def test_a_rank_that_is_ended_on_its_way_to_the_evaluation_is_not_missed_there(tmp_path):

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.checking.planted import check, line_of, planted
+from tests.checking.planted import check, found_in, line_of, planted
 
 IMPORTS = ("import os\n", "import logging\nimport os\nimport shutil\nimport sys\n")
 # What the script does once it has trained; each line with a mistake names it.
@@ -46,9 +46,6 @@ if rank == 0:
     assert "+ " not in opened.remedy  # a change of one line would leave what is in the block
     assert "ranks 0 and 1" in first.evidence
     assert "all.pt" in first.evidence
-    assert first.remedy.splitlines()[1] == "+ if dist.get_rank() == 0:"
-    (of_rank_1,) = (finding for finding in report.findings if finding.code == "SS502")
-    assert "4 tensors" in of_rank_1.evidence
 
 
 def test_checkpoints_that_go_back_to_one_gpu_or_may_run_code_are_found(tmp_path):
@@ -70,9 +67,6 @@ if rank == 0:
     report = check(tmp_path, text)
     found, named = found_at(report, text)
     assert found == named
-    remedies = {finding.code: finding.remedy for finding in report.findings}
-    assert '+ state = torch.load("best.pt", map_location="cpu")' in remedies["SS504"]
-    assert "weights_only=True" in remedies["SS505"]
     assert {finding.severity for finding in report.findings} == {"warning"}
 
 
@@ -122,8 +116,6 @@ Progress()  # SS508
     there = next(finding for finding in report.findings if finding.file != "train.py")
     assert (there.code, there.severity) == ("SS506", "advice")
     assert "MNIST.download" in there.evidence
-    bar = by_line[line_of(text, "in tqdm(")]
-    assert "+ for _ in tqdm(range(3), disable=dist.get_rank() != 0):" in bar.remedy
 
 
 def test_what_ranks_do_rightly_with_files_is_no_finding(tmp_path):
@@ -174,7 +166,17 @@ logging.shutdown()
 """)
     report = check(tmp_path, text)
     assert report.findings == []
-    assert report.exit_code == 0
+
+
+def test_the_shards_of_one_rank_are_no_checkpoint(tmp_path):
+    saves = "scheduler.step()\n        if rank == 0: torch.save(model.state_dict(), f'{rank}.pt')\n"
+    text = planted(
+        ("model = DDP(", "model = torch.distributed.fsdp.fully_shard("),
+        ("scheduler.step()\n", saves),
+        ('torch.save(model.module.state_dict(), "best.pt")', "pass"),
+    )
+    found_in(tmp_path, text, "SS509", "torch.save(", "rank 0 saves its own part", "2 parts")
+    assert check(tmp_path, text.replace("rank == 0: torch", "True: torch")).findings == []
 
 
 def test_what_saves_an_optimizer_is_pointed_at_the_check_of_its_resume(tmp_path):

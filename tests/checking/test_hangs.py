@@ -26,16 +26,13 @@ def test_a_hanging_script_is_ended_and_told_who_is_missing_where(culprit, blamed
     assert found.remedy
 
 
-def test_a_rank_that_leaves_the_loop_and_meets_the_others_in_another_collective_is_named(tmp_path):
-    text = planted((STEP, STEP + "            if rank == 1 and epoch:\n                break\n"))
-    waits = f"train.py:{line_of(text, 'loss.backward()')}"
-    found = found_in(tmp_path, text, "SS601", "dist.all_reduce(counts)", waits)
-    assert found.evidence.startswith("Rank 1 left the loop after 5 ")
-
-
-def test_a_rank_that_returns_early_is_told_with_the_line_where_it_does(tmp_path):
-    text = planted((STEP, STEP + "            if rank == 1 and epoch:\n                return\n"))
-    found_in(tmp_path, text, "SS601", "return", "Rank 1 ended with exit code 0 after 5 steps")
+@pytest.mark.parametrize(("leaves", "blamed", "told"), [
+    ("break", "dist.all_reduce(counts)", "Rank 1 left the loop after 5 "),
+    ("return", "return", "Rank 1 ended with exit code 0 after 5 steps"),
+])  # fmt: skip
+def test_a_rank_that_leaves_the_loop_is_told_with_the_line_to_blame(leaves, blamed, told, tmp_path):
+    text = planted((STEP, f"{STEP}            if rank == 1 and epoch:\n                {leaves}\n"))
+    found_in(tmp_path, text, "SS601", blamed, told)
 
 
 def test_a_rank_that_aborts_in_a_call_is_told_with_the_line_that_each_rank_waits_in(tmp_path):

@@ -37,13 +37,6 @@ ON_CUDA = planted(
 )
 
 
-def test_a_script_for_cuda_is_checked_on_the_cpu_and_its_devices_are_right(tmp_path):
-    report = check(tmp_path, ON_CUDA)
-    assert codes(report) == set()
-    assert report.steps > 0
-    assert len(report.notes) == 1
-
-
 ON_DEVICES = """\
 import os
 import torch
@@ -83,7 +76,7 @@ SYNCHRONISED = """\
     joined, seen = torch.cat(both), nn.BatchNorm1d(8)
     assert torch.allclose(norm(part), seen(joined)[4 * rank :][:4], atol=1e-5)
     assert torch.allclose(norm.running_var, seen.running_var, atol=1e-5)
-    device = torch.device("cuda", local_rank)
+    device = (p := __import__("pickle")).loads(p.dumps(torch.device("cuda", local_rank)))
 """
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 HALVES = f"model.register_comm_hook(None, __import__('{HOOKS}', fromlist='a').bf16_compress_hook)"
@@ -93,7 +86,8 @@ def test_batch_normalisation_over_all_ranks_and_halved_gradients_need_no_gpu(tmp
     text = ON_CUDA.replace('    device = torch.device("cuda", local_rank)\n', SYNCHRONISED)
     text = text.replace("nn.ReLU(), ", "nn.SyncBatchNorm(16), nn.ReLU(), ").replace('"nccl"', "")
     text = text.replace("    optimizer =", f"    {HALVES}\n    optimizer =", 1)
-    assert codes(check(tmp_path, text)) == set()
+    report = check(tmp_path, text)
+    assert (codes(report), report.steps, len(report.notes)) == (set(), 9, 1)
 
 
 def test_a_gpu_that_is_chosen_by_the_global_rank_is_found(tmp_path):

@@ -64,11 +64,6 @@ def test_collectives_in_another_order_are_found_although_the_script_hangs(tmp_pa
     found_in(tmp_path, text, "SS601", "# first", *told, seconds=2)
 
 
-def test_a_group_that_is_never_destroyed_is_advice(tmp_path):
-    text = planted(("    dist.destroy_process_group()\n", ""))
-    assert found_in(tmp_path, text, "SS603", "init_process_group").severity == "advice"
-
-
 def test_ranks_that_take_themselves_for_others_are_found(tmp_path):
     text = planted((INIT, OTHER_RANKS))
     told = ("process 1: rank 0 of 1", "SLURM_PROCID")

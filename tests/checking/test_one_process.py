@@ -3,7 +3,7 @@
 import pytest
 
 from samestep.base.errors import UserError
-from tests.checking.planted import check, codes, found_in, planted
+from tests.checking.planted import check, found_in, planted
 
 MODEL = "model = DDP(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)))"
 NET = "net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))"
@@ -94,6 +94,13 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_weights_that_are_not_trained_or_not_saved_are_found(tmp_path, name):
     found_in(tmp_path, *WRONG[name], nproc=1)
+
+
+def test_batch_norms_of_weights_that_are_moved_by_hand_may_learn(tmp_path):
+    two = "nn.Sequential(nn.BatchNorm1d(16), nn.BatchNorm1d(16))"
+    moves = f"{STEP}            model.module[1][1].weight.data.mul_(0.9)\n"
+    text = planted(("nn.BatchNorm1d(16)", two), (STEP, moves), base=LEARNS)
+    assert check(tmp_path, text, nproc=1).findings == []
 
 
 def test_a_rank_that_ends_while_its_weights_are_noted_fails_by_itself(tmp_path):
@@ -236,8 +243,3 @@ def test_a_traced_model_is_watched_only_when_it_trains_and_what_is_not_saved_is_
     report = check(tmp_path, text, nproc=1)
     assert (report.findings, report.steps) == ([], 8 + 8 + 1)
     assert any(said.startswith("SS712") for said in report.not_seen)
-
-
-def test_a_scaler_that_finds_its_scale_is_right(tmp_path):
-    changes = [SCALER, (PLAIN, SCALED), (LOSS, f"{LOSS} * (1e36 if epoch == 0 else 1)")]
-    assert "SS710" not in codes(check(tmp_path, planted(*changes, base=ALONE), nproc=1))

@@ -119,6 +119,7 @@ FIRST_RANKS = """\
             dist.all_gather_into_tensor(every, rows.detach())
             loss = loss_of(rows @ every.T, torch.arange(len(rows)))
 """
+NO_ROWS = "            loss = loss + loss_of(rows[:0] @ every.T, labels[:0]).nan_to_num()\n"
 EPOCHS, AUTOCAST = "    for epoch in range(3):\n", "torch.autocast('cpu', dtype=torch.bfloat16)"
 ONE_AUTOCAST = planted((EPOCHS, f"    {AUTOCAST}.__enter__()\n{EPOCHS}"))
 STEPS_SCALED = STEP.replace("loss.backward", "scaler.scale(loss).backward")
@@ -135,6 +136,7 @@ NOT_DIVIDED = planted(
     ("nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "pass"),
     base=ACCUMULATING,
 )
+THIRDS = ACCUMULATED.replace("% 2 == 1", "% 3 == 2").replace("labels) / 2", "labels) / 9")
 # What is wrong → the script, its code, a part of the line to blame, and of the evidence.
 PLANTED = {
     "micro-batches meet": (MEETS_TWICE, "SS301", BACKWARD, "2 backward passes per optimizer step"),
@@ -152,6 +154,7 @@ PLANTED = {
     "a cosine of steps": (OF_STEPS, "SS311", "scheduler.step()", "once per epoch; its last"),
     "averages that are added up": (TWICE, "SS313", "dist.all_reduce(p.grad)", "2 times as large"),
     "micro-batches": (NOT_DIVIDED, "SS314", BACKWARD, "2 micro-batches per step (4 steps)"),
+    "divided twice": (planted(*COUNTED[:2], (STEP, THIRDS)), "SS317", BACKWARD, "by 9 in 3 steps"),
     "clipping after the step": (planted(AFTER), "SS315", CLIP, "in 3 of 3 calls"),
     "clipping after a step by hand": (LATE_BY_HAND, "SS315", CLIP),
     "labels": (planted((LOSS, FIRST_RANKS)), "SS316", "torch.arange", "columns 8 to 15"),
@@ -172,9 +175,7 @@ def test_a_mistake_in_the_step_is_found_at_its_line(name, tmp_path):
 @pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA is not available")
 def test_clipping_what_the_scaler_has_multiplied_is_found(device, tmp_path):
     right = planted(SCALER, (STEP, SCALED.replace("cpu", device)))
-    text = planted((UNSCALE, ""), base=right).replace("optimizer", "opt")
-    found = found_in(tmp_path, text, "SS302", "clip_grad_norm_", "65536")
-    assert "scaler.unscale_(opt)\n" in found.remedy
+    found_in(tmp_path, planted((UNSCALE, ""), base=right), "SS302", "clip_grad_norm_", "65536")
 
 
 EACH_BATCH = (SCHEDULED, ""), IN_EVERY_BATCH
@@ -184,13 +185,17 @@ OUTER = """\
 """
 ALIKE = {
     "accumulation": COUNTED,
+    "a sum over 9": (
+        *COUNTED[:2],
+        (STEP, THIRDS.replace("s_of(", "s_of.__class__(reduction='sum')(")),
+    ),
     "a weight of 2": ((LOSS, DOUBLED.replace("2", "2.0")),),
     "a scheduler of what wraps the optimizer": (
         ("    scheduler =", f"{OUTER}    scheduler ="),
         ("StepLR(optimizer", "StepLR(outer"),
     ),
     "labels of the own rows": (
-        (LOSS, FIRST_RANKS.replace("(len(rows)", "(rank * 8, rank * 8 + 8")),
+        (LOSS, FIRST_RANKS.replace("(len(rows)", "(rank * 8, rank * 8 + 8") + NO_ROWS),
     ),
     "a scaler": (SCALER, (STEP, SCALED)),
     "a schedule of steps": ((", 1, gamma=0.9)", ", 3 * len(train_loader), 0.9)"), *EACH_BATCH),

@@ -16,7 +16,7 @@ from samestep.base.errors import LOST_PEER, UserError
 from samestep.launch.stall.stall_verdict import StallVerdict
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.check_report import CheckReport
-from samestep.scripts.checking.findings import apply_rules, without_silenced
+from samestep.scripts.checking.findings import Found, apply_rules, without_silenced
 from samestep.scripts.checking.ranks_of_script import (
     FIRST_STEP_WITHIN_S,
     SPAWNS,
@@ -26,6 +26,7 @@ from samestep.scripts.checking.ranks_of_script import (
     ranks_seen,
     run_ranks,
 )
+from samestep.scripts.checking.rules.model import separate_models
 from samestep.scripts.checking.scratch import Scratch
 from samestep.scripts.checking.seen import RankSeen, Seen, Stall, asks_for_gpu
 
@@ -111,9 +112,14 @@ def run_as_it_starts(job: Job, run: Run, *, asked: bool = True) -> tuple[Job, Se
     # A training that is to be resumed has no events that tell whether it asks for a GPU.
     says = "".join([*output, text if job.resumes else ""])
     needs_gpu = asks_for_gpu(seen) or _NEEDS_GPU.search(says)
-    if needs_gpu and not any(rank.steps for rank in seen.ranks):
-        return _run(structs.replace(job, substitute=True), run, asked=asked)
-    return job, seen, output
+    idle = not any(rank.steps for rank in seen.ranks)
+    # It may wrap its model only where there is a GPU.
+    several = seen.world_size > 1 and not (job.resumes or seen.is_of_one_process)
+    bare = several and any(isinstance(told, Found) for told in separate_models(seen))
+    if not needs_gpu or job.substitute or not (idle or bare):
+        return job, seen, output
+    on_gpu = _run(structs.replace(job, substitute=True), run, asked=asked)
+    return on_gpu if idle or on_gpu[1].any(ev.ModelWrapped) else (job, seen, output)
 
 
 def _run(

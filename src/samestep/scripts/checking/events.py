@@ -186,6 +186,7 @@ class ModelTrained(OfModel):  # the first forward pass of a model with gradients
     batch_norms: list[str]
     frozen_norms: list[str]
     shapes: dict[str, list[int]]
+    tables: list[str]  # buffers that have rows
     frozen_in_vain: list[str]  # names that have an attribute which was meant to freeze them
 
 
@@ -222,6 +223,7 @@ class BackwardPass(Event):  # a backward pass is about to begin
     late: bool  # whether it does so within `no_sync`, which the forward was not in
     unused: dict[str, list[str]]  # what the loss leaves out, by the model's number
     closure: int = 0  # in which call of the closure that the step was given, from 1
+    aided: bool = False  # whether the user's code called another library than PyTorch for it
 
 
 class ModelSums(OfModel):  # all weights of a model
@@ -244,6 +246,7 @@ class WeightsSaved(OfModel):
     live: bool  # whether they are a module's own
     fresh: bool
     stale: bool
+    parts: int  # into how many the weights are cut of which this rank's part is saved; 1 for whole
 
 
 class NamesLoaded(Event):  # weights are loaded into a model
@@ -434,8 +437,7 @@ class TrainingState(Event):  # the state in which a step begins, as digests
     copies: list[int]  # other models with weights, averages of the trained ones among them
     scale: list[float]
     random: dict[str, int]
-    averages: set[int] = field(default_factory=set)
-    """Of the copies, those that change in most steps."""
+    averages: set[int] = field(default_factory=set)  # copies that change in most steps
 
     def part(self, name: StatePart) -> list[Any]:
         """Return a part of the state by its name."""
@@ -468,8 +470,7 @@ class ObjectMade(Event):  # where something is made that a checkpoint holds the 
 
 class CheckpointSaved(Event):  # a checkpoint, or a part of one
     path: str
-    leaves: dict[str, Any]
-    """What is in it by its path in the tree; of a tensor, a list of its digest."""
+    leaves: dict[str, Any]  # what is in it by its path in the tree; of a tensor [its digest]
     apart: bool  # whether another thread wrote it
     changed: bool  # whether the training changed it meanwhile
     renamed: bool = False

@@ -168,4 +168,6 @@ def row_hashes(tensor: Tensor, most: int = 64) -> list[int]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return real_parts(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    plain = real_parts(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
+    # What NumPy shares can no longer be resized, as FSDP does it.
+    return plain.clone().numpy().data

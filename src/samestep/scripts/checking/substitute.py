@@ -191,7 +191,9 @@ def substituting(recorder: Recorder) -> Iterator[None]:
         return generator(devices.on_cpu(device))
 
     def stand_in(real: type, make: Callable[..., Any]) -> type:
-        return _StandIn(real.__name__, (), {"__new__": make, "real": real})
+        # A pickled device names its class, by where it is found.
+        inside = {"__new__": make, "real": real, "__module__": "torch"}
+        return _StandIn(real.__name__, (), inside)
 
     classes = [
         (torch, "device", stand_in(_Device, make_device)),

@@ -193,7 +193,13 @@ def evaluates_other_weights(seen: Seen) -> Iterator[Found | NotSeen]:
     for rank in seen.ranks:
         times: Counter[Hashable] = Counter()
         each.append({})
-        for event, foreign in with_loader(seen, rank, ev.InferencePass):
+        latest = _with_latest(rank, ev.InferencePass)
+        for (event, other), (loader, _) in zip(
+            with_loader(seen, rank, ev.InferencePass), latest, strict=True
+        ):
+            foreign = other or (
+                loader is None and not event.training
+            )  # its samples are cut by hand
             key = (event.step, event.model_id, event.shapes)
             times[key] += 1
             each[-1] |= {(*key, times[key]): event} if foreign else {}

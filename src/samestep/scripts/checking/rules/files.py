@@ -95,6 +95,20 @@ def other_rank_saves(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(where, text, remedy)
 
 
+@rule("SS509")
+def saves_some_shards(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Find weights of which each rank has a part, and fewer ranks save theirs than there are."""
+    saves = [(r.rank, e) for r in seen.ranks for e in r.of(ev.WeightsSaved) if e.parts > 1]
+    ranks, parts = {rank for rank, _ in saves}, max((e.parts for _, e in saves), default=1)
+    if 0 < len(ranks) < parts and seen.complete:
+        event = saves[0][1]
+        text = f"{named(ranks)} saves its own part of {event.model}, whose weights are cut into "
+        text += f"{parts} parts; no other rank saves one"
+        remedy = "Save on every rank by `torch.distributed.checkpoint`, or the whole: "
+        remedy += "`get_model_state_dict` with `StateDictOptions(full_state_dict=True)`."
+        yield Found(event.where, text, remedy)
+
+
 @rule("SS503", least_ranks=1)
 def wrapped_names(seen: Seen) -> Iterator[Found | NotSeen]:
     """Find saved state dicts in which all names begin with a wrapper's."""

@@ -8,8 +8,8 @@ from math import prod
 from samestep.base.errors import listed
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
+from samestep.scripts.checking.rules.accumulation import by_step
 from samestep.scripts.checking.rules.files import named
-from samestep.scripts.checking.rules.step import by_step
 from samestep.scripts.checking.seen import M, Seen, why_apart
 
 _FEW_SAMPLES, _STEPS = 16, 2
@@ -353,7 +353,10 @@ def few_samples(seen: Seen) -> Iterator[Found | NotSeen]:
 def unequal_buffers(seen: Seen) -> Iterator[Found | NotSeen]:
     """Buffers that DDP does not broadcast, and that the ranks do not change alike."""
     for trained in _trained(seen):
-        if not trained.is_one or (trained.wrap is not None and trained.wrap.broadcast_buffers):
+        if not trained.is_one:
+            continue
+        if trained.wrap is not None and trained.wrap.broadcast_buffers:
+            yield from _overwritten(trained)
             continue
         names = _differing([rank.buffers for rank in trained.weights[-1]])
         if not names:
@@ -373,6 +376,19 @@ def unequal_buffers(seen: Seen) -> Iterator[Found | NotSeen]:
         remedy = "Change buffers on all ranks alike, or leave DDP's broadcast_buffers on."
         where = (trained.wrap or trained.models[0]).where
         yield Found(where, text, remedy, severity=None if some else "advice")
+
+
+def _overwritten(trained: Trained) -> Iterator[Found]:
+    """Yield tables that each rank fills with its own rows, until DDP copies those of rank 0."""
+    tables = {*trained.models[0].tables}
+    start, *later = [_differing([r.buffers for r in sums]) for sums in trained.weights]
+    always = tables.intersection(*later)
+    if always and not start and len(later) >= _STEPS and trained.wrap is not None:
+        text = f"after {len(later)} steps looked at, the ranks have filled "
+        text += f"{listed(sorted(always))} of {trained.name} differently; before each forward pass "
+        text += "DDP overwrites that with what rank 0 has"
+        remedy = "Gather on all ranks what is written into it."
+        yield Found(trained.forwards[0].where, text, remedy, "advice")
 
 
 @rule("SS207")

@@ -195,13 +195,14 @@ def frozen_change(seen: Seen) -> Iterator[Found | NotSeen]:
             remedy = "Call `module.requires_grad_(False)`; on a parameter the name is "
             remedy += "`requires_grad`."
             yield Found(model.where, text, remedy)
-        names = [
-            name
-            for name in model.frozen_norms
-            if first.parameters.get(f"{name}.weight") == last.parameters.get(f"{name}.weight")
-            and first.buffers.get(f"{name}.running_mean")
-            != last.buffers.get(f"{name}.running_mean")
-        ]
+        kept, moved = list[str](), set[str]()
+        for name in model.frozen_norms:
+            own, mean = f"{name}.weight", f"{name}.running_mean"
+            if first.parameters.get(own) != last.parameters.get(own):
+                moved.add(name.partition(".")[0])  # an average of weights, which may learn
+            elif first.buffers.get(mean) != last.buffers.get(mean):
+                kept.append(name)
+        names = [name for name in kept if name.partition(".")[0] not in moved]
         if names:
             text = f"{len(names)} frozen batch norms of {model.model} are in training mode, and "
             text += f"their statistics have changed after {last.step} steps: {listed(names)}"

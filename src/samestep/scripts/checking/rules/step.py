@@ -1,54 +1,22 @@
-"""Rules about a step: accumulation, clipping, the weight of each sample, and its learning rate."""
+"""Rules about a step: clipping, the weight of each sample, and its learning rate."""
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TypeVar
 
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
+from samestep.scripts.checking.rules.accumulation import by_step, divides_twice
 from samestep.scripts.checking.rules.data import uneven_batches
-from samestep.scripts.checking.seen import E, RankSeen, Seen
+from samestep.scripts.checking.seen import RankSeen, Seen
 
-_Step = TypeVar("_Step", bound=ev.Event)
 _FEW_STEPS, _FEW = 3, 8  # the second: elements, fewer than in a batch
 _UNLIKE = 1.01  # weights of samples are the same within this factor
 _UNLIKE_COUNTS = 1.1  # counts in batches of one size, and weights of ranks, differ by chance too
 _EXACT_STEP, _ROUGH_STEP = 1e-3, 5e-2
-_SCALE = 1024.0  # a scaler multiplies by more
 _AT_TOP = 0.999  # a cosine may come back to it with another rounding
 _FADED = 0.0101  # of the largest learning rate: nothing is learnt any more
-
-
-@rule("SS301")
-def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Count the backward passes of one line that meet the other ranks in one step."""
-    rank = seen.ranks[0]
-    wrap = rank.first(ev.ModelWrapped)
-    if wrap is None or wrap.wrapper != "ddp":  # FSDP may have no memory to put it off
-        return
-    if late := [event for event in rank.of(ev.BackwardPass) if event.late]:
-        text = f"{len(late)} backward passes within `no_sync` whose forwards were not within it: "
-        text += "DDP decides in the forward, and reduces the gradients"
-        yield Found(late[0].where, text, "Begin `with model.no_sync():` before the forward.")
-        return
-    steps_of: dict[str, Counter[int]] = defaultdict(Counter)
-    for passes, _ in by_step(rank, ev.BackwardPass, ev.OptimizerStep):
-        # Each call of a closure makes gradients of its own, at other weights.
-        passes_at = Counter((event.where, event.closure) for event in passes if event.sync)
-        for (where, _), times in passes_at.items():
-            steps_of[where][times] += times > 1
-    for where, counts in steps_of.items():
-        times, steps = counts.most_common(1)[0]
-        if counts.total() < 2:
-            continue
-        text = f"{times} backward passes per optimizer step, each with an all-reduce of "
-        text += f"{wrap.parameters:,} gradients ({steps} steps of rank 0)"
-        remedy = "Run all but the last micro-batch of a step, forward and backward, within `with "
-        remedy += "model.no_sync():`."
-        yield Found(where, text, remedy, comes_from={"DDP is made": wrap.where})
 
 
 @rule("SS302", least_ranks=1)
@@ -226,6 +194,8 @@ def _scaled_by_ranks(seen: Seen, *, averaged: bool) -> Iterator[Found]:
             return
         if passes[-1].sync and step.step and step.grown != 1.0:  # of the first it is not known
             return
+    if any(divides_twice(seen)):
+        return
     (usual, times), *_ = [*factors.most_common(1), (1.0, 0)]
     divides = usual == round(1 / ranks, 6)
     met = (c for c in rank.of(ev.CollectiveCalled) if c.step and not c.evaluating)
@@ -276,70 +246,6 @@ def labels_of_other_ranks(seen: Seen) -> Iterator[Found | NotSeen]:
             remedy = "Add the rank's place to the labels: `labels + rank * len(labels)`."
             yield Found(event.where, text, remedy)
             return
-
-
-@rule("SS313")
-def adds_up_again(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for an all-reduce between DDP's own and the step that multiplies by the world size."""
-    rank = seen.ranks[0]
-    wrap = rank.first(ev.ModelWrapped)
-    if wrap is None or wrap.wrapper != "ddp":
-        return
-    synced, sums, again = False, list[ev.CollectiveCalled](), list[ev.CollectiveCalled]()
-    for event in rank.of(ev.BackwardPass, ev.CollectiveCalled, ev.GradientsUsed):
-        if isinstance(event, ev.BackwardPass):
-            synced = event.sync
-            sums = []
-        elif isinstance(event, ev.CollectiveCalled):
-            sums += [event] if event.name == "all_reduce" and event.op == "SUM" else []
-        elif isinstance(event, ev.GradientsUsed) and synced:
-            summed = sum(math.prod(shape) for call in sums for shape in call.shapes)
-            is_grown = abs(event.grown / seen.world_size - 1) < _EXACT_STEP
-            # A number that is logged is small.
-            again += sums[:1] if is_grown and 2 * summed > wrap.parameters else []
-    if len(again) >= _FEW_STEPS:
-        text = f"in {len(again)} steps an all-reduce makes the gradients that DDP has averaged "
-        text += f"{seen.world_size} times as large"
-        remedy = "Leave out the all-reduce: DDP has averaged them in the backward pass."
-        yield Found(again[0].where, text, remedy, comes_from={"DDP is made": wrap.where})
-
-
-@rule("SS314", least_ranks=1)
-def adds_up_micro_batches(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Look for steps of several means, each of its own batch of one loader."""
-    rank = seen.ranks[0]
-    whole: list[tuple[ev.BackwardPass, int, ev.GradientsUsed]] = []
-    passes: list[tuple[ev.BackwardPass, int | None]] = []
-    loader, is_mean, steps = None, False, 0
-    for event in rank.of(ev.BatchRead, ev.LossAverage, ev.BackwardPass, ev.GradientsUsed):
-        if isinstance(event, ev.BatchRead):
-            loader = event.loader_id
-        elif isinstance(event, ev.LossAverage):
-            is_mean = _is_plain_mean(event)
-        elif isinstance(event, ev.BackwardPass):
-            passes.append((event, loader if is_mean else None))
-            loader, is_mean = None, False
-        elif isinstance(event, ev.GradientsUsed):
-            same = len({(backward.where, number) for backward, number in passes}) == 1
-            if (
-                len(passes) > 1
-                and same
-                and passes[0][1] is not None
-                and (event.grown == 1.0 or not event.step)  # of the first it is not known
-                and not event.lost
-            ):
-                whole.append((passes[0][0], len(passes), event))
-            steps += bool(passes)
-            passes = []
-    if len(whole) >= _FEW_STEPS and 2 * len(whole) > steps:
-        backward, times, step = whole[0]
-        line = seen.line(backward.where)
-        instead = re.sub(r"([\w.]+)\.backward\(", rf"(\1 / {times}).backward(", line, count=1)
-        text = f"{times} micro-batches per step ({len(whole)} steps), and each loss is the mean of "
-        text += "its own: their sum is the gradient"
-        remedy = replaced(line, instead, "Divide each by their number.")
-        # Optimizers other than SGD divide the gradient by its own size.
-        yield Found(backward.where, text, remedy, None if step.optimizer == "SGD" else "advice")
 
 
 @rule("SS304")
@@ -463,26 +369,6 @@ def _lengths(rank: RankSeen) -> list[int]:
     micro_steps = passes.most_common(1)[0][0] if passes else 1
     steps = {batches // micro_steps for batches in (*whole[:1], run)}
     return [batches * rank.epochs for batches in steps if batches >= _FEW_STEPS]
-
-
-def by_step(rank: RankSeen, kind: type[E], step: type[_Step]) -> Iterator[tuple[list[E], _Step]]:
-    """Yield the events of a kind that each step is taken with."""
-    events: list[E] = []
-    for event in rank.events:
-        if isinstance(event, step):
-            yield events, event
-        if isinstance(event, step) or (isinstance(event, ev.ScalerStep) and event.skipped):
-            events = []
-        elif isinstance(event, kind):
-            events.append(event)
-
-
-def _is_plain_mean(average: ev.LossAverage) -> bool:
-    """Whether a loss is divided by its own count, and at most multiplied by a scaler."""
-    times = average.weight * average.count
-    scaled = times >= _SCALE and math.log2(times).is_integer()
-    own = average.by == average.count and average.other == 1.0
-    return own and (math.isclose(times, 1.0) or scaled)
 
 
 def _close(numbers: Sequence[float], within: float) -> bool:

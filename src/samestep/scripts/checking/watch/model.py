@@ -38,6 +38,7 @@ _SDPA = "scaled_dot_product_attention"
 _DROPS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", _SDPA)
 _DROPOUT = Probe(*((nn.functional, name) for name in _DROPS))
 _RANDOM = Probe(*((torch, name) for name in ("rand", "randn", "randint")))
+_FORWARD = Probe((nn.parallel.DistributedDataParallel, "forward"))  # does what a call does
 _FEW_DRAWN = 8
 _ROWS_OF, _NOTED, _GRAPHS = 200, 20_000, 50
 _INFERENCES = 8  # of each model whose weights are looked at
@@ -54,6 +55,7 @@ def watching(recorder: Recorder) -> Iterator[None]:
             (probes.DDP_MADE, models.on_wrap),
             (probes.BACKWARD, models.on_backward),
             (probes.MODULE_CALL, models.on_call),
+            (_FORWARD, models.on_call),
             (_RANDOM, models.on_random),
             (_DROPOUT, models.on_dropout),
         ),
@@ -267,7 +269,13 @@ class _Models:
         wrappers = [ref() for ref in self._pending.values() if ref is not None]
         late = any(getattr(w, "require_backward_grad_sync", None) is False for w in wrappers)
         self._recorder.note(
-            ev.BackwardPass(sync=bool(self._pending), late=late, unused=unused, closure=closure)
+            ev.BackwardPass(
+                sync=bool(self._pending),
+                late=late,
+                unused=unused,
+                closure=closure,
+                aided=not self._recorder.is_direct("torch"),
+            )
         )
         self._pending.clear()
         self._in_backward = True

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils import _pytree as pytree
 
+from samestep.base.errors import LOST_PEER
 from samestep.scripts import probes
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.recorder import Recorder, is_tracing
@@ -111,6 +112,9 @@ class _FirstStep:
         size = sum(p.nbytes for p in part.model.state_dict().values() if isinstance(p, Tensor))
         if size > _MOST_BYTES:
             part.unseen = "the model is too large to be computed twice"
+            return
+        if any(hasattr(p, "to_local") for p in part.model.parameters()):
+            part.unseen = "each rank has a part of the weights"
             return
         with self._recorder.unwatched():
             part.state = {
@@ -211,9 +215,10 @@ class _FirstStep:
             except _Unseen as reason:
                 event = ev.GradientCompared(not_seen=str(reason))
             except Exception as error:
-                event = ev.GradientCompared(
-                    not_seen=f"the model could not be called again: {error}"
-                )
+                why = f"the model could not be called again: {error}"
+                if LOST_PEER.search(str(error)):
+                    why = "the model itself exchanges tensors with other ranks"
+                event = ev.GradientCompared(not_seen=why)
         recorder.note(event, where=part.where)
 
 

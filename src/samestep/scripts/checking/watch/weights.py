@@ -112,6 +112,7 @@ class WeightsWatcher:
                     n for n, m in named if m.training and m.affine and not m.weight.requires_grad
                 ],
                 shapes={n: list(p.shape) for n, p in model.named_parameters() if not is_lazy(p)},
+                tables=[n for n, b in model.named_buffers() if b.squeeze().ndim > 1],
                 frozen_in_vain=[
                     *(n for n, m in model.named_modules() if vars(m).get("requires_grad") is False),
                     *(n for n, p in model.named_parameters() if _MEANT.intersection(vars(p))),
@@ -287,11 +288,11 @@ class WeightsWatcher:
                 for live, sums in states
                 for model in self.trained.alive()
             ]
-        for model, live, fresh, stale in compared:
+        for model, live, fresh, stale, parts in compared:
             if fresh or stale:
                 name, number = type(model).__name__, self.models[model]
                 self._recorder.note(
-                    ev.WeightsSaved(name, number, live=live, fresh=fresh, stale=stale)
+                    ev.WeightsSaved(name, number, live=live, fresh=fresh, stale=stale, parts=parts)
                 )
 
     def _states(self, saved: Any, depth: int = 3) -> Iterator[tuple[bool, Mapping[str, Any]]]:
@@ -304,13 +305,19 @@ class WeightsWatcher:
             for part in saved.values() if depth else ():
                 yield from self._states(part, depth - 1)
 
-    def _compare(self, model: nn.Module, saved: set[int | None]) -> tuple[bool, bool]:
-        """Return whether saved tensors are the weights that were trained, or those before."""
+    def _compare(self, model: nn.Module, saved: set[int | None]) -> tuple[bool, bool, int]:
+        """Return whether saved tensors are the weights that were trained, or those before.
+
+        And into how many parts the weights are cut of which they are one.
+        """
         start = self._at_start[self.models[model]]
         now = {n: checksum(p) for n, p in model.named_parameters()}
         changed = [n for n, value in now.items() if start.get(n) != value]
         fresh = any(now[n] in saved for n in changed)
-        return fresh, bool(changed) and not fresh and all(start.get(n) in saved for n in changed)
+        cut = {n: p.numel() / max(1, own_part(p).numel()) for n, p in model.named_parameters()}
+        parts = max((round(times) for n, times in cut.items() if now[n] in saved), default=1)
+        stale = bool(changed) and not fresh and all(start.get(n) in saved for n in changed)
+        return fresh, stale, parts
 
 
 def sampled(step: int) -> bool:
