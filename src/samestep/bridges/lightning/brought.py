@@ -394,6 +394,8 @@ class _Brought:
         gathers = gathering_nothing(module, f"training_step{defined_at(own_step)}")
         with keeps_trained(module, "training_step", own_step), gathers if is_new else _ALONE:
             number, last = trainer.nth(step, batch.samples)
+            if module is trainer.built():
+                trainer.call_callbacks(module, (BEFORE_BATCH,), value, number)
             self._begin(module, BEFORE_BATCH, value, number)
             outputs, _ = called(module, "training_step", value, number, 0)
         detached = {n: v.detach() if isinstance(v, Tensor) else v for n, v in outputs.items()}
@@ -473,7 +475,8 @@ class _Brought:
         self.trainer.steps_by(optimizer, scheduler)
         base = base_of(module, "LightningModule")
         hooks = [name for name in AROUND_STEP if has_own(module, base, name)]
-        check_around_step(hooks, settings, defined_at(type(module)))
+        for owner, names in (module, hooks), *self.trainer.hooks_of:
+            check_around_step(AROUND_STEP.intersection(names), settings, defined_at(type(owner)))
         self.trainer.call_around_steps(module, optimizer, hooks)
         return optimizer
 
