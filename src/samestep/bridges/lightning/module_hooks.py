@@ -19,8 +19,10 @@ from samestep.core.learner.after_epoch import keeps_trained
 _FIRST, _KEPT = "_samestep_first_in_eval", "_samestep_in_eval"
 
 """Places of a module's attributes."""
-WITHIN = ("on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad")
-WITHIN += ("on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
+WITHIN = (
+    *("on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
+    *("on_after_backward", "on_before_optimizer_step", "on_train_batch_end"),
+)
 """Hooks of callbacks that may not freeze parameters."""
 _PLAIN = (int, float, str, type(None))
 _LATE = ("on_validation_epoch_end", "on_validation_end", "on_train_epoch_end")
