@@ -134,6 +134,11 @@ class StandIn:
                 if name in hooks:
                     call_callback(callback, name, self, module, *given)
 
+    def tell_in_training(self, module: Any, name: str, *given: Any) -> None:
+        """Call a hook of the script's callbacks, unless the module is a copy that is tried."""
+        if module is self.built():
+            self.call_callbacks(module, (name,), *given)
+
     def set_up(self, module: Any) -> None:
         """Call `setup` of the module, and before a training that of callbacks."""
         self.call_callbacks(module, ("setup",) if self.samples else ())
