@@ -203,13 +203,14 @@ def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, str
 CALLBACK = """import dataclasses
 Tells = dataclasses.make_dataclass("Tells", [], bases=(L.Callback,))
 def teller(name):
-    def hook(_, trainer, module, **__):
+    def hook(_, trainer, module, *given, **__):
         name == "setup" and module.still.requires_grad_(False)
         seen = trainer.callback_metrics.get(VAL, torch.zeros(())).item(), module.ema.item()
         at = trainer.current_epoch, trainer.global_step
         trainer.sanity_checking or print("told", name, *at, *(f"{value:.4f}" for value in seen))
     return hook
-for name in ("setup train_start train_epoch_start validation_end train_epoch_end".split()):
+NAMES = "setup train_start train_epoch_start validation_end train_epoch_end train_batch_start"
+for name in (NAMES + " before_zero_grad after_backward train_batch_end").split():
     name = name if name == "setup" else f"on_{name}"; setattr(Tells, name, teller(name))
 """
 
@@ -226,7 +227,7 @@ def test_a_callback_of_a_scripts_own_is_called_as_the_trainer_calls_it(tmp_path,
     own, others = mine.splitlines(), capsys.readouterr().out.splitlines()
     told = [[line for line in lines if line.startswith("told")] for lines in (own, others)]
     assert told[0] == told[1]
-    assert len(told[0]) == 12
+    assert len(told[0]) == 12 + 4 * 4 * 16
 
 
 def test_a_training_step_whose_loss_is_a_sum_is_told_where_micro_steps_share_a_batch(tmp_path):
@@ -260,7 +261,8 @@ SEEN = [("self.loss, self", "self.seen = []; self.loss, self")]
 SEEN += [("loss = loss", "self.seen.append(loss.detach()); loss = loss")]
 SEEN += [("m = self.tr", "self.seen.clear(); m = self.tr")]
 TWO = ("return DataLoader(self.data, batch_size=8)", "return 2 * [DataLoader(self.data)]")
-LATER = CALLBACK.replace("validation_end", "after_backward")
+LATER = CALLBACK.replace("validation_end", "validation_start")
+SUMS = f"{CALLBACK}Tells.on_train_batch_end = lambda own, *_: vars(own).update(seen=[*vars(own)])\n"
 IN_EVAL = "self.still.train(self.current_epoch != 1)"
 
 
@@ -298,7 +300,8 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([(RECIPE, FIT), ("max_epochs=3", "overfit_batches=3")], "overfit_batches=3"),
         ([(RECIPE, FIT), ("max_epochs=3", "val_check_interval=9")], "check_val_every_n_epoch=None"),
         ([(RECIPE, FIT), ("stop, keep]", "of.BackboneFinetuning()]")], "callback BackboneFine"),
-        ([(RECIPE, LATER + FIT), ("keep]", "keep, Tells()]")], "has its own on_after_backward"),
+        ([(RECIPE, LATER + FIT), ("keep]", "keep, Tells()]")], "has its own on_validation_start"),
+        ([(RECIPE, SUMS + FIT), ("[stop, keep]", "[Tells()]")], "that of one rank"),
         ([(RECIPE, FIT), ("bf16-mixed", "16-true")], "Use one of 16, 16-mixed"),
         ([(RECIPE, FIT), ("    batch_size = 8\n", "")], "Add --batch-size 8"),
     ],

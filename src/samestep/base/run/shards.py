@@ -270,6 +270,9 @@ def _what_is_in(folder: Path, name: str) -> str:
 def _empty(shape: list[int], dtype: torch.dtype, mesh: DeviceMesh | None) -> Tensor:
     if mesh is None:
         return torch.empty(shape, dtype=dtype)
+    if not shape:  # a single number has no rows to share out
+        number = torch.empty(shape, dtype=dtype)
+        return DTensor.from_local(number, mesh, [Replicate()] * mesh.ndim, run_check=False)
     placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     whole = torch.empty(shape, dtype=dtype, device="meta")
     rank, size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)

@@ -386,14 +386,14 @@ class _Brought:
         if self.epochs.get(module) != epoch:
             self.epochs[module] = epoch
             in_first_modes(module)
-            if module is trainer.built():  # not a copy that is tried
-                trainer.call_callbacks(module, ("on_train_epoch_start",))
+            trainer.tell_in_training(module, "on_train_epoch_start")
             call(module, "on_train_epoch_start")
             keep_modes(module)
         in_kept_modes(module)
         gathers = gathering_nothing(module, f"training_step{defined_at(own_step)}")
         with keeps_trained(module, "training_step", own_step), gathers if is_new else _ALONE:
             number, last = trainer.nth(step, batch.samples)
+            trainer.tell_in_training(module, BEFORE_BATCH, value, number)
             self._begin(module, BEFORE_BATCH, value, number)
             outputs, _ = called(module, "training_step", value, number, 0)
         detached = {n: v.detach() if isinstance(v, Tensor) else v for n, v in outputs.items()}
@@ -471,9 +471,9 @@ class _Brought:
         check_validations(self.trainer.hooks_of, settings)
         self.schedulers[optimizer] = scheduler
         self.trainer.steps_by(optimizer, scheduler)
-        base = base_of(module, "LightningModule")
-        hooks = [name for name in AROUND_STEP if has_own(module, base, name)]
-        check_around_step(hooks, settings, defined_at(type(module)))
+        hooks = [n for n in AROUND_STEP if has_own(module, base_of(module, "LightningModule"), n)]
+        for owner, names in (module, hooks), *self.trainer.hooks_of:
+            check_around_step(AROUND_STEP.intersection(names), settings, defined_at(type(owner)))
         self.trainer.call_around_steps(module, optimizer, hooks)
         return optimizer
 

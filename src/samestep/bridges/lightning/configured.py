@@ -1,6 +1,6 @@
 """What a LightningModule chooses for its training: optimizer, scheduler, and type of weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ def settings_of_weights(module: nn.Module) -> dict[str, Any]:
     return next((_OF_WEIGHTS[kind] for kind in _OF_WEIGHTS if kind in types), {})
 
 
-def check_around_step(hooks: Sequence[str], settings: Settings, where: str) -> None:
+def check_around_step(hooks: Collection[str], settings: Settings, where: str) -> None:
     """Refuse hooks around a step that would not get what the Trainer gives them."""
     if hooks and settings.strategy == "fsdp":
         raise UserError(

@@ -5,13 +5,27 @@ also over validations. samestep's training calls `train()` of the whole model af
 what is to stay in eval mode is kept with the module, by name: copies of a module have it, too.
 """
 
+import inspect
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
+from torch import Tensor, nn
+
 from samestep.base.errors import UserError, blame, defined_at, listed
+from samestep.base.trees import tree_leaves
 from samestep.core.learner.after_epoch import keeps_trained
 
 _FIRST, _KEPT = "_samestep_first_in_eval", "_samestep_in_eval"
+
+"""Places of a module's attributes."""
+WITHIN = (
+    *("on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
+    *("on_after_backward", "on_before_optimizer_step", "on_train_batch_end"),
+)
+"""Hooks of callbacks that may not freeze parameters."""
+_PLAIN = (int, float, str, type(None))
+_LATE = ("on_validation_epoch_end", "on_validation_end", "on_train_epoch_end")
 
 
 def call(module: Any, name: str, *arguments: Any) -> Any:
@@ -28,19 +42,44 @@ def call(module: Any, name: str, *arguments: Any) -> Any:
             blame(f"The LightningModule's {name} failed", error, hook)
 
 
-def call_callback(callback: Any, name: str, trainer: Any, module: Any) -> None:
-    """Call a hook of a callback with what stands in for the Trainer, and the module.
+def call_callback(callback: Any, name: str, trainer: Any, module: Any, *given: Any) -> None:
+    """Call a hook of a callback with what stands in for the Trainer, the module, and what is given.
 
     Raises:
-        UserError: it fails, or freezes parameters as an epoch starts.
+        UserError: it fails, freezes parameters within an epoch, or keeps tensors at a step.
     """
     hook, subject = getattr(callback, name), f"{name} of the callback {type(callback).__name__}"
-    within = name == "on_train_epoch_start"
-    with keeps_trained(module, subject, hook) if within else nullcontext():
+    before = _attributes(callback)
+    with keeps_trained(module, subject, hook) if name in WITHIN else nullcontext():
         try:
-            hook(trainer, module, **({"stage": "fit"} if name == "setup" else {}))
+            hook(trainer, module, *given, **({"stage": "fit"} if name == "setup" else {}))
         except Exception as error:
             blame(f"{subject} failed", error, hook)
+    if name not in WITHIN[1:]:
+        return
+    late = [inspect.unwrap(getattr(type(callback), n)).__code__.co_names for n in _LATE]
+    held = [n for n, marks in _attributes(callback).items() if before.get(n) != marks]
+    # A number may be a clock's, or count for the hook itself.
+    held = [n for n in held if not isinstance(vars(callback)[n], _PLAIN) or n in chain(*late)]
+    if held:
+        raise UserError(
+            f"{subject}{defined_at(type(callback))} changes {listed(sorted(held))} of the "
+            "callback, which would be that of one rank, and no checkpoint holds it.",
+            remedy="Keep it in a buffer or a part of the module, and change it in the module's own "
+            f"{name}. For an average of the weights use --ema.",
+        )
+
+
+def _attributes(callback: Any) -> dict[str, list[Any]]:
+    """Return marks of what a callback keeps: numbers, tensors, and lists, dicts and modules."""
+
+    def mark(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.data_ptr(), leaf._version  # noqa: SLF001
+        return leaf if isinstance(leaf, _PLAIN) else id(leaf)
+
+    held = {n: v.state_dict() if isinstance(v, nn.Module) else v for n, v in vars(callback).items()}
+    return {name: [mark(leaf) for leaf in tree_leaves(value)] for name, value in held.items()}
 
 
 def keep_modes(module: Any) -> None:

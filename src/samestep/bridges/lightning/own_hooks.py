@@ -19,7 +19,7 @@ BEFORE_BATCH = "on_train_batch_start"
 _OF_EPOCHS = {"on_train_epoch_start", "on_train_epoch_end", *AT_END.values(), *BEFORE_EVALUATION}
 AROUND_STEP = {*BEFORE_STEP, AFTER_STEP}
 OF_CALLBACKS = {"setup", *AT_START, "on_train_epoch_start", *AFTER_VALIDATION}
-OF_CALLBACKS |= {"on_train_epoch_end"}
+OF_CALLBACKS |= {"on_train_epoch_end", BEFORE_BATCH, *AROUND_STEP}
 """Hooks of the Trainer's callbacks that are called: with what stands in for it, and the module."""
 _MISSED = {"on_train_end", "on_fit_end", "teardown", "on_exception", "state_dict"}
 _MISSED |= {"load_state_dict", "on_save_checkpoint", "on_load_checkpoint"}

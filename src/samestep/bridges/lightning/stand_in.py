@@ -100,33 +100,44 @@ class StandIn:
         self.lr_scheduler_configs = [SimpleNamespace(**scheduler)] if scheduler else []
 
     def call_around_steps(self, module: Any, optimizer: Optimizer, hooks: Collection[str]) -> None:
-        """Let each step of the optimizer call those of the module's hooks."""
-        before = [name for name in BEFORE_STEP if name in hooks]
+        """Let each step of the optimizer call those of the callbacks' and the module's hooks."""
+        of_any = {*hooks}.union(*(names for _, names in self.hooks_of))
+        before = [name for name in BEFORE_STEP if name in of_any]
+
+        def call_all(name: str, *given: Any) -> None:
+            self.call_callbacks(module, (name,), *given)
+            if name in hooks:
+                call(module, name, *given)
 
         # Functions, not methods: a copy of the optimizer would have a copy of the module.
         def call_before(*_: Any) -> None:
             for name in before:
-                call(module, name, *(() if name == "on_after_backward" else (optimizer,)))
+                call_all(name, *(() if name == "on_after_backward" else (optimizer,)))
 
         def call_after(*_: Any) -> None:
             self.global_step += 1
             with (
                 nullcontext() if "stepped" in vars(self) else gathering_nothing(module, AFTER_STEP)
             ):
-                call(module, AFTER_STEP, *NEWEST.get())
+                call_all(AFTER_STEP, *NEWEST.get())
             vars(self)["stepped"] = True
 
         if before:
             optimizer.register_step_pre_hook(call_before)
-        if AFTER_STEP in hooks:
+        if AFTER_STEP in of_any:
             optimizer.register_step_post_hook(call_after)
 
-    def call_callbacks(self, module: Any, names: Collection[str]) -> None:
+    def call_callbacks(self, module: Any, names: Collection[str], *given: Any) -> None:
         """Call these hooks of the script's callbacks."""
         for name in names:
             for callback, hooks in self.hooks_of:
                 if name in hooks:
-                    call_callback(callback, name, self, module)
+                    call_callback(callback, name, self, module, *given)
+
+    def tell_in_training(self, module: Any, name: str, *given: Any) -> None:
+        """Call a hook of the script's callbacks, unless the module is a copy that is tried."""
+        if module is self.built():
+            self.call_callbacks(module, (name,), *given)
 
     def set_up(self, module: Any) -> None:
         """Call `setup` of the module, and before a training that of callbacks."""

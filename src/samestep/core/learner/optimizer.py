@@ -310,7 +310,7 @@ class Update:
         self._scheduled, self._checks = scheduled, checks
         self._parameters: list[nn.Parameter] = optimizer.param_groups[0]["params"]
         self._sharded = any(is_sharded(p) for p in self._parameters)
-        self._own = RATIO in optimizer.param_groups[0]
+        self._own, self._adds_up = RATIO in optimizer.param_groups[0], True
         self._quick: list[Callable[[], None]] = []
         if self._own and scaler is None and not self._sharded:
             from samestep.core.learner.quick_step import quick_step, step_by_lists  # noqa: PLC0415
@@ -355,13 +355,15 @@ class Update:
         what = f"The recipe's optimizer, {kind_of(self._optimizer)}"
         update: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._sharded:
-            from samestep.core.learner.sharded_update import sharded_update  # noqa: PLC0415
+            from samestep.core.learner.sharded_update import add_up, sharded_update  # noqa: PLC0415
 
             looks = self._trial is not None and self._trial.is_new
             update = sharded_update(what, looks=looks, may_draw=not self._checks)
         try:
             with update:
                 self._ordinary_step()
+            if self._sharded and self._adds_up:  # what the first step leaves, later ones leave, too
+                self._adds_up = add_up(self._optimizer.state.values())
             if self._trial is not None and self._trial.after_step():
                 self._trial = None
         except Exception as error:

@@ -5,7 +5,7 @@ and in bfloat16; others read the norm of a weight.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.base.errors import UserError
 from samestep.base.patches import patched
-from samestep.launch.ranks.mesh import is_partial_sum, is_sharded, sharded_as, whole, whole_numbers
+from samestep.launch.ranks.mesh import (
+    added_up,
+    is_partial_sum,
+    is_sharded,
+    sharded_as,
+    whole,
+    whole_numbers,
+)
 
 _HALF = (torch.bfloat16, torch.float16)
 _PRODUCTS = tuple(getattr(torch.ops.aten, n) for n in ("mm", "addmm", "bmm", "baddbmm"))
@@ -54,6 +61,22 @@ def sharded_update(what: str, *, looks: bool, may_draw: bool = False) -> Iterato
             remedy="Use --strategy ddp; or, if other numbers serve as well, add --no-self-check.",
             on_all_ranks=True,
         )
+
+
+def add_up(states: Iterable[dict[str, Any]]) -> bool:
+    """Add up what a step has left in a state as a sum over ranks; return whether there was any.
+
+    Such as the norm of a weight that an optimizer notes: no checkpoint could hold it.
+    """
+    found = [
+        (state, name, value)
+        for state in states
+        for name, value in state.items()
+        if isinstance(value, Tensor) and is_partial_sum(value)
+    ]
+    for state, name, value in found:
+        state[name] = added_up(value)
+    return bool(found)
 
 
 def _of_whole(original: Callable[..., Tensor], update: Tensor, *args: Any, **more: Any) -> Tensor:

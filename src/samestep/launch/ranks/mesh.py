@@ -107,6 +107,14 @@ def is_partial_sum(tensor: Tensor) -> bool:
     return any(placement.is_partial() for placement in placements)
 
 
+def added_up(tensor: Any) -> Any:
+    """Return a partial sum, added up, on each rank; all ranks call it."""
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415
+
+    placements = [Replicate() if one.is_partial() else one for one in tensor.placements]
+    return tensor.redistribute(placements=placements)
+
+
 def any_sharded(model: nn.Module) -> bool:
     """Whether a model's parameters are sharded."""
     return any(is_sharded(p) for p in model.parameters())
