@@ -294,6 +294,9 @@ def test_a_forward_in_training_that_leaves_out_a_block_is_refused(skipped, named
         ({"strategy": "fsdp", "precision": "fp16"}, "--precision fp16"),
         ({"strategy": "fsdp", "gather_dtype": "bf16"}, "--gather-dtype bf16.*--precision"),
         ({"shard_within": "node"}, "--strategy ddp"),
+        ({"cpu_offload": True}, "--strategy ddp"),
+        ({"reshard_after_forward": False}, "--strategy ddp"),
+        ({"gather_dtype": "bf16", "precision": "bf16"}, "--strategy ddp"),
     ],
 )
 def test_settings_that_do_not_go_with_the_strategy_are_refused(how, named):
