@@ -175,8 +175,9 @@ def test_the_shards_of_one_rank_are_no_checkpoint(tmp_path):
         ("scheduler.step()\n", saves),
         ('torch.save(model.module.state_dict(), "best.pt")', "pass"),
     )
-    found_in(tmp_path, text, "SS509", "torch.save(", "rank 0 saves its own part", "2 parts")
-    assert check(tmp_path, text.replace("rank == 0: torch", "True: torch")).findings == []
+    found_in(tmp_path, text, "SS509", "torch.save(", "only rank 0 saves one", "2 parts")
+    uneven = text.replace("nn.Linear(16, 2)", "nn.Linear(16, 3)")
+    assert check(tmp_path, uneven.replace("rank == 0: torch", "True: torch")).findings == []
 
 
 def test_what_saves_an_optimizer_is_pointed_at_the_check_of_its_resume(tmp_path):

@@ -194,7 +194,8 @@ def test_a_node_without_the_interface_ends_the_job_as_a_mistake():
 
 
 @pytest.mark.parametrize(
-    ("own", "queue", "begins"), [(8, "echo 7", False), (8, "false", True), (7, "echo 7", True)]
+    ("own", "queue", "begins"),
+    [(8, "echo 7", False), (8, "false", True), (7, "echo 7", True), (8, "echo 9", True)],
 )
 def test_a_second_job_of_a_run_ends_before_it_writes_to_it(tmp_path, own, queue, begins):
     (tmp_path / BEGUN).write_text("7 0 spiral\n")

@@ -81,7 +81,8 @@ class Flag:
     @property
     def shown_default(self) -> str:
         """The default as it can be typed; empty for none, an empty value and False."""
-        unsaid = self.default in (None, (), "", MISSING) or isinstance(self.default, bool)
+        empty = isinstance(self.default, tuple | str | None) and not self.default
+        unsaid = empty or self.default is MISSING or isinstance(self.default, bool)
         return "" if unsaid else as_typed(self.default)
 
     def in_short(self) -> "Flag":

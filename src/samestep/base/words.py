@@ -97,7 +97,7 @@ def as_typed(value: object) -> str:
         return " ".join(map(as_typed, value))
     if isinstance(value, float):
         text = f"{value:g}"
-        return text if float(text) == value else repr(value)
+        return text if float(text) == value else repr(float(value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

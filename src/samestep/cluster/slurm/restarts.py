@@ -221,7 +221,8 @@ def read_ending(
     result = read_object(run / _RESULT) if _is_current(run, _RESULT) else {}
     why = ""
     if code == 0 and kind == "recipe" and _has_steps_left(run, step):
-        code, why = 1, "srun ended with exit code 0 before the training did, as if a node was lost"
+        code, why = 1, "srun ended with exit code 0 before the training did: a node was lost, or "
+        why += "your code called sys.exit(0)"
     if result.get("status") == "failed":
         why = str(result.get("reason", "")).removeprefix("failed: ")
     if hung:

@@ -171,7 +171,7 @@ class LoopSession:
             say(self.world, f"{record['tracker']}: {record['text']}")
 
         def start(starts: Callable[..., Any]) -> None:
-            trackers = starts(tell=tell, stopped=lambda: bool(self.received.signum))
+            trackers = starts(tell=tell, stopped=lambda: bool(self.received.now))
             self.session.add_sink(self._trackers.enter_context(trackers).take)
 
         try:

@@ -107,7 +107,8 @@ class _Stop:
         """Whether there was nothing left to stop: ranks that stop agree, and none ends with 0."""
         context = getattr(self.agent, "_pcontext", None)
         handlers = getattr(context, "subprocess_handlers", {}).values()
-        return 0 in [handler.proc.returncode for handler in handlers]
+        codes = [handler.proc.returncode for handler in handlers]
+        return 0 in codes and not any(0 < code < 128 for code in codes if code is not None)
 
 
 def start_ranks(

@@ -70,7 +70,7 @@ def profile_recipe(
             describe(run, request, built)
 
     def stop() -> bool:
-        return bool(world.broadcast(received.signum if world.is_main else 0))
+        return bool(world.broadcast(received.now if world.is_main else 0))
 
     with switched(settings, world.device):
         request = completed(request, world)
@@ -157,14 +157,14 @@ def _run_stages(
         TimeAccount(lambda: work.phases),
         lambda function: world.broadcast(function() if world.is_main else 0),
         extent,
-        stop=lambda: received.signum != 0,
+        stop=lambda: received.now != 0,
     )
     stages.epoch_begins(state.position.epoch + 1)
     for _ in rehearse(work.endless(), state):
         stages.at(state.position.step)
         if epoch_is_full(work, state):
             stages.epoch_begins(state.position.epoch + 2)
-        if world.world_size == 1 and received.signum and not stages.done:
+        if world.world_size == 1 and received.now and not stages.done:
             stages.end()
         if stages.done:
             break

@@ -119,7 +119,8 @@ def run_as_it_starts(job: Job, run: Run, *, asked: bool = True) -> tuple[Job, Se
     if not needs_gpu or job.substitute or not (idle or bare):
         return job, seen, output
     on_gpu = _run(structs.replace(job, substitute=True), run, asked=asked)
-    return on_gpu if idle or on_gpu[1].any(ev.ModelWrapped) else (job, seen, output)
+    wraps = any(r.steps for r in on_gpu[1].ranks) and on_gpu[1].any(ev.ModelWrapped)
+    return on_gpu if idle or wraps else (job, seen, output)
 
 
 def _run(

@@ -213,7 +213,7 @@ class _Reporter:
         settings, name, tell = self.request.settings, self.request.recipe.name, self.screen.tell
 
         def stopped() -> bool:
-            return bool(self.received.signum)
+            return bool(self.received.now)
 
         if settings.track:
             from samestep.show.tracking.processes import TrackerProcesses  # noqa: PLC0415

@@ -97,10 +97,10 @@ def rank_by_rank(run: RunData) -> RankByRank | None:
     if not epochs or size < 2:
         return None
     # Each rank counts its seconds since the start of the epoch, or since a resume within it.
-    begun = [r["step"] for r in run.of("resume")]
-    steps = sum(
-        min([r["num_steps"], *(r["step"] - s for s in begun if s < r["step"])]) for r in epochs
-    )
+    begun, steps = [r["step"] for r in run.of("resume")], 0
+    for record in epochs:
+        latest = [step for step in begun if step < record["step"]][-1:]
+        steps += min([record["num_steps"], *(record["step"] - step for step in latest)])
     names = list(epochs[0]["ranks"])
     none = [0.0] * size
     ms = [

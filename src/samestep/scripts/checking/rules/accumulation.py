@@ -125,8 +125,8 @@ def divides_twice(seen: Seen) -> Iterator[Found | NotSeen]:
             average = None
         elif isinstance(event, ev.GradientsUsed):
             number = len(passes)
-            # Without a library that divides, it may be the number of ranks.
-            unclear = number == seen.world_size and not passes[-1].aided
+            # Without a library that divides, one may be the number of ranks, or both.
+            unclear = seen.world_size in (number, number**2) and not passes[-1].aided
             if number > 1 and not unclear and divided == [number**2] * number:
                 twice.append((passes[0], number, event.optimizer))
             steps, divided, passes = steps + bool(passes), [], []
@@ -135,7 +135,7 @@ def divides_twice(seen: Seen) -> Iterator[Found | NotSeen]:
         text = (
             f"each loss is divided by {number**2} in {len(twice)} steps of {number} micro-batches"
         )
-        text += f": by this call by {number}, too" if backward.aided else ""
+        text += ": the library that is called here divides, too" if backward.aided else ""
         # Other optimizers divide the gradient by its own size.
         sgd = optimizer == "SGD"
         yield Found(backward.where, text, "Divide it once.", None if sgd else "advice")

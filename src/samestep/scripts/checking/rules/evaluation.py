@@ -194,12 +194,10 @@ def evaluates_other_weights(seen: Seen) -> Iterator[Found | NotSeen]:
         times: Counter[Hashable] = Counter()
         each.append({})
         latest = _with_latest(rank, ev.InferencePass)
-        for (event, other), (loader, _) in zip(
-            with_loader(seen, rank, ev.InferencePass), latest, strict=True
-        ):
-            foreign = other or (
-                loader is None and not event.training
-            )  # its samples are cut by hand
+        passes = with_loader(seen, rank, ev.InferencePass)
+        for (event, other), (loader, _) in zip(passes, latest, strict=True):
+            # Without a loader, its samples are cut by hand.
+            foreign = other or (loader is None and not event.training)
             key = (event.step, event.model_id, event.shapes)
             times[key] += 1
             each[-1] |= {(*key, times[key]): event} if foreign else {}

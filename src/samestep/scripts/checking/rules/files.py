@@ -102,8 +102,8 @@ def saves_some_shards(seen: Seen) -> Iterator[Found | NotSeen]:
     ranks, parts = {rank for rank, _ in saves}, max((e.parts for _, e in saves), default=1)
     if 0 < len(ranks) < parts and seen.complete:
         event = saves[0][1]
-        text = f"{named(ranks)} saves its own part of {event.model}, whose weights are cut into "
-        text += f"{parts} parts; no other rank saves one"
+        text = f"the weights of {event.model} are cut into {parts} parts, and only {named(ranks)} "
+        text += f"{'saves one' if len(ranks) == 1 else 'save one each'}"
         remedy = "Save on every rank by `torch.distributed.checkpoint`, or the whole: "
         remedy += "`get_model_state_dict` with `StateDictOptions(full_state_dict=True)`."
         yield Found(event.where, text, remedy)

@@ -5,6 +5,7 @@ Gradients and weights are looked at in the first three steps and rarely then; ot
 """
 
 import contextlib
+import math
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -314,8 +315,8 @@ class WeightsWatcher:
         now = {n: checksum(p) for n, p in model.named_parameters()}
         changed = [n for n, value in now.items() if start.get(n) != value]
         fresh = any(now[n] in saved for n in changed)
-        cut = {n: p.numel() / max(1, own_part(p).numel()) for n, p in model.named_parameters()}
-        parts = max((round(times) for n, times in cut.items() if now[n] in saved), default=1)
+        weights = [weight for name, weight in model.named_parameters() if now[name] in saved]
+        parts = max(map(_ways_cut, weights), default=1)
         stale = bool(changed) and not fresh and all(start.get(n) in saved for n in changed)
         return fresh, stale, parts
 
@@ -323,6 +324,13 @@ class WeightsWatcher:
 def sampled(step: int) -> bool:
     """Whether gradients and weights are looked at in a step."""
     return step in _LOOKED or (step % 10 == 0 and step <= 100) or step % 100 == 0
+
+
+def _ways_cut(weight: Tensor) -> int:
+    """Return the number of ranks that have a part of a weight each, of which one may be empty."""
+    mesh, placements = getattr(weight, "device_mesh", None), getattr(weight, "placements", ())
+    cut = (mesh.size(at) for at, place in enumerate(placements) if mesh and place.is_shard())
+    return math.prod(cut)
 
 
 def print_of(gradient: Tensor | None) -> int | None:
