@@ -17,7 +17,7 @@ from samestep.base.settings import Settings
 from samestep.core.session.notes import asks_for_ranks
 from samestep.launch.ranks import keeper
 from samestep.launch.ranks.keeper import Elastic, Keeper, elastic_of
-from samestep.launch.ranks.regroup import Keys
+from samestep.launch.ranks.regroup import Group, Keys
 from tests.command_line import typed
 
 # A rank of it kills itself where DEATHS says so: member → place and step.
@@ -230,3 +230,12 @@ def test_a_clock_that_is_set_back_lets_no_group_wait(tmp_path, monkeypatch):
     kept._answer()
     assert kept.group.number == 1
     assert kept.group.began == 1e6 - 10
+
+
+def test_too_few_ranks_are_no_group_though_rank_0_asked_for_one_before_it_died(tmp_path):
+    kept = Keeper([], tmp_path, Elastic(least=2, most=2), None, lambda: None)
+    kept.store, kept.group = dist.HashStore(), Group(number=1, members=(0, 1))
+    kept.store.set(Keys(1).wish, "1")
+    kept._awaited = (1.0, ["rank 0 was killed", "rank 1 was killed"])
+    kept._answer()
+    assert kept.group.number == 1, "a group without ranks would never be followed by another"

@@ -274,21 +274,23 @@ class Keeper:
         ready = [m for m in self.living if m not in self.group.members and self._is_ready(m)]
         if ready and not self.store.check(["waiting"]):
             self.store.set("waiting", "1")
-        keys = Keys(self.group.number)
         self._name_awaited()
+        if self.store.check(["late"]):
+            for member in json.loads(self.store.get("late")):
+                if member in self.living:
+                    self.living[member].process.kill()
+        if self._awaited is not None:  # too few are left for what rank 0 may have asked for before
+            return
+        keys = Keys(self.group.number)
         if self.store.check([keys.wish]):
             self._name_next(time.time())
-        elif self.store.check([keys.lost]) and self._awaited is None and not self.finished:
+        elif self.store.check([keys.lost]) and not self.finished:
             now = time.monotonic()
             first = float(self.store.compare_set(f"{keys.lost}/since", "", str(now)))
             if now - first > _LOST_S:
                 # No rank died. A script whose collectives do not fit loses contact each time.
                 self._count_losses("Ranks lost contact with each other", 1, now)
                 self._name_next(time.time() - (now - first))
-        if self.store.check(["late"]):
-            for member in json.loads(self.store.get("late")):
-                if member in self.living:
-                    self.living[member].process.kill()
 
     def _is_ready(self, member: int) -> bool:
         return bool(self.store.check([ready_key(member)]))
