@@ -15,7 +15,7 @@ from samestep.base.errors import UserError
 from samestep.base.run.records import read_records
 from samestep.base.settings import Settings
 from samestep.core.session.notes import asks_for_ranks
-from samestep.launch.ranks import keeper
+from samestep.launch.ranks import keeper, nproc
 from samestep.launch.ranks.keeper import Elastic, Keeper, elastic_of
 from samestep.launch.ranks.regroup import Group, Keys
 from tests.command_line import typed
@@ -216,6 +216,13 @@ def test_flags_without_it_are_refused_and_data_that_asks_for_ranks_is_told():
 
     assert asks_for_ranks(of_a_rank).startswith("get_rank, WORLD_SIZE (test_elastic.py:")
     assert not asks_for_ranks(undisturbed)
+
+
+@pytest.mark.parametrize("wanted", [1, "auto"])
+def test_one_rank_alone_cannot_outlive_another_and_says_so(wanted, monkeypatch):
+    monkeypatch.setattr(nproc, "ranks_to_start", lambda *_, **__: 1)
+    with pytest.raises(UserError, match="--elastic needs several ranks"):
+        nproc.start_nproc(wanted, [], elastic=lambda _: None)
 
 
 def test_a_clock_that_is_set_back_lets_no_group_wait(tmp_path, monkeypatch):
