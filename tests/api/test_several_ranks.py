@@ -190,4 +190,3 @@ def test_a_recipe_of_a_notebook_is_verified_whatever_modes_the_caller_is_in():
         found = samestep.verify(recipe, nproc=(2,), quick=True, epochs=1)
     assert found["same"] is True
     assert any("epochs" in note for note in found["notes"]), "as train() takes it"
-    assert found["world_sizes"] == [1, 2]
