@@ -17,7 +17,7 @@ from samestep.core.recipes.cricket.recipe import CricketOptions
 from samestep.shell.api.arguments import CheckpointName, RunPath
 from samestep.shell.cli import OWN, VERBS
 from samestep.shell.commands.completion import SCRIPTS, completion_words
-from samestep.shell.commands.forms import Form, form_of, help_text, verb
+from samestep.shell.commands.forms import Form, form_of, verb
 from samestep.shell.commands.target import parse_target
 from tests.command_line import typed
 from tests.processes import free_port, launch_environment
@@ -196,22 +196,6 @@ def test_the_help_of_a_verb_has_all_its_flags_and_fits(output_of, monkeypatch, w
         assert not re.search(r"None|False|default: \)|STR\b", text)
         assert f"usage: samestep {verb}" in text
     assert {flag.name for flag in words.flags[verb]} <= set(re.findall(r"--[a-z-]+", text))
-
-
-ADDRESS = "https://example.org/where/the/data/of/this/recipe/come/from"
-
-
-@dataclass(frozen=True)
-class Linked:
-    url: str = ""
-    """https://example.org/where/the/data/of/this/recipe/come/from, or a mirror of it."""
-
-
-@pytest.mark.parametrize("width", [40, 80])
-def test_a_word_that_is_longer_than_its_line_stays_whole_beside_its_flag(monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
-    (line,) = (x for x in help_text("verb", "It.", {"verb": Linked()}).splitlines() if ADDRESS in x)
-    assert line.startswith("  --url ")
 
 
 def greet(run: RunPath, title: CheckpointName = "best", *, loud: bool = False, times: int = 2):

@@ -183,13 +183,16 @@ recipe = replace(recipe, plot=picture)
 """
 
 
-def test_a_file_is_drawn_where_the_recipe_says_how(numbers, tmp_path, refused, monkeypatch):
+def test_a_file_is_drawn_where_the_recipe_says_how(numbers, tmp_path, refused, monkeypatch, capfd):
     pytest.importorskip("matplotlib")
     _folder, path = numbers
     drawn, plain = run_of(tmp_path, "pairs", PICTURE), run_of(tmp_path, "dataset")
     png, long = tmp_path / "rows.png", tmp_path / "long.txt"
     assert call("predict", str(drawn), str(path), "--plot", str(png)) == 0
     assert png.read_bytes().startswith(b"\x89PNG")
+    gaps = run_of(tmp_path, "gaps", PICTURE)
+    assert call("predict", str(gaps), str(path), "--plot", str(tmp_path / "none.png")) == 1
+    assert "none.png is not drawn" in capfd.readouterr().err
     long.write_text("1 2 3 " * 3)
     for run, files, plot, told in (
         (plain, [path], png, "plot"),

@@ -5,6 +5,7 @@ import os
 import re
 import time
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from samestep.base.run.directory import STEPPED
 from samestep.cluster.slurm import queue
 from samestep.cluster.slurm.options import JobOptions, keep_options
 from samestep.cluster.slurm.restarts import BEGUN
+from samestep.shell.commands.slurm import logs
 from tests.command_line import call
 from tests.slurm.test_training_progress import START, step
 
@@ -130,6 +132,19 @@ def test_damaged_records_hide_nothing_else_and_an_empty_log_is_told(slurm, run, 
     printed, told_so = capfd.readouterr()
     assert not printed
     assert "rank-1.log" in told_so
+
+
+def test_ranks_that_begin_while_all_logs_are_followed_are_shown(slurm, run, told, monkeypatch):
+    slurm.add(5, run, log=f"{run}/slurm-5.out")
+
+    def pass_time(_seconds: float) -> None:
+        (run / "rank-1.log").write_text("late\n")
+        slurm.add(5, run, state="COMPLETED", log=f"{run}/slurm-5.out")
+
+    monkeypatch.setattr(
+        logs, "time", SimpleNamespace(sleep=pass_time, monotonic=count(0, 9).__next__)
+    )
+    assert told("logs", "5", "--rank", "all", "--follow") == "log of 5\n1: late\n"
 
 
 def of_age(run, seconds: float) -> None:

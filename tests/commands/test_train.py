@@ -6,7 +6,6 @@ import typing
 from dataclasses import fields
 
 import pytest
-import torch
 
 from samestep.base.errors import UserError
 from samestep.base.settings import Settings, flag_name
@@ -99,11 +98,6 @@ def test_a_node_that_does_not_see_the_run_directory_of_its_job_is_named(refuse, 
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURMD_NODENAME", "node7.there")
     assert_says(refuse("spiral"), "/no/such/run node7.there")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_absent_is_named_with_the_way_out(refuse):
-    assert_says(refuse("spiral", "--device", "cuda"), "CUDA --device auto")
 
 
 @pytest.mark.parametrize("name", NUMBERS)

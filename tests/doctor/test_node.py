@@ -189,8 +189,9 @@ def run(tmp_path):
     (tmp_path / "settings.toml").write_text("epochs = 5\nnum_workers = 3\n")
     for epoch in (1, 2):
         (tmp_path / "checkpoints" / f"checkpoint_epoch_{epoch}.pt").write_bytes(b"x" * epoch * 1000)
-    records = [{"event": "start", "resumed": False}] + [
-        {"event": "epoch", "epoch": e, "step": e, "train_seconds": 10.0 * e} for e in (1, 2)
+    records = [{"event": "start", "resumed": False, "num_samples": 80}] + [
+        {"event": "epoch", "epoch": e, "step": e, "train_seconds": 10.0, "samples": 80 // e}
+        for e in (1, 2)  # it was stopped within the second
     ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return tmp_path

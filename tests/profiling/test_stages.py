@@ -7,12 +7,15 @@ import re
 import tomllib
 from dataclasses import fields
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import UserError
+from samestep.base.settings import Settings
+from samestep.prove.profiling.recipe_profile import _steps_between
 from samestep.prove.profiling.tried_values import apply_settings
 from samestep.scripts.measuring.measured import Extent
 from samestep.scripts.measuring.stages import Stages, TimeAccount
@@ -249,6 +252,8 @@ def test_an_epochs_small_last_batch_counts_as_such_and_how_long_to_train_need_no
     recipe = tiny.RECIPE.replace('"epochs": 6', '"lr": 0.1')
     ((row,),) = (sweep["rows"] for sweep in swept(tmp_path, recipe, "100")["sweeps"])
     assert 31 <= row["samples_per_s"] * row["seconds"] <= 80
+    plan = SimpleNamespace(steps_per_epoch=1000, total_steps=10)
+    assert {*_steps_between(SimpleNamespace(settings=Settings(), plan=plan)).values()} == {10}
 
 
 def test_batches_that_the_training_set_does_not_fill_are_refused_before_measuring(here, refused):

@@ -15,9 +15,9 @@ from samestep.base.errors import UserError
 from samestep.base.run.records import read_records
 from samestep.base.settings import Settings
 from samestep.core.session.notes import asks_for_ranks
-from samestep.launch.ranks import keeper
+from samestep.launch.ranks import keeper, nproc
 from samestep.launch.ranks.keeper import Elastic, Keeper, elastic_of
-from samestep.launch.ranks.regroup import Keys
+from samestep.launch.ranks.regroup import Group, Keys
 from tests.command_line import typed
 
 # A rank of it kills itself where DEATHS says so: member → place and step.
@@ -218,6 +218,13 @@ def test_flags_without_it_are_refused_and_data_that_asks_for_ranks_is_told():
     assert not asks_for_ranks(undisturbed)
 
 
+@pytest.mark.parametrize("wanted", [1, "auto"])
+def test_one_rank_alone_cannot_outlive_another_and_says_so(wanted, monkeypatch):
+    monkeypatch.setattr(nproc, "ranks_to_start", lambda *_, **__: 1)
+    with pytest.raises(UserError, match="--elastic needs several ranks"):
+        nproc.start_nproc(wanted, [], elastic=lambda _: None)
+
+
 def test_a_clock_that_is_set_back_lets_no_group_wait(tmp_path, monkeypatch):
     wall, passed = [1e9], [0.0]
     clock = SimpleNamespace(time=lambda: wall[0], monotonic=lambda: passed[0])
@@ -230,3 +237,12 @@ def test_a_clock_that_is_set_back_lets_no_group_wait(tmp_path, monkeypatch):
     kept._answer()
     assert kept.group.number == 1
     assert kept.group.began == 1e6 - 10
+
+
+def test_too_few_ranks_are_no_group_though_rank_0_asked_for_one_before_it_died(tmp_path):
+    kept = Keeper([], tmp_path, Elastic(least=2, most=2), None, lambda: None)
+    kept.store, kept.group = dist.HashStore(), Group(number=1, members=(0, 1))
+    kept.store.set(Keys(1).wish, "1")
+    kept._awaited = (1.0, ["rank 0 was killed", "rank 1 was killed"])
+    kept._answer()
+    assert kept.group.number == 1, "a group without ranks would never be followed by another"

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from samestep.base.counting import counting
+from samestep.base.run.records import samples_per_step
 from samestep.shell.api.call import as_in_fresh_process
 from samestep.show.progress import BarState, Screen
 from tests.command_line import call
@@ -55,6 +56,8 @@ def test_the_bar_tells_what_there_is_room_for_and_breaks_no_word():
         assert words in wide
     for words in ("loss 0.2500", "val. accuracy 0.9000", "48.8k samples/s", "ETA 1 s"):
         assert words in wide
+    uneven = PLAN | {"num_samples": 33, "global_batch_size": 32, "steps_per_epoch": 2}
+    assert samples_per_step(uneven) == 16.5, "half of the steps have one sample"
     state = BarState(**BAR)
     for rate in (1000.0, 1000.0, 10.0):
         state = state.after(progress(100, rate))

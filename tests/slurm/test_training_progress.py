@@ -204,7 +204,7 @@ def test_following_asks_the_controller_every_few_seconds(tmp_path, monkeypatch, 
         return job(state if clock.now < 60 else "COMPLETED")
 
     monkeypatch.setattr(logs, "find_job", find)
-    logs._show({tmp_path / "log": None}, job(state))
+    logs._show(lambda: {tmp_path / "log": None}, job(state))
     assert 10 <= len(asked) <= 13, "a minute of waiting"
 
 
@@ -218,7 +218,7 @@ def test_a_followed_line_is_shown_once_it_is_whole(tmp_path, monkeypatch, clock,
         (3, lambda: append(log, b"11: no\n 3: last, torn")),
     ]
     monkeypatch.setattr(logs, "find_job", lambda _: job("COMPLETED"))
-    logs._show({log: 3}, job("RUNNING"))
+    logs._show(lambda: {log: 3}, job("RUNNING"))
     assert capsys.readouterr().out == "one\ntwö\nlast, torn"
 
 

@@ -166,6 +166,7 @@ WRITES = {
     "open('opened.txt', 'w').close()": "opened.txt",
     "pathlib.Path('path.txt').write_text('x')": "path.txt",
     "numpy.save('array', [1])": "array.npy",
+    "torch.save({}, 'weights.pt')": "weights.pt",
     "os.rename('there.txt', 'moved.txt')": "there.txt",
     "open('moved.txt').read()": None,
     "os.makedirs('made/in', exist_ok=True)": None,

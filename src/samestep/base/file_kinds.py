@@ -4,7 +4,6 @@ import ast
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from samestep.base.errors import UserError
 from samestep.base.nearby import nearby
@@ -121,16 +120,13 @@ def trainer_of(path: Path, folder: Path) -> str:
                 case ast.Name(id=name):  # called, or a class's base
                     used |= {name}
                 case ast.Call(func=ast.Attribute(value=of, attr=name)):
-                    trains |= _called(of, name)
+                    owner = getattr(of, "attr", getattr(of, "id", ""))
+                    # What is called of a model only sets its mode.
+                    trains |= set() if _OF_MODELS.search(owner) else {name}
         files = {at / f"{n.replace('.', '/')}{end}" for at, n in modules for end in _ENDS}
         waiting += [own for own in files - read if own.is_file()]
     taken, trains = {kind for kind, name in takes if name in used}, trains | used & {"LightningCLI"}
     return next((kind for kind in _OF_TRAINERS if kind in taken and _TRAINS[kind] & trains), "")
-
-
-def _called(of: Any, name: str) -> set[str]:
-    """Return the name of what is called of something, but for what only sets a model's mode."""
-    return set() if _OF_MODELS.search(getattr(of, "attr", getattr(of, "id", ""))) else {name}
 
 
 def _kinds(package: str, name: str) -> set[str]:

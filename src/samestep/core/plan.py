@@ -431,13 +431,6 @@ def warmup_steps(plan: Plan, settings: Settings) -> int:
     return int(wanted) if wanted >= 1 else math.ceil(wanted * plan.total_steps)
 
 
-def _ramp(settings: Settings, step: int, steps: int) -> float:
-    first = settings.warmup_from
-    if step >= steps:
-        return 1.0
-    return (step + 1) / (steps + 1) if first is None else first + (1 - first) * step / steps
-
-
 def learning_rate(
     plan: Plan, settings: Settings, step: int, metrics: Mapping[str, float] = MappingProxyType({})
 ) -> float:
@@ -448,7 +441,9 @@ def learning_rate(
     left. A scheduler of PyTorch begins at the rate returned, and sets the others itself.
     """
     warmup = warmup_steps(plan, settings)
-    ramp = _ramp(settings, step, warmup)
+    ramp, first = 1.0, settings.warmup_from
+    if step < warmup:
+        ramp = (step + 1) / (warmup + 1) if first is None else first + (1 - first) * step / warmup
     if plan.schedule is not None and not plan.makes_scheduler:
         # A checkpoint at the end, and a profile of more steps, ask for one that is never trained.
         trained = min(step, plan.total_steps - 1)

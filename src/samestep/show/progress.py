@@ -42,7 +42,7 @@ class BarState:
     """What the bar tells."""
 
     plan: Record  # the `start` record
-    step_samples: float  # samples of most steps
+    step_samples: float  # of a step, on average
     step: int = 0
     now: int = 1  # the epoch of the latest record that names one
     loss: float | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from samestep.base.run.code_source import ModuleText, Parts, Statement, source_of
+from samestep.base.run.code_source import ModuleText, Parts, source_of
 
 Pieces = dict[str, str]
 """The name of each function and value → its code, or `name = value`."""
@@ -181,7 +181,10 @@ class _Reach:
     def _include(self, module: str, place: int) -> None:
         source = self.sources[module]
         is_new = place not in self.taken[module]
-        runs = (self.main_block and not module) or not _is_main(source.statements[place])
+        name, text = next(iter(source.statements[place].pieces), ("", ""))
+        # The block that an import does not run.
+        is_main = name == _MAIN and "\nelse:" not in text and "\nelif " not in text
+        runs = (self.main_block and not module) or not is_main
         if is_new and runs:
             self.taken[module].add(place)
             self.waiting.append((module, place))
@@ -256,9 +259,3 @@ class _Reach:
             ):
                 return star
         return ""
-
-
-def _is_main(statement: Statement) -> bool:
-    """Whether a statement is the block that an import does not run."""
-    name, text = statement.pieces[0] if statement.pieces else ("", "")
-    return name == _MAIN and "\nelse:" not in text and "\nelif " not in text

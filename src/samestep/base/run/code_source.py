@@ -117,7 +117,10 @@ def _parsed(text: str, package: str) -> ModuleText:
     except (SyntaxError, ValueError):
         whole = Statement(frozenset(), acts=True, pieces=(("the file", text),))
         return ModuleText((whole,), {}, (), frozenset())
-    body = [node for node in tree.body if not _is_for_types(node)]
+    # `if TYPE_CHECKING:` does not run.
+    ifs = {n for n in tree.body if isinstance(n, ast.If) and not n.orelse}
+    for_types = {n for n in ifs if ast.unparse(n.test).split(".")[-1] == "TYPE_CHECKING"}
+    body = [node for node in tree.body if node not in for_types]
     outer = [node for top in body for node in _outside_functions(top)]
     bound, stars = dict[str, Parts](), list[str]()
     for node in outer:
@@ -146,14 +149,6 @@ def _parsed(text: str, package: str) -> ModuleText:
         places={name: tuple(pieces) for name, pieces in places.items()},
         unused=frozenset(statement.id for statement in unused if isinstance(statement, ast.Name)),
     )
-
-
-def _is_for_types(node: ast.stmt) -> bool:
-    """Whether a statement is `if TYPE_CHECKING:`, which does not run."""
-    match node:
-        case ast.If(test=test, orelse=[]):
-            return ast.unparse(test).split(".")[-1] == "TYPE_CHECKING"
-    return False
 
 
 def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:

@@ -462,10 +462,9 @@ def read_records(path: str | PathLike[str], *, superseded: bool = False) -> Iter
 
 
 def samples_per_step(plan: Mapping[str, Any]) -> float:
-    """Return the samples of most steps by a `start` record, or their mean if they are by tokens."""
-    if plan.get("batch_tokens") and plan["steps_per_epoch"]:
-        return float(plan["num_samples"] / plan["steps_per_epoch"])
-    return float(plan["global_batch_size"])
+    """Return the samples of a step by a `start` record: their mean, as the last may have fewer."""
+    batch, samples, steps = plan["global_batch_size"], plan["num_samples"], plan["steps_per_epoch"]
+    return min(batch, samples / steps) if samples and steps else float(batch)
 
 
 def up_to_step(record: Record, step: int) -> Record | None:

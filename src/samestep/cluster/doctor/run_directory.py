@@ -78,11 +78,17 @@ def _read_run(path: Path) -> dict[str, Any]:
     """Read a run's loader workers, checkpoints and time per epoch; nothing of a damaged run."""
     try:
         settings = tomllib.loads((path / "settings.toml").read_text())
-        seconds = [r["train_seconds"] for r in read_records(path) if r["event"] == "epoch"]
+        epoch_s, whole = None, 0
+        for record in read_records(path):
+            if record["event"] == "start":
+                whole = record["num_samples"] or 0
+            elif record["event"] == "epoch":  # of one that was stopped, only a part is trained
+                part = min(1.0, record["samples"] / whole) if whole else 1.0
+                epoch_s = record["train_seconds"] / part if part else epoch_s
         files = [f.stat() for f in (path / "checkpoints").glob("*.pt")]
     except (OSError, UserError, ValueError, KeyError):
         return {}
-    facts = {"num_workers": settings.get("num_workers", 0), "epoch_s": [None, *seconds][-1]}
+    facts = {"num_workers": settings.get("num_workers", 0), "epoch_s": epoch_s}
     if files:
         facts["checkpoint_bytes"] = max(files, key=lambda file: file.st_mtime).st_size
     if "keep_hours" not in settings and ({"keep_top_k", "keep_newest"} & settings.keys()):

@@ -18,7 +18,7 @@ from typing import Any
 
 from samestep.base.errors import UserError, what_to_install
 from samestep.base.run.directory import SWEEP, is_run
-from samestep.base.run.files import read_object, shown_path, write_object
+from samestep.base.run.files import read_object, sha256_of, shown_path, write_object
 from samestep.base.run.user_modules import UserModules, modules_of
 
 LOGS = ".logs"  # in the sweep's folder: what each training printed
@@ -135,8 +135,8 @@ class SweepPlan:
         return {
             "format": _FORMAT,
             "recipe": self.recipe,
-            "recipe_sha256": file and _sha256(file),
-            "files_sha256": {name: _sha256(other) for name, other in self._other_files().items()},
+            "recipe_sha256": file and sha256_of(file),
+            "files_sha256": {name: sha256_of(other) for name, other in self._other_files().items()},
             "flags": [*self.flags],
             "axes": {flag: [*values] for flag, values in self.axes.items()},
             "sample": self.sample,
@@ -160,12 +160,10 @@ class SweepPlan:
         if is_run(self.folder):
             raise UserError(f"{self.folder} is a run. Name another folder with --run-dir.")
         before = read_object(file)
-        if before:
-            before.setdefault("files_sha256", wanted["files_sha256"])  # older ones do not tell
-        else:
+        if not before:
             (self.folder / LOGS).mkdir(parents=True, exist_ok=True)
             write_object(file, wanted)
-        if before and before != wanted:  # keys may be left out, such as script_args
+        elif before != wanted:  # keys may be left out, such as script_args
             differs = [key for key in {**wanted, **before} if before.get(key) != wanted.get(key)]
             difference = f"({differs[0]!r} is not the same)"
             if {*differs} <= {"recipe_sha256", "files_sha256"}:
@@ -179,10 +177,6 @@ class SweepPlan:
                 "--run-dir, or repeat the command that began this one.",
                 flags=["run_dir"],
             )
-
-
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def num_points(axes: Mapping[str, Sequence[str]], sample: int | None = None) -> int:

@@ -32,7 +32,11 @@ class Average:
     def __init__(self, model: nn.Module, decay: float, *, frozen: bool = False) -> None:
         """Begin; with `frozen` also the average of what is not trained yet."""
         self._decay, self._names, named = decay, _names_of(model), model.named_parameters()
-        self._named = {n: p for n, p in named if p.requires_grad or (frozen and _is_trainable(p))}
+        self._named = {
+            n: p
+            for n, p in named
+            if p.requires_grad or (frozen and (p.is_floating_point() or p.is_complex()))
+        }
         self._weights = parts_of_rank(self._named.values())
         self._kept = {name: _wide(p.detach()).clone() for name, p in self._named.items()}
         self._averages = parts_of_rank(self._kept.values())
@@ -70,10 +74,6 @@ class Average:
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(self._weights, originals)
-
-
-def _is_trainable(weight: Tensor) -> bool:
-    return weight.is_floating_point() or weight.is_complex()
 
 
 def _wide(weight: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from samestep.base.errors import UserError
 from samestep.base.run.files import read_object
 from samestep.base.settings import Settings
-from samestep.launch.ranks.places import Places, places_of
+from samestep.launch.ranks.places import Places
 from samestep.launch.ranks.process import HUNG
 from samestep.launch.ranks.regroup import FAILED, PREFIX, Group, Keys, ready_key
 from samestep.launch.ranks.watcher import VERDICT
@@ -98,12 +98,8 @@ def elastic_of(
     return Elastic(least=least, most=most, replaces=replaces, limit=limit)
 
 
-class RunEnding(Exception):  # noqa: N818 - a rank's error may be the reason
-    """The run is to end; the failures say why, or the text does."""
-
-    def __init__(self, text: str = "", failures: dict[int, ProcessFailure] | None = None) -> None:
-        super().__init__(text)
-        self.failures = failures or {}
+class RunEnding(Exception):  # noqa: N818 - no error of this process
+    """The run is to end; the text says why, unless the ranks' watcher has said it."""
 
 
 @dataclass
@@ -144,7 +140,8 @@ class Keeper:
         """Start the ranks and wait for their end; return the signal that stopped them, or 0.
 
         Raises:
-            RunEnding: a rank has failed, or too many have died.
+            ChildFailedError: a rank has failed.
+            RunEnding: too many have died, or they hung.
         """
         server = TCPStore(self.places.address, 0, is_master=True, wait_for_workers=False)
         self.port, self.store = server.port, PrefixStore(PREFIX, server)
@@ -169,7 +166,7 @@ class Keeper:
                 self.stopping = int(stop.sigval)
                 for rank in self.living.values():
                     self.places.pass_on(rank.process, self.stopping)
-            except RunEnding:
+            except (ChildFailedError, RunEnding):
                 self._end_all()
                 raise
         self._kill_all()  # newcomers that no group waits for any more
@@ -200,7 +197,7 @@ class Keeper:
                 file = str(self.places.error_file(member))
                 place = self._place(rank) if member in self.group.members else 0
                 failure = ProcessFailure(place, rank.process.pid, code, file)
-                raise RunEnding(failures={member: failure})
+                raise ChildFailedError("samestep", {member: failure})
             else:
                 self.finished |= member in self.group.members
                 self.stopped = self.stopped or max(0, code - 128)
@@ -274,21 +271,23 @@ class Keeper:
         ready = [m for m in self.living if m not in self.group.members and self._is_ready(m)]
         if ready and not self.store.check(["waiting"]):
             self.store.set("waiting", "1")
-        keys = Keys(self.group.number)
         self._name_awaited()
+        if self.store.check(["late"]):
+            for member in json.loads(self.store.get("late")):
+                if member in self.living:
+                    self.living[member].process.kill()
+        if self._awaited is not None:  # too few are left for what rank 0 may have asked for before
+            return
+        keys = Keys(self.group.number)
         if self.store.check([keys.wish]):
             self._name_next(time.time())
-        elif self.store.check([keys.lost]) and self._awaited is None and not self.finished:
+        elif self.store.check([keys.lost]) and not self.finished:
             now = time.monotonic()
             first = float(self.store.compare_set(f"{keys.lost}/since", "", str(now)))
             if now - first > _LOST_S:
                 # No rank died. A script whose collectives do not fit loses contact each time.
                 self._count_losses("Ranks lost contact with each other", 1, now)
                 self._name_next(time.time() - (now - first))
-        if self.store.check(["late"]):
-            for member in json.loads(self.store.get("late")):
-                if member in self.living:
-                    self.living[member].process.kill()
 
     def _is_ready(self, member: int) -> bool:
         return bool(self.store.check([ready_key(member)]))
@@ -350,22 +349,3 @@ def _end_session(pid: int) -> None:
     """End what a rank that is gone has started, such as loader workers: they hold its files."""
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def keep_ranks(
-    num_ranks: int, arguments: list[str], elastic: Elastic, folder: Path, ask: Callable[[], None]
-) -> int:
-    """Start ranks of `samestep` with these arguments, and keep them; return as `Keeper.keep` does.
-
-    `ask` raises `SignalException` if a stop is asked for.
-
-    Raises:
-        ChildFailedError: a rank has failed.
-        RunEnding: too many have died; its text says so.
-    """
-    try:
-        return Keeper(arguments, folder, elastic, places_of(folder), ask).keep(num_ranks)
-    except RunEnding as ending:
-        if ending.args[0] or not ending.failures:
-            raise
-        raise ChildFailedError("samestep", ending.failures) from None

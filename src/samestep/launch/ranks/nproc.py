@@ -86,16 +86,14 @@ def start_nproc(
     if elastic is not None:
         instead = "Leave --elastic out: a launcher of its own ends all ranks with the first."
         refuse_inside_launcher("--elastic", instead)
-    if nproc == 1:
+    if nproc == "auto" and detect_launch(os.environ).world_size > 1:
+        return None
+    if nproc not in (1, "auto"):
+        refuse_inside_launcher(f"--nproc {nproc}", "Leave --nproc out.")
+    number = 1 if nproc == 1 else ranks_to_start(nproc, device, oversubscribe=oversubscribe)
+    if number == 1:
         if elastic is not None:
             raise UserError("--elastic needs several ranks: add --nproc N.", flags=["elastic"])
-        return None
-    if nproc != "auto":
-        refuse_inside_launcher(f"--nproc {nproc}", "Leave --nproc out.")
-    elif detect_launch(os.environ).world_size > 1:
-        return None
-    number = ranks_to_start(nproc, device, oversubscribe=oversubscribe)
-    if number == 1:
         return None
     from samestep.launch.ranks.start import start_ranks  # noqa: PLC0415 - imports the elastic agent
 

@@ -35,8 +35,8 @@ from samestep.base.startup import (
     stop_signals,
     unheeded_signal,
 )
-from samestep.launch.ranks.keeper import Elastic, RunEnding, keep_ranks
-from samestep.launch.ranks.places import killed_by
+from samestep.launch.ranks.keeper import Elastic, Keeper, RunEnding
+from samestep.launch.ranks.places import killed_by, places_of
 from samestep.launch.ranks.process import LOST_CONTACT, STARTED_AT, TASK, print_error
 from samestep.launch.ranks.watched import FOLDER, RUN, STALLED
 from samestep.launch.ranks.watcher import VERDICT
@@ -197,7 +197,8 @@ def _run_agent(
     try:
         if elastic is not None:
             stop.agent = elastic  # the keeper asks by itself
-            signum = keep_ranks(num_ranks, arguments, elastic, Path(folder), stop.ask)
+            where = Path(folder)
+            signum = Keeper(arguments, where, elastic, places_of(where), stop.ask).keep(num_ranks)
             return Ended(128 + signum if signum else 0)
         launch = elastic_launch(_agent(num_ranks, folder), sys.executable)
         with patched((LocalElasticAgent, "_monitor_workers", stop.looking)):

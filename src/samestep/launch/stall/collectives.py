@@ -9,10 +9,11 @@ import inspect
 import itertools
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -241,10 +242,5 @@ def _address(tensor: Tensor) -> int:
 
 
 def _users_line() -> str:
-    return users_place(_frames(sys._getframe(1)))  # noqa: SLF001 - the fast way
-
-
-def _frames(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, ""
-        frame = frame.f_back
+    stack = traceback.walk_stack(sys._getframe(1))  # noqa: SLF001 - the fast way
+    return users_place((frame.f_code.co_filename, line, "") for frame, line in stack)

@@ -221,9 +221,9 @@ def _sweep(
 
 
 def _steps_between(work: Work) -> dict[str, int]:
-    settings, epoch = work.settings, work.plan.steps_per_epoch
-    evaluation = settings.eval_every_epochs * epoch
-    saving = settings.checkpoint_every_epochs * epoch
+    settings, epoch, whole = work.settings, work.plan.steps_per_epoch, work.plan.total_steps
+    evaluation = min(settings.eval_every_epochs * epoch, whole)  # both come at the end, too
+    saving = min(settings.checkpoint_every_epochs * epoch, whole)
     return {
         "evaluation": min(evaluation, settings.eval_every_steps or evaluation),
         "checkpoint": min(saving, settings.checkpoint_every_steps or saving),

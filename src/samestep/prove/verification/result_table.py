@@ -11,6 +11,10 @@ from samestep.base.words import count, duration, ranks, wrapped
 from samestep.prove.verification.evidence import LEFT_OUT, Check
 from samestep.prove.verification.harness import Verification
 from samestep.prove.verification.rows.one_writer import ONE_WRITER
+from samestep.prove.verification.short_trainings import OPTIMIZER_ROW
+
+_MUCH = 0.01
+"""A mistake may well be smaller than this, relative to what it changes."""
 
 _STYLES = {
     "same": "green",
@@ -152,6 +156,10 @@ def _sentence(verification: Verification) -> str:
         quick = any(check.compared == LEFT_OUT for check in checks)
         bits = ", to the last bit" if verification.facts.virtual_ranks else ""
         text = f"The same training{bits}{', as far as --quick looks' if quick else ''}{but}."
+        allowed = max((c.tolerance or 0.0 for c in checks if c.name == OPTIMIZER_ROW), default=0.0)
+        if allowed > _MUCH:
+            hides = f"hides what differs by less than {allowed:.0e} after the first update"
+            text += f" The optimizer's own rounding {hides}."
     elif {check.name for check in different} == {ONE_WRITER.name}:
         text = f"The same training, but {causes}."
     else:

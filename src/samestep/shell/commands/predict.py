@@ -81,8 +81,13 @@ def main(
             shown.show(block)
     if out is not None:
         _write_table(out, [*map(prediction.as_table, to_write)])
-        sys.stdout.write("" if json else f"wrote    {len(to_write):,} predictions to {out}\n")
-    if plot is not None and not code:
+        bad = sum(row.problem is not None for row in to_write)
+        more = f"; {bad:,} could not be made: see `problem` there" if bad else ""
+        told = f"wrote    {len(to_write) - bad:,} predictions to {out}{more}\n"
+        sys.stdout.write("" if json else told)
+    if plot is not None and code:
+        sys.stderr.write(f"{plot} is not drawn: not all of {files[0]} could be predicted.\n")
+    elif plot is not None:
         with picture(plot) as figure:
             prediction.draw(model, files[0], [row.values for row in to_write], figure)
     return code

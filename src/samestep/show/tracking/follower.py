@@ -76,7 +76,10 @@ class MachineSampler:
             return
         self._due = time.monotonic() + _EVERY_S
         self._taken = True
-        measured = {**self._measure(), **_ask_gpus(gpus_of(run))}
+        wanted, measured = gpus_of(run), self._measure()
+        if wanted is None or wanted:
+            rows = nvidia_smi("gpu", "uuid", *_GPU.values())
+            measured |= numbers_of_gpus(rows, wanted)
         line = json.dumps({"event": "system", "time": time.time(), "step": step, **measured})
         with contextlib.suppress(OSError), (run / SYSTEM).open("ab") as file:
             file.write(line.encode() + b"\n")
@@ -104,13 +107,6 @@ def gpus_of(run: Path) -> Sequence[str] | None:
         gpus: Sequence[str] | None = json.loads((run / "environment.json").read_text()).get("gpus")
         return gpus
     return ()  # it is not written yet
-
-
-def _ask_gpus(wanted: Sequence[str] | None) -> dict[str, dict[str, float]]:
-    """Measure the GPUs of a run, and no others of the machine."""
-    if wanted is not None and not wanted:
-        return {}
-    return numbers_of_gpus(nvidia_smi("gpu", "uuid", *_GPU.values()), wanted)
 
 
 def numbers_of_gpus(

@@ -11,14 +11,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from samestep.show.tracking import (
-    Picture,
-    Scalar,
-    Started,
-    TrackedRecord,
-    TrackedResult,
-    TrackedRun,
-)
+from samestep.show.tracking import Scalar, Started, TrackedRecord, TrackedResult, TrackedRun
 
 COUNTS_AT_END = True  # what was written counts once its file is closed
 
@@ -36,12 +29,13 @@ def start(run: TrackedRun) -> Started:
 def record(client: EventFileWriter, entries: Sequence[TrackedRecord]) -> None:
     """Write the scalars, each over its own axis."""
     for entry in entries:
-        if entry.picture is not None:
-            _write_picture(client, entry, entry.picture)
-            continue
         values = [Summary.Value(tag=tag, simple_value=v) for tag, v in entry.values.items()]
-        event = Event(wall_time=entry.time, step=entry.at, summary=Summary(value=values))
-        client.add_event(event)
+        if entry.picture is not None and (content := entry.picture.png()):
+            # A PNG file begins with 16 bytes of signature and header, then its width and height.
+            width, height = struct.unpack(">II", content[16:24])
+            image = Summary.Image(height=height, width=width, encoded_image_string=content)
+            values.append(Summary.Value(tag=f"pictures/{entry.picture.name}", image=image))
+        client.add_event(Event(wall_time=entry.time, step=entry.at, summary=Summary(value=values)))
     client.flush()
 
 
@@ -49,15 +43,6 @@ def finish(client: EventFileWriter, result: TrackedResult) -> None:
     """Write the result as text, and close the file."""
     _write_table(client, "result", {"status": result.status, **result.values}, None)
     client.close()
-
-
-def _write_picture(writer: EventFileWriter, entry: TrackedRecord, picture: Picture) -> None:
-    if content := picture.png():
-        # A PNG file begins with 16 bytes of signature and header, then its width and height.
-        width, height = struct.unpack(">II", content[16:24])
-        image = Summary.Image(height=height, width=width, encoded_image_string=content)
-        summary = Summary(value=[Summary.Value(tag=f"pictures/{picture.name}", image=image)])
-        writer.add_event(Event(wall_time=entry.time, step=entry.step, summary=summary))
 
 
 def _write_table(

@@ -6,9 +6,12 @@ import sysconfig
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
+
+import torch
 
 from samestep.base.errors import is_users
 from samestep.base.words import count
@@ -28,7 +31,7 @@ _PYTHON = (*(_paths[kind] + os.sep for kind in ("stdlib", "platstdlib")), "<froz
 # are not the user's doing.
 _TOLD_TO = (
     *("torch/serialization.py", "numpy/", "pandas/", "PIL/", "matplotlib/"),
-    "torchvision/datasets/",
+    *("torchvision/datasets/", "torchvision/utils.py"),
 )
 
 
@@ -70,21 +73,29 @@ ONE_WRITER = TableRow(name="one writer", answer=_one_writer)
 def watch_output(folder: Path) -> RecipeOutput:
     """Watch this process from here to its end; what happens below a folder is ours."""
     output = RecipeOutput()
-    ours = str(folder)
+    ours, torch_save = str(folder), torch.save
+
+    def note(file: object, frame: FrameType) -> None:
+        if not isinstance(file, str | bytes | os.PathLike):
+            return
+        path = os.path.abspath(os.fsdecode(file))  # noqa: PTH100 - it may be anything
+        if path.startswith((ours, "/dev/", "/proc/")) or "__pycache__" in path:
+            return
+        if line := line_that_writes(frame):
+            output.written.setdefault(path, line)
 
     def audit(event: str, details: tuple[Any, ...]) -> None:
         flags = details[2] if event == "open" and isinstance(details[2], int) else 0
-        writes = event in _CHANGES or (flags & _WRITES and not flags & os.O_EXCL)
-        if not writes or not isinstance(details[0], str | bytes | os.PathLike):
-            return
-        path = os.path.abspath(os.fsdecode(details[0]))  # noqa: PTH100 - it may be anything
-        if path.startswith((ours, "/dev/", "/proc/")) or "__pycache__" in path:
-            return
-        line = line_that_writes(sys._getframe(1))  # noqa: SLF001
-        if line:
-            output.written.setdefault(path, line)
+        if event in _CHANGES or (flags & _WRITES and not flags & os.O_EXCL):
+            note(details[0], sys._getframe(1))  # noqa: SLF001
+
+    @wraps(torch_save)
+    def save(obj: object, f: Any, *more: Any, **named: Any) -> None:
+        note(f, sys._getframe(1))  # noqa: SLF001 - C++ opens the file, which no audit sees
+        torch_save(obj, f, *more, **named)
 
     sys.addaudithook(audit)
+    torch.save = save
     sys.stdout = cast("TextIO", _WatchedStream(sys.stdout, output.printed))
     return output
 

@@ -190,7 +190,9 @@ class _NumbersWatcher:
                 self._summed = weakref.ref(tensor)
 
     def _bent_of(self, value: float) -> dict[str, float]:
-        known = {kind: by for number, kind, by in self._bent if _same(number, value)}
+        known = {
+            kind: by for number, kind, by in self._bent if math.isclose(number, value, rel_tol=1e-6)
+        }
         if any(kind.endswith("quotients") for kind in known):
             known.pop("mean", None)  # which is over the classes
         return known
@@ -207,10 +209,6 @@ class _NumbersWatcher:
                 value = float(tensor.flatten()[0])
             if math.isfinite(value):
                 self._note(ev.NumberAveraged(value))
-
-
-def _same(value: float, other: float) -> bool:
-    return math.isclose(value, other, rel_tol=1e-6)
 
 
 def _is_readable(tensor: Tensor, most: int = _SMALL) -> bool:

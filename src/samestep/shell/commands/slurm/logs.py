@@ -4,6 +4,7 @@ import io
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -50,11 +51,14 @@ def main(
         if in_queue is not None and in_queue.ended and not in_queue.elapsed_s:
             has = f" Job {in_queue.target} ended before it started ({in_queue.state})."
         raise UserError(f"There is no log {path}.{has}")
-    shown = {path: label}
-    if rank == "all" and job_and_run.run is not None:  # a training's ranks have a file each
-        shown |= dict.fromkeys(sorted(job_and_run.run.glob("rank-*.log"), key=_rank_of))
-    _show(shown, in_queue if follow else None)
-    if not any(place.is_file() and place.stat().st_size for place in shown):
+
+    def files() -> dict[Path, int | None]:
+        of_ranks = job_and_run.run if rank == "all" else None  # a training's have a file each
+        own = of_ranks.glob("rank-*.log") if of_ranks else ()
+        return {path: label, **dict.fromkeys(sorted(own, key=_rank_of))}
+
+    _show(files, in_queue if follow else None)
+    if not any(place.is_file() and place.stat().st_size for place in files()):
         sys.stderr.write(f"samestep: {path} is empty: nothing was printed.\n")
     return 0
 
@@ -83,17 +87,22 @@ def _file(rank: str | None, job: QueuedJob | None, run: Path | None) -> tuple[Pa
     return log, int(rank)
 
 
-def _show(logs: dict[Path, int | None], job: QueuedJob | None) -> None:
-    """Print files, of some only the lines of one rank; with a job, until that has ended."""
+def _show(logs: Callable[[], dict[Path, int | None]], job: QueuedJob | None) -> None:
+    """Print files, of some only the lines of one rank; with a job, until that has ended.
+
+    More files may come as its ranks begin.
+    """
     asked = time.monotonic()
-    positions = dict.fromkeys(logs, 0)
+    positions = dict[Path, int]()
     width = terminal_width()
     while True:
-        for path, label in logs.items():
+        several = logs()
+        for path, label in several.items():
             if not path.is_file():
                 continue
-            text, positions[path] = _read(path, positions[path], to_end=job is None)
-            if len(logs) > 1:
+            begin = positions.get(path, 0)
+            text, positions[path] = _read(path, begin, to_end=job is None)
+            if len(several) > 1:
                 name = "0: " if _rank_of(path) < 0 else f"{_rank_of(path)}: "
                 text = textwrap.indent(text, name, lambda _: True)
             text = text if label is None else "".join(lines_of(label, list(io.StringIO(text))))
