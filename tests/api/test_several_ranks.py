@@ -187,6 +187,6 @@ def test_a_module_that_trains_when_a_rank_imports_it_is_told(here, monkeypatch):
 def test_a_recipe_of_a_notebook_is_verified_whatever_modes_the_caller_is_in():
     recipe = in_a_notebook(CELL)["recipe"]
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad(), torch.device("meta"):
-        found = samestep.verify(recipe, nproc=(2,), quick=True, epochs=1)
+        found = samestep.verify(recipe, world_sizes=(2,), quick=True, epochs=1)
     assert found["same"] is True
     assert any("epochs" in note for note in found["notes"]), "as train() takes it"

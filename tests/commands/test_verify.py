@@ -45,7 +45,7 @@ def test_one_json_object_is_all_of_standard_output_whatever_the_recipe_prints(he
     # The forward is the user's own: what PyTorch caches below it is not the user's writing.
     recipe = planted.write(here, 'print("read")\n' + planted.FUNCTIONAL + planted.PRINTS)
     before = tree(here)
-    code, printed, told = verify(recipe.name, "--nproc", "1,2", "--json")
+    code, printed, told = verify(recipe.name, "--world-sizes", "1,2", "--json")
     assert code == 1, told
     found = json.loads(printed)
     assert found["same"] is False
@@ -91,7 +91,7 @@ def test_a_mistake_of_the_recipe_is_told_once_as_train_tells_it(here, verify, re
 def test_a_script_with_a_loop_of_its_own_is_verified_with_its_arguments(here, verify):
     before = tree(here)
     script = str(EXAMPLES / "gan.py")
-    flags = ("--nproc", "2", "--quick", "--json")
+    flags = ("--world-sizes", "2", "--quick", "--json")
     code, printed, told = verify(script, *flags, "--", "--points", "777")
     assert code == 0, told
     found = json.loads(printed)

@@ -175,6 +175,7 @@ def verify(
 
     check_may_start("verify")
     refuse_inside_launcher("samestep.verify()", "Call it from a single process.")
+    nproc = settings.pop("world_sizes", nproc)  # its old name, for one more release
     call = call_of(what, recipe, keywords=settings, config=config)
     script = None if call.target is None else loop_of(call.target)
     unfitting = [*settings] if config is None else [*settings, "config"]

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from samestep.shell.api.on_ranks import run_verify, verify
 from samestep.shell.commands.forms import Form, Switch, kind_of, parse, print_json, rich_console
 from samestep.shell.commands.target import cut_at_dashes, names_given, own_flags, parse_target
 
+_OLD_NAME = re.compile(r"^--world[-_]sizes(?==|$)")  # of --nproc: it is taken for one more release
 # Ranks that wait for each other are a finding: verify reports them after this time.
 _TIMEOUT_S = 120.0
 
@@ -61,6 +63,10 @@ FORM = Form(
 
 def main(arguments: list[str]) -> int:
     """Return 0 for the same training, 1 for another, 2 for a mistake in command or recipe."""
+    flags, words = cut_at_dashes(arguments)
+    if len(flags) < len(arguments):
+        words = ["--", *words]
+    arguments = [_OLD_NAME.sub("--nproc", flag) for flag in flags] + words
     instructions = os.environ.get(TASK)
     run = _verify if instructions is None else partial(_rank, Path(instructions))
     return run_as_rank(lambda _log: run(arguments))
