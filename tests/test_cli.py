@@ -90,14 +90,6 @@ def test_help_and_verbs_that_only_read_and_write_files_import_no_torch(without_t
     assert "#SBATCH" in without_torch["slurm submit script.py --dry-run"][1]
 
 
-@pytest.mark.parametrize("arguments", ["train spiral", "train mnist"])
-def test_the_help_of_a_recipe_ends_with_examples(arguments, capfd):
-    assert call(*arguments.split(), "--help") == 0
-    printed, told = capfd.readouterr()
-    assert told == ""
-    assert_ends_with_examples(printed)
-
-
 def test_the_help_of_a_recipe_shows_its_own_options_and_their_defaults(output_of):
     text = output_of("train", "spiral", "--help-all")
     for words in ("--batch-size", "--lr-scaling", "--hidden-dims", "--noise", "64 32 16"):

@@ -109,20 +109,6 @@ def test_the_script_has_the_syntax_of_its_shell(shell, words, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_fish_completes(words, tmp_path):
-    if shutil.which("fish") is None:
-        pytest.skip("fish is not installed")
-    (tmp_path / "samestep.fish").write_text(SCRIPTS["fish"](words))
-    for line, offered in {
-        "samestep trai": "train",
-        "samestep train sp": "spiral",
-        "samestep train spiral --micro": "--micro-batch-size",
-    }.items():
-        command = f"source samestep.fish; complete -C {shlex.quote(line)}"
-        done = typed(shutil.which("fish"), "--no-config", "-c", command, folder=tmp_path)
-        assert {found.partition("\t")[0] for found in done.stdout.splitlines()} == {offered}
-
-
 def test_list_shows_size_licence_and_source_and_breaks_no_word_nor_address(output_of, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     for arguments in ((), ("get",), ("get", "mnist"), ("list", "mnist")):

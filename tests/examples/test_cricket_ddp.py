@@ -13,7 +13,7 @@ import torch
 
 from tests.examples.programs import ROOT, defined, forked, kill_at, refusal, run
 from tests.needs import needs
-from tests.processes import free_port, launch_environment, run_ranks
+from tests.processes import launch_environment, run_ranks
 
 # One worker trains `alone`, `on_two` and `watched`: each other would train them once more.
 # A plain script of the handbook: it runs in the second target, as the commands of the pages do.
@@ -217,14 +217,6 @@ def test_a_barrier_makes_rank_0_wait_for_the_slowest_rank(tmp_path):
     free, late = done.stdout.splitlines()
     microseconds = float(re.search(r"(\d+) µs", free)[1])
     assert 0 < microseconds < 1e6 * float(re.search(r"late: (\S+) s", late)[1])
-
-
-def test_a_rank_gives_up_after_its_timeout(tmp_path):
-    alone = launch_environment(rank=0, world_size=2, port=free_port())  # the other never comes
-    flags = (*MATCHES, "--timeout-s", "1")
-    done = forked(SCRIPT, *flags, folder=tmp_path, CUDA_VISIBLE_DEVICES="", **alone)
-    assert done.returncode == 1
-    assert "DistStoreError" in done.stderr
 
 
 # Arguments, and words of the message.
