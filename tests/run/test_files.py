@@ -111,7 +111,7 @@ def test_what_to_do_fits_the_error_and_the_place(tmp_path, monkeypatch, number, 
     assert is_named == (number in (errno.EACCES, errno.ENOSPC)), not_made
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=1, f_favail=0))
     without_inodes = str(cannot_write(tmp_path / "file", OSError(number, "")))
-    assert ("no more files" in without_inodes) == (number == errno.ENOSPC)
+    assert ("no inodes" in without_inodes) == (number == errno.ENOSPC)
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.ENAMETOOLONG])

@@ -266,7 +266,7 @@ def cannot_write(
 def _free(folder: Path) -> str:
     disk = os.statvfs(folder) if hasattr(os, "statvfs") else None
     if disk is not None and disk.f_files and not disk.f_favail:
-        return "it takes no more files, whatever their size,"
+        return "no inodes free"
     return f"{size(shutil.disk_usage(folder).free)} free"
 
 
