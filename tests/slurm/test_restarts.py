@@ -37,13 +37,8 @@ def ending(code=0, received="", step=0, **more) -> restarts.Ending:
 @pytest.mark.parametrize(
     ("case", "word"),
     [
-        (ending(0), "completed"),
-        (ending(138, "USR1", 5), "again"),
-        (ending(143, "", 5), "again"),
         (ending(1, "", 5, stopped=True), "again"),
         (ending(2, "", 5), "failed"),
-        (ending(143, "USR2", 5), "cancelled"),
-        (ending(143, "TERM", 5), "ended"),
         # srun ended the other ranks, or torchrun said no more than that one had failed.
         (ending(143, "", 5, mistake=True), "failed"),
     ],
@@ -387,8 +382,8 @@ def test_a_preflight_names_the_nodes_that_are_not_fit(tmp_path, written, line, n
     assert read_preflight(tmp_path, [line], "n1", num_nodes).nodes == nodes
 
 
-def test_a_script_that_requeued_its_job_is_not_called_completed(run, slurm, monkeypatch, capsys):
-    """As Lightning does: it saves, calls `scontrol requeue`, and ends with 0."""
+def test_slurm_itself_is_asked_whether_a_job_goes_on(run, slurm, monkeypatch, capsys):
+    """Lightning requeues by itself and ends with 0; a TERM may be to the script alone."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
     words = [str(run), "--code", "0", "--told", "USR1", "--kind", "script"]
@@ -400,3 +395,8 @@ def test_a_script_that_requeued_its_job_is_not_called_completed(run, slurm, monk
     assert [one.out for one in said] == ["completed\n", "requeued\n"]
     assert "(restart 1)" in said[1].err
     assert read_restarts(run, 12).restarts == 1
+    (run / STEPPED).touch()
+    for state, word in (("RUNNING", "again\n"), ("COMPLETING", "ended\n")):
+        slurm.add(12, run, state)
+        verdict.main([str(run), "--code", "137", "--told", "TERM"])
+        assert capsys.readouterr().out == word

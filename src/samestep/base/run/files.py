@@ -237,10 +237,11 @@ def cannot_write(
     path: Path, error: OSError, *, instead: str = "choose another directory"
 ) -> UserError:
     """Return the message for a file that could not be written; `instead` is for a directory."""
-    problem = f"{path} could not be written"
+    problem, there = f"{path} could not be written", path.parent
+    if not there.is_dir():  # it could not be made, or was removed
+        there = next(folder for folder in path.absolute().parents if folder.is_dir())
     if error.errno == errno.ENOSPC:
-        free = shutil.disk_usage(path.parent).free
-        problem = f"The disk is full: {problem} ({size(free)} free in {path.parent})."
+        problem = f"The disk is full: {problem} ({_free(there)} in {there})."
     elif error.errno == errno.EDQUOT:
         problem = f"Your quota of this disk is used up: {problem}."
     else:
@@ -255,9 +256,18 @@ def cannot_write(
             remedy="If it was renamed, resume it by its new name. Otherwise start again; if "
             "something cleans up this place, name a run directory elsewhere.",
         )
-    if not path.parent.is_dir():
-        return UserError(problem, remedy=f"{path.parent} is not a directory; {instead}.")
-    return UserError(problem, remedy=f"Check the directory's permissions, or {instead}.")
+    if there == path.parent:
+        return UserError(problem, remedy=f"Check the directory's permissions, or {instead}.")
+    if error.errno == errno.EACCES:
+        return UserError(problem, remedy=f"Check the permissions of {there}, or {instead}.")
+    return UserError(problem, remedy=f"{path.parent} is not a directory; {instead}.")
+
+
+def _free(folder: Path) -> str:
+    disk = os.statvfs(folder) if hasattr(os, "statvfs") else None
+    if disk is not None and disk.f_files and not disk.f_favail:
+        return "no inodes free"
+    return f"{size(shutil.disk_usage(folder).free)} free"
 
 
 def _what_helps(number: int, folder: Path) -> str:

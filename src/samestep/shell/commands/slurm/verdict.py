@@ -36,6 +36,8 @@ def main(
         exclude: Whether the script excludes the nodes that follow the word `again`.
     """
     number = int(os.environ.get("SLURM_JOB_ID", "0"))
+    if told == "TERM" and _is_running():
+        told = ""  # somebody's own signal to the script alone, maybe long ago
     try:  # the job's log is this process's standard error: no controller is asked
         log = Path("/proc/self/fd/2").readlink()
     except OSError:
@@ -82,6 +84,15 @@ def main(
     follows = f" {excluded}" if excluded and verdict.word == "again" else ""
     sys.stdout.write(f"{'hung' if hung else verdict.word}{follows}\n")
     return 0
+
+
+def _is_running() -> bool:
+    """Whether Slurm lets this job run on: of one that it ends, the state is another."""
+    try:
+        job = find_job(_job())
+    except UserError:  # a controller that does not answer
+        return False
+    return job is not None and job.state == "RUNNING"
 
 
 def _is_requeued() -> bool:
