@@ -30,10 +30,10 @@ NEWEST: ContextVar[tuple[Any, Any, int]] = ContextVar("newest", default=({}, Non
 
 It is in no attribute: those are compared between two steps, for what a module counts.
 """
-_TAKEN: ContextVar[tuple[int, bool, int, Any]]
-_TAKEN = ContextVar("taken", default=(0, False, -1, lambda: None))
-"""Rows of the newest step that this rank has taken, whether these are the epoch's last, that step,
-and what returns its module."""
+_TAKEN: ContextVar[tuple[int, range, bool, int, Any]]
+_TAKEN = ContextVar("taken", default=(0, range(0), False, -1, lambda: None))
+"""Rows of the newest step that this rank has taken, of which ones, whether these are the epoch's
+last, that step, and what returns its module."""
 _OF_RANK = {"global_rank": "RANK", "local_rank": "LOCAL_RANK"}
 _DECIDED: dict[str, Any] = {"should_stop": False, "max_epochs": None, "max_steps": -1}
 _DECIDED |= {"gradient_clip_val": None, "accumulate_grad_batches": 1}
@@ -180,14 +180,15 @@ class StandIn:
             return step, step
         steps, batch, micro = self.sizes
         in_epoch, of = step % steps, self.of()
-        rows_before, _, before, by = _TAKEN.get()
+        rows_before, mine, _, before, by = _TAKEN.get()
         again = before == step and by() is of  # another one is a copy that is tried
         size = min(batch, self.samples - in_epoch * batch)
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        mine = share(range(size), self.global_rank, ranks)
+        if not again:
+            ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            mine = share(range(size), self.global_rank, ranks)
         taken = rows_before if again and rows_before < len(mine) else 0  # or it is repeated
         last = in_epoch + 1 == steps and taken + rows >= len(mine)
-        _TAKEN.set((taken + rows, last, step, self.of))
+        _TAKEN.set((taken + rows, mine, last, step, self.of))
         first = self._first_of(in_epoch)
         return first + min(mine.start + taken, size - 1) // micro, first + (size - 1) // micro
 
@@ -214,7 +215,7 @@ class StandIn:
         if name == "logged_metrics":
             return self.callback_metrics
         if name == "is_last_batch":
-            return _TAKEN.get()[1]
+            return _TAKEN.get()[2]
         if name == "is_global_zero":
             return self.global_rank == 0
         if name in _OF_RANK:
