@@ -19,7 +19,7 @@ MODULE = """
 import torch, lightning as L, samestep.lightning
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
-from torchmetrics import MeanMetric
+from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 NORM, VAL, TOP, BACK = False, "val_out", "val_top", range(122, -1, -1)
 class Own(DataLoader): __iter__ = None
@@ -94,6 +94,10 @@ FIT = """if __name__ == "__main__":
     trainer.fit(net, Data())
     trainer.test(net, Data())
 """
+LATE = [("self.loss, self", "self.late = MeanMetric(); self.loss, self")]
+TAKES = 'self.late(1 / (1 + self.current_epoch)); self.log("late", self.late.compute())'
+LATE += [('self.log("val_top', f'{TAKES}; self.log("val_top')]
+BEST = [(old, new.replace("MeanMetric", "MaxMetric")) for old, new in LATE]
 HOOKS = "on_before_zero_grad", "on_before_optimizer_step", "on_train_batch_end"
 ALONE = ("--threads", "1", "--device", "cpu")
 
@@ -165,14 +169,16 @@ def test_it_has_the_weights_of_the_trainer_to_the_last_bit_and_logs_the_same(
 
 
 def test_a_script_keeps_batches_order_and_limits_that_its_setup_and_trainer_make(tmp_path):
-    """With on_train_batch_start, half precision of a CPU, and a loss that batch_idx weighs."""
+    """With half precision of a CPU, clipping by value, a second schedule, and virtual ranks."""
     once = [(f"def {hook}", f"def _{hook}") for hook in HOOKS]  # for each step
-    asked = "accumulate_grad_batches=3, limit_train_batches=0.6, limit_val_batches=2"
+    asked = "accumulate_grad_batches=3, limit_train_batches=0.6, limit_val_batches=2, "
+    asked += "gradient_clip_val=0.02, gradient_clip_algorithm='value'"
+    second = LISTED, f"{LISTED[:-1]}, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]"
     begins = ("on_train_epoch_start(self)", "on_train_batch_start(self, _, nth)")
     fit = FIT.replace('"bf16-mixed"', f'"16-mixed", {asked}').replace("/dataloader_idx_0", "")
     sized = ("    batch_size = 8\n", "")  # known only once its loader is made
-    file = written(tmp_path, sized, begins, (RECIPE, fit), *once)
-    sizes = ["--batch-size", "24", "--micro-batch-size", "8"]
+    file = written(tmp_path, sized, begins, second, (RECIPE, fit), *once)
+    sizes = ["--batch-size", "24", "--micro-batch-size", "8", "--virtual-ranks", "1"]
     train_here(file, *ALONE, *sizes, "--run-dir", str(tmp_path / "run"))
     how = eval(f"dict({asked}, max_epochs=3, precision='16-mixed')")
     by_the_trainer(theirs := runpy.run_path(file), **how)
@@ -184,8 +190,8 @@ def test_a_script_keeps_batches_order_and_limits_that_its_setup_and_trainer_make
 def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, strategy):
     left_out = [(f"def {hook}", f"def _{hook}") for hook in HOOKS if strategy == "fsdp"]
     drawn = (", generator=torch.Generator().manual_seed(3)", "")  # alike on all ranks
-    changes = drawn, ("int(self.trainer.estimated_stepping_batches)", "48"), *left_out
-    file = written(tmp_path, *changes)
+    length = ("int(self.trainer.estimated_stepping_batches)", "48")
+    file = written(tmp_path, drawn, length, *left_out, *BEST)
     fp64 = ("--precision", "fp64", "--device", "cpu")
     one, three = (str(tmp_path / name) for name in ("one", "three"))
     train_here(file, *fp64, "--threads", "1", "--run-dir", one)
@@ -198,6 +204,7 @@ def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, str
         for name in {"accuracy", "auroc", "top"} & own.keys():
             assert own[name] == pytest.approx(other[name], abs=1e-12)
         assert own.get("top") == own.get("object") == own.get("auroc")
+        assert split == "test" or own["late"] == other["late"] == 1  # the best: of the first epoch
 
 
 CALLBACK = """import dataclasses
@@ -255,8 +262,6 @@ BY_DICT = '[optimizer], {"scheduler": scheduler,'
 TOP = 'dict(optimizer=optimizer, lr_scheduler=scheduler, monitor="val_acc")'
 FREEZES = "self.net[3].requires_grad_(self.current_epoch < 1)"
 NO_END = ("def on_validation_epoch_end", "def not_a_hook")
-LATE = [("self.loss, self", "self.late = MeanMetric(); self.loss, self")]
-LATE += [('self.log("val_top', 'self.late(1.0); self.log("val_top')]
 SEEN = [("self.loss, self", "self.seen = []; self.loss, self")]
 SEEN += [("loss = loss", "self.seen.append(loss.detach()); loss = loss")]
 SEEN += [("m = self.tr", "self.seen.clear(); m = self.tr")]

@@ -276,9 +276,6 @@ class Keeps(StepLR):
         super().__init__(optimizer, 1)
 def other(optimizer): return StepLR(torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1), 1)
 def nested(optimizer): return ChainedScheduler([other(optimizer)])
-def steps_at_once(optimizer):
-    optimizer.step()
-    return StepLR(optimizer, 1)
 """
 PLATEAU = "lambda optimizer: ReduceLROnPlateau(optimizer)"
 EACH = "lambda optimizer: StepLR(optimizer, 1)"
@@ -303,10 +300,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "two of one optimizer": ("lambda optimizer: [StepLR(optimizer, 1)] * 2", "SequentialLR"),
     "none of several": ("lambda optimizer: [], optimizer=two", "empty list"),
     "of another optimizer within": ("nested", "another optimizer"),
-    "a step when it is made": ("steps_at_once", "steps the optimizer"),
     "a step later": ("lambda optimizer: Steps(optimizer, 1)", "steps the optimizer"),
-    "what no checkpoint holds": ("Keeps", "Keeps(optimizer"),
-    "what no checkpoint holds, made": ("lambda optimizer: Keeps(optimizer)", "checkpoint"),
+    "what no checkpoint holds": ("lambda optimizer: Keeps(optimizer)", "checkpoint"),
     "another key": (f"lambda optimizer: {WITH} 'monitor': 'x'}}", "'monitor'", "--monitor"),
     "another interval": (f"lambda optimizer: {WITH} 'interval': 'day'}}", "'day'"),
     "a plateau by epoch": (PLATEAU.replace(": ", ": by_epoch(") + ")", "--eval-every"),

@@ -35,7 +35,6 @@ from samestep.bridges.lightning.configured import (
     Unchanged,
     check_around_step,
     check_batch,
-    check_monitor,
     check_rate,
     settings_of_weights,
     unpack_optimizers,
@@ -46,11 +45,12 @@ from samestep.bridges.lightning.logged import (
     called,
     free_name,
     gathering_nothing,
+    keep_best,
     log,
     mean_of,
-    metrics_of,
     noted,
     plain_name,
+    prepare_metrics,
 )
 from samestep.bridges.lightning.module_hooks import call, in_first_modes, in_kept_modes, keep_modes
 from samestep.bridges.lightning.own_hooks import (
@@ -223,7 +223,9 @@ class _Brought:
     """The newest epoch of each module."""
     evaluated: "WeakKeyDictionary[nn.Module, Evaluated]" = field(default_factory=WeakKeyDictionary)
     """What the evaluation that runs has seen."""
-    schedulers: "WeakKeyDictionary[Any, dict[str, Any]]" = field(default_factory=WeakKeyDictionary)
+    schedulers: "WeakKeyDictionary[Any, list[dict[str, Any]]]" = field(
+        default_factory=WeakKeyDictionary
+    )
     names: dict[str, str] = field(default_factory=dict)
     """Of what validations measure: the name in records → as the module logs it."""
 
@@ -245,10 +247,7 @@ class _Brought:
                 remedy="Keep their type: samestep.lightning.recipe(…, "
                 f"{', '.join(f'{n}={value!r}' for n, value in kept.items())}).",
             )
-        for metric in metrics_of(module):
-            metric.sync_on_compute = metric._to_sync = False  # noqa: SLF001 - as added up here
-            if not torch.backends.mps.is_available():  # which has no float64
-                metric.set_dtype(torch.float64)
+        prepare_metrics(module)
         vars(module).update(_trainer=self.trainer, log=log, all_gather=_all_gather)
         vars(self.trainer)["max_epochs"] = self.settings.get("epochs")
         self.trainer.set_up(module)
@@ -450,18 +449,17 @@ class _Brought:
                     f"{str(warning).split()[5]}, which has no samples there.",
                     remedy="Compute it in validation_step, or leave it out.",
                 ) from warning
+        keep_best(module)
         return {free_name(name): value for name, value in (told | logged).items()}
 
     def optimizer(self, module: Any, settings: Settings) -> torch.optim.Optimizer:
-        """Make the module's optimizer, and keep its scheduler for `schedule`."""
+        """Make the module's optimizer, and keep its schedulers for `schedule`."""
         micro = self.settings.get("micro_batch_size")
         self.trainer.train_as(settings, micro and (self.trainer.loaders_batch or micro))
         where = defined_at(type(module).configure_optimizers)
         self.trainer.of = weakref.ref(module)
-        optimizer, scheduler = unpack_optimizers(module.configure_optimizers(), where)
-        if "monitor" in scheduler:
-            check_monitor(scheduler.pop("monitor"), scheduler["scheduler"], settings, where)
-        if settings.lr_scaling != "none" and scheduler:
+        optimizer, schedulers = unpack_optimizers(module.configure_optimizers(), settings, where)
+        if settings.lr_scaling != "none" and schedulers:
             raise UserError(
                 f"--lr-scaling does not change the rates of the module's scheduler{where}: scale "
                 "them in configure_optimizers."
@@ -469,8 +467,8 @@ class _Brought:
         check_rate(optimizer, settings, where)
         check_batch(self.trainer, settings, self.settings)
         check_validations(self.trainer.hooks_of, settings)
-        self.schedulers[optimizer] = scheduler
-        self.trainer.steps_by(optimizer, scheduler)
+        self.schedulers[optimizer] = schedulers
+        self.trainer.steps_by(optimizer, schedulers)
         hooks = [n for n in AROUND_STEP if has_own(module, base_of(module, "LightningModule"), n)]
         for owner, names in (module, hooks), *self.trainer.hooks_of:
             check_around_step(AROUND_STEP.intersection(names), settings, defined_at(type(owner)))
@@ -478,10 +476,9 @@ class _Brought:
         return optimizer
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return the module's scheduler, or one that changes nothing, after each epoch."""
-        if scheduler := self.schedulers.get(optimizer):
-            return scheduler
-        return {"scheduler": Unchanged(optimizer), "interval": "epoch"}
+        """Return the module's schedulers, or one that changes nothing, after each epoch."""
+        unchanged = {"scheduler": Unchanged(optimizer), "interval": "epoch"}
+        return self.schedulers.get(optimizer) or unchanged
 
 
 def _made(given: Any) -> Any:

@@ -74,8 +74,10 @@ class Unchanged(LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
-def unpack_optimizers(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-    """Return the optimizer of `configure_optimizers`, and its scheduler for `Recipe`."""
+def unpack_optimizers(
+    returned: Any, settings: Settings, where: str
+) -> tuple[torch.optim.Optimizer, list[dict[str, Any]]]:
+    """Return the optimizer of `configure_optimizers`, and its schedulers for `Recipe`."""
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], list):
         optimizers, schedulers = returned
         returned = {"optimizer": optimizers, "lr_scheduler": schedulers}
@@ -83,34 +85,43 @@ def unpack_optimizers(returned: Any, where: str) -> tuple[torch.optim.Optimizer,
         returned = _only(returned, where)
     if not isinstance(returned, dict):
         returned = {"optimizer": returned}
-    optimizer, scheduler = (_only(returned.get(n), where) for n in ("optimizer", "lr_scheduler"))
+    optimizer, schedulers = _only(returned.get("optimizer"), where), returned.get("lr_scheduler")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"configure_optimizers{where} returned no optimizer.",
             remedy="Return one: without it the Trainer changes no weights.",
         )
-    options = scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler}
-    options = {"monitor": returned.get("monitor")} | options  # Lightning takes it at both places
-    scheduler = options.get("scheduler")
+    several = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
+    given = [one if isinstance(one, dict) else {"scheduler": one} for one in several]
+    monitor = {"monitor": returned.get("monitor")}  # Lightning takes it at both places
+    return optimizer, [
+        _unpacked(monitor | one, settings, where) for one in given if one.get("scheduler")
+    ]
+
+
+def _unpacked(options: dict[str, Any], settings: Settings, where: str) -> dict[str, Any]:
+    """Return a scheduler, and when it is stepped."""
+    scheduler = options["scheduler"]
     if options.get("frequency", 1) != 1:
         raise UserError(
             f"The scheduler{where} has a frequency of {options['frequency']}; samestep supports "
             "only 1.",
             remedy="Leave it out, and use a scheduler that counts, such as StepLR(step_size=…).",
         )
-    if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
+    if isinstance(scheduler, ReduceLROnPlateau):
         if options.get("interval") == "step":
             raise UserError(
                 f"ReduceLROnPlateau{where} has the interval “step”; samestep steps it after each "
                 "evaluation.",
                 remedy="Leave the interval out. --eval-every 500steps evaluates within epochs.",
             )
-        kept = {n: options[n] for n in ("scheduler", "monitor") if options.get(n) is not None}
-        return optimizer, kept
-    return optimizer, {"scheduler": scheduler, "interval": options.get("interval", "epoch")}
+        if options["monitor"] is not None:
+            _check_monitor(options["monitor"], scheduler, settings, where)
+        return {"scheduler": scheduler}
+    return {"scheduler": scheduler, "interval": options.get("interval", "epoch")}
 
 
-def check_monitor(monitor: str, plateau: Any, settings: Settings, where: str) -> None:
+def _check_monitor(monitor: str, plateau: Any, settings: Settings, where: str) -> None:
     """Refuse a scheduler that would follow another value than it names."""
     name, _, loader = monitor.partition(f"/{NTH}")
     named = f"{NTH}{loader}/{plain_name(name)}" if loader else plain_name(name)
@@ -129,7 +140,7 @@ def _only(given: Any, where: str) -> Any:
         return given
     if len(given) > 1:
         raise UserError(
-            f"configure_optimizers{where} returns several optimizers or schedulers; samestep "
-            "trains with one of each. For several, write your own loop with samestep.open_run."
+            f"configure_optimizers{where} returns several optimizers; samestep trains with one. "
+            "For several, write your own loop with samestep.open_run."
         )
     return given[0] if given else None

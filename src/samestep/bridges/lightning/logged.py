@@ -60,8 +60,8 @@ def called(
                 f"training_step{defined_at(function)} returned no loss. A skipped batch makes the "
                 "training depend on the number of ranks. Return a loss of 0 instead."
             )
-        for metric in metrics_of(module) if seen is None else ():  # steps begin anew
-            metric.reset()
+        if seen is None:  # steps begin anew
+            reset_metrics(module)
     return outputs, logged
 
 
@@ -151,3 +151,41 @@ def metrics_of(module: nn.Module) -> list[Any]:
     """Return the metrics of torchmetrics in a module."""
     known = sys.modules.get("torchmetrics")
     return [m for m in modules_of(module) if isinstance(m, known.Metric)] if known else []
+
+
+_KEPT = "_samestep_count"
+
+
+def prepare_metrics(module: nn.Module) -> None:
+    """Let metrics of a module leave it to samestep to add up, and to keep the best values so far.
+
+    Checkpoints hold these.
+    """
+    for metric in metrics_of(module):
+        metric.sync_on_compute = metric._to_sync = False  # noqa: SLF001
+        if not torch.backends.mps.is_available():  # which has no float64
+            metric.set_dtype(torch.float64)
+        if type(metric).__name__ in ("MaxMetric", "MinMetric"):
+            metric.persistent(True)
+            vars(metric)[_KEPT] = 0  # how often it was updated, by hooks after evaluations
+
+
+def is_kept(metric: Any) -> bool:
+    """Whether a metric has not been updated by a step, and lasts beyond an evaluation."""
+    return bool(vars(metric).get(_KEPT, -1) == metric._update_count)  # noqa: SLF001
+
+
+def reset_metrics(module: nn.Module) -> None:
+    """Reset the metrics of a module that steps update."""
+    for metric in metrics_of(module):
+        if not is_kept(metric):
+            metric.reset()
+            if _KEPT in vars(metric):
+                vars(metric)[_KEPT] = 0
+
+
+def keep_best(module: nn.Module) -> None:
+    """Keep what a hook after an evaluation has updated, if it is to last."""
+    for metric in metrics_of(module):
+        if _KEPT in vars(metric):
+            vars(metric)[_KEPT] = metric._update_count  # noqa: SLF001

@@ -1,7 +1,7 @@
 """What stands in for Lightning's Trainer where samestep calls a LightningModule's steps."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
+from torch.nn.utils import clip_grad_value_
 from torch.optim import SGD, Optimizer
 
 from samestep.base.errors import UserError
@@ -17,6 +18,7 @@ from samestep.base.settings import Settings
 from samestep.bridges.lightning.logged import gathering_nothing
 from samestep.bridges.lightning.module_hooks import call, call_callback
 from samestep.core.data.order import share
+from samestep.core.learner.optimizer_state import parameters_in
 
 BEFORE_STEP = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 """Hooks that are called before each step, in this order, once all ranks have the gradients."""
@@ -28,6 +30,10 @@ NEWEST: ContextVar[tuple[Any, Any, int]] = ContextVar("newest", default=({}, Non
 
 It is in no attribute: those are compared between two steps, for what a module counts.
 """
+_TAKEN: ContextVar[tuple[int, range, bool, int, Any]]
+_TAKEN = ContextVar("taken", default=(0, range(0), False, -1, lambda: None))
+"""Rows of the newest step that this rank has taken, of which ones, whether these are the epoch's
+last, that step, and what returns its module."""
 _OF_RANK = {"global_rank": "RANK", "local_rank": "LOCAL_RANK"}
 _DECIDED: dict[str, Any] = {"should_stop": False, "max_epochs": None, "max_steps": -1}
 _DECIDED |= {"gradient_clip_val": None, "accumulate_grad_batches": 1}
@@ -36,7 +42,7 @@ _DECIDED |= {"limit_train_batches": 1.0, "limit_val_batches": 1.0}
 _PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp64": "64-true"}
 
 
-_NOT_PICKLED = ("of", "built", "last_taken")
+_NOT_PICKLED = ("of", "built")
 
 
 class StandIn:
@@ -48,7 +54,7 @@ class StandIn:
     def __init__(self) -> None:
         self.current_epoch = self.global_step = 0
         self.training = self.validating = self.testing = False
-        self.sanity_checking = self.predicting = self.is_last_batch = self.fast_dev_run = False
+        self.sanity_checking = self.predicting = self.fast_dev_run = False
         self.world_size = self.num_devices = self.num_nodes = 1
         self.datamodule: Any = None
         self.logger: Any = DummyLogger()  # takes any call
@@ -62,14 +68,14 @@ class StandIn:
         self.samples, self.drops = 0, False
         self.script: dict[str, Any] = {}
         """What a script's Trainer says of its batches, where the module comes from one."""
+        self.clip_value: float | None = None
+        """The most that a gradient's number may be; a script's Trainer says it."""
         self.loaders_batch: int | None = None
         self.of: Callable[[], Any] = lambda: None
         """Returns the module that was called last, if it is still there; `built` the first."""
-        self.rows_taken, self.last_taken = 0, (-1, self.of)
-        """Rows of the newest step that this rank has taken, and that step, by which module."""
         self.built, self.ended = self.of, dict[str, str]()
         """Names of what the hook at the end of an evaluation logs: in records → as logged."""
-        self.steps_by(SGD([torch.zeros(1)]), {})  # where nothing is trained: steps may log a rate
+        self.steps_by(SGD([torch.zeros(1)]), [])  # where nothing is trained: steps may log a rate
 
     def train_as(self, settings: Settings, micro_batch: int | None) -> None:
         """Know how the training is, and where its data is known, how long.
@@ -79,7 +85,8 @@ class StandIn:
         own = vars(self)
         own.update(max_epochs=settings.epochs, max_steps=settings.max_steps or -1)
         self.eval_every_epochs = settings.eval_every_epochs
-        own.update(gradient_clip_val=settings.clip_norm, log_every_n_steps=settings.log_every)
+        clip = settings.clip_norm or self.clip_value
+        own.update(gradient_clip_val=clip, log_every_n_steps=settings.log_every)
         in_bf16 = settings.param_dtype == "bf16"
         self.precision = "bf16-true" if in_bf16 else _PRECISIONS[settings.precision]
         if self.samples and (batch := settings.batch_size):
@@ -93,11 +100,11 @@ class StandIn:
             self.train_dataloader = range(self.num_training_batches)  # for its length
             self.estimated_stepping_batches = min(each)
 
-    def steps_by(self, optimizer: Any, scheduler: dict[str, Any]) -> None:
-        """Know the optimizer and its scheduler, for those who log the rate."""
+    def steps_by(self, optimizer: Any, schedulers: Sequence[dict[str, Any]]) -> None:
+        """Know the optimizer and its schedulers, for those who log the rate."""
         self.optimizers = [optimizer]
         self.strategy = SimpleNamespace(_lightning_optimizers=[optimizer])
-        self.lr_scheduler_configs = [SimpleNamespace(**scheduler)] if scheduler else []
+        self.lr_scheduler_configs = [SimpleNamespace(**one) for one in schedulers]
 
     def call_around_steps(self, module: Any, optimizer: Optimizer, hooks: Collection[str]) -> None:
         """Let each step of the optimizer call those of the callbacks' and the module's hooks."""
@@ -113,6 +120,8 @@ class StandIn:
         def call_before(*_: Any) -> None:
             for name in before:
                 call_all(name, *(() if name == "on_after_backward" else (optimizer,)))
+            if self.clip_value is not None:
+                clip_grad_value_(parameters_in(optimizer), self.clip_value)
 
         def call_after(*_: Any) -> None:
             self.global_step += 1
@@ -122,7 +131,7 @@ class StandIn:
                 call_all(AFTER_STEP, *NEWEST.get())
             vars(self)["stepped"] = True
 
-        if before:
+        if before or self.clip_value is not None:
             optimizer.register_step_pre_hook(call_before)
         if AFTER_STEP in of_any:
             optimizer.register_step_post_hook(call_after)
@@ -171,14 +180,15 @@ class StandIn:
             return step, step
         steps, batch, micro = self.sizes
         in_epoch, of = step % steps, self.of()
-        before, by = self.last_taken
+        rows_before, mine, _, before, by = _TAKEN.get()
         again = before == step and by() is of  # another one is a copy that is tried
         size = min(batch, self.samples - in_epoch * batch)
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        mine = share(range(size), self.global_rank, ranks)
-        taken = self.rows_taken if again else 0
-        self.rows_taken, self.last_taken = taken + rows, (step, self.of)
-        self.is_last_batch = in_epoch + 1 == steps and self.rows_taken >= len(mine)
+        if not again:
+            ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            mine = share(range(size), self.global_rank, ranks)
+        taken = rows_before if again and rows_before < len(mine) else 0  # or it is repeated
+        last = in_epoch + 1 == steps and taken + rows >= len(mine)
+        _TAKEN.set((taken + rows, mine, last, step, self.of))
         first = self._first_of(in_epoch)
         return first + min(mine.start + taken, size - 1) // micro, first + (size - 1) // micro
 
@@ -204,6 +214,8 @@ class StandIn:
             return self.of()
         if name == "logged_metrics":
             return self.callback_metrics
+        if name == "is_last_batch":
+            return _TAKEN.get()[2]
         if name == "is_global_zero":
             return self.global_rank == 0
         if name in _OF_RANK:

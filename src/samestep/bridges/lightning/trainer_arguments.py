@@ -86,7 +86,7 @@ def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[st
         **_length(given, accumulated),
         "batch_size": per_rank * num_ranks(given),
         "micro_batch_size": loaders_batch if accumulated > 1 else None,
-        "clip_norm": given.get("gradient_clip_val") or None,
+        "clip_norm": None if clip_value(given) else given.get("gradient_clip_val") or None,
         "log_every": given.get("log_every_n_steps") or None,
         "sync_batchnorm": given.get("sync_batchnorm") or None,
         "cudnn_benchmark": given.get("benchmark") or None,
@@ -96,12 +96,6 @@ def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[st
         **_chosen(given, "accelerator", "auto", _DEVICES),
         **_evaluations(given, accumulated, given.get("max_epochs")),
     }
-    if settings["clip_norm"] and given.get("gradient_clip_algorithm") not in (None, "norm"):
-        refuse(
-            "gradient_clip_algorithm",
-            given["gradient_clip_algorithm"],
-            "Clip by the norm: --clip-norm.",
-        )
     for callback in callbacks_of(given):
         for name, value in _of_callback(callback).items():
             if settings.setdefault(name, value) != value:
@@ -111,6 +105,12 @@ def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[st
                     remedy="Give both the same, or leave one of the callbacks out.",
                 )
     return {name: value for name, value in settings.items() if value is not None}
+
+
+def clip_value(given: Mapping[str, Any]) -> float | None:
+    """Return the most that a number of a gradient may be, where a Trainer clips by value."""
+    by_value = given.get("gradient_clip_algorithm") == "value"
+    return given.get("gradient_clip_val") or None if by_value else None
 
 
 def refuse(name: str, value: Any, remedy: str) -> None:

@@ -22,6 +22,7 @@ from samestep.base.patches import Patch, patched_when_imported
 from samestep.bridges.lightning.brought import recipe
 from samestep.bridges.lightning.trainer_arguments import (
     called_callbacks,
+    clip_value,
     num_ranks,
     settings_of_trainer,
 )
@@ -152,6 +153,7 @@ def _recipe_of(trainer: Any, bound: dict[str, Any], rest: tuple[str, ...]) -> Re
     notes, own = (*_notes(arguments, settings), *missed, *rest), brought.data
     stand_in = cast("Any", own).__self__.trainer
     stand_in.script = arguments | {"loaders_batch": size}
+    stand_in.clip_value = clip_value(arguments)
     stand_in.hooks_of, stand_in.callbacks = callbacks, [callback for callback, _ in callbacks]
     stand_in.world_size, stand_in.num_nodes = ranks, arguments.get("num_nodes") or 1
     stand_in.num_devices = ranks // stand_in.num_nodes

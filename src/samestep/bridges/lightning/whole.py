@@ -13,7 +13,14 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError, blame, listed
-from samestep.bridges.lightning.logged import metrics_of, noted, plain_name
+from samestep.bridges.lightning.logged import (
+    is_kept,
+    keep_best,
+    metrics_of,
+    noted,
+    plain_name,
+    reset_metrics,
+)
 from samestep.core.learner.gathered import ComputedOnce
 from samestep.core.learner.side_effects import keep_buffers, model_prints
 from samestep.core.training.evaluation import as_evaluated
@@ -39,9 +46,9 @@ def take_states(module: nn.Module, logged: Mapping[str, Any]) -> tuple[dict[str,
     returned = [(v, m) for m in metrics for v in (m._forward_cache, m._computed)]  # noqa: SLF001
     of = {value.data_ptr(): m for value, m in returned if isinstance(value, Tensor)}
     named = {n: of.get(v.data_ptr()) if isinstance(v, Tensor) else v for n, v in logged.items()}
-    states = {places[id(m)]: states_of(m) for m in metrics if m._update_count}  # noqa: SLF001
-    for metric in metrics:
-        metric.reset()
+    now = [m for m in metrics if m._update_count and not is_kept(m)]  # noqa: SLF001
+    states = {places[id(m)]: states_of(m) for m in now}
+    reset_metrics(module)
     return {n: places[id(m)] for n, m in named.items() if id(m) in places}, states
 
 
@@ -106,10 +113,13 @@ class WholeMetrics(ComputedOnce):
             put_into(module.get_submodule(place), of_batches)
         values = {name: module.get_submodule(place).compute() for name, place in names.items()}
         logged = self._ended(module)
-        counts = {n: getattr(m, "_update_count", 0) for n, m in module.named_modules()}
-        for metric in metrics_of(module):
-            metric.reset()
-        if late := [place for place, count in counts.items() if count and place not in states]:
+        for place in states:
+            module.get_submodule(place).reset()
+        keep_best(module)
+        counts = {n: m for n, m in module.named_modules() if getattr(m, "_update_count", 0)}
+        late = [place for place, metric in counts.items() if not is_kept(metric)]
+        reset_metrics(module)
+        if late:
             raise UserError(
                 f"The hook at the end of an evaluation updates {listed(late)}, whose state would "
                 "have to last until the next evaluation, and no checkpoint holds it.",

@@ -41,7 +41,7 @@ class Scheduler:
         returned = self._call_user_code("The recipe's schedule failed", lambda: schedule(**asked))
         several = returned if isinstance(returned, list | tuple) else [returned]
         self.parts = [self._checked(part) for part in several]
-        """The scheduler, or one for each of several optimizers, and after what it is stepped."""
+        """The schedulers, each with what it is stepped after."""
         self._check_optimizers()
         # A rate that is a tensor changes in place.
         self._built = map_tensors(torch.clone, self._as_they_are())
@@ -138,19 +138,19 @@ class Scheduler:
         return plain_groups
 
     def _check_optimizers(self) -> None:
-        """Check that each optimizer has one scheduler at most, and that no other has one."""
+        """Check that no other optimizer has a scheduler, and that each is stepped once."""
         members = {id(s) for s in members_of(self._optimizer)}
         taken = set[int]()
         for scheduler, _ in self.parts:
             its, name = {id(s.optimizer) for s in _all_of(scheduler)}, type(scheduler).__name__
             its = members if its == {id(self._optimizer)} else its
-            if not its <= members - taken:
+            if not its <= members or id(scheduler) in taken:
                 raise UserError(
                     f"The recipe's schedule{self._place} made a {name} for another optimizer, or "
-                    "for one that has a scheduler. Give it that which the function is called with; "
-                    "join several by SequentialLR or ChainedScheduler."
+                    "returned it twice. Give it that which the function is called with; to let one "
+                    "follow another use SequentialLR."
                 )
-            taken |= its
+            taken.add(id(scheduler))
         if not self.parts:
             raise UserError(f"The recipe's schedule{self._place} returned an empty list.")
 
