@@ -30,7 +30,6 @@ NO_LIMIT, STEP = "max 100000", "job/step/cpu.max"
 # /proc/self/cgroup, the files of the groups, the cores that they give
 GROUPS = {
     "version 2": ("0::/job/step", {"job/cpu.max": "150000 100000", STEP: NO_LIMIT}, 1.5),
-    "version 2, none": ("0::/", {"cpu.max": NO_LIMIT}, None),
     "version 1": ("4:cpu,cpuacct:/docker/x", version_1("cpu,cpuacct/docker/x", 300_000), 3.0),
     "version 1, none": ("4:cpu:/", version_1("cpu", -1), None),
     "version 1, the host's path": ("4:cpu:/docker/x", version_1("cpu", 50_000), 0.5),

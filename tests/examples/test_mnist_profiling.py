@@ -191,8 +191,3 @@ def test_the_job_is_refused_elsewhere_and_its_trainings_have_its_cores(tmp_path)
     assert done.returncode == 2
     assert "examples/mnist_profiling" in done.stderr
     assert 'srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}"' in script.read_text()
-
-
-def test_the_example_is_plain_pytorch():
-    text = "".join(path.read_text() for path in MNIST_PROFILING.glob("*.py"))
-    assert not re.search(r"^\s*(import|from) (samestep|torchvision)\b", text, re.MULTILINE)

@@ -37,7 +37,7 @@ def main(
     """
     number = int(os.environ.get("SLURM_JOB_ID", "0"))
     if told == "TERM" and _is_running():
-        told = ""  # somebody's own signal to the script alone, maybe long ago
+        told = ""  # somebody's own signal, only to the script, maybe long ago
     try:  # the job's log is this process's standard error: no controller is asked
         log = Path("/proc/self/fd/2").readlink()
     except OSError:
