@@ -189,7 +189,8 @@ def run(tmp_path):
     (tmp_path / "settings.toml").write_text("epochs = 5\nnum_workers = 3\n")
     for epoch in (1, 2):
         (tmp_path / "checkpoints" / f"checkpoint_epoch_{epoch}.pt").write_bytes(b"x" * epoch * 1000)
-    records = [{"event": "start", "resumed": False, "num_samples": 80}] + [
+    plan = {"num_samples": 90, "global_batch_size": 80, "steps_per_epoch": 1}  # with --drop-last
+    records = [{"event": "start", "resumed": False, **plan}] + [
         {"event": "epoch", "epoch": e, "step": e, "train_seconds": 10.0, "samples": 80 // e}
         for e in (1, 2)  # it was stopped within the second
     ]

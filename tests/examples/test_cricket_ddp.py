@@ -5,7 +5,6 @@ import os
 import re
 import runpy
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -187,15 +186,6 @@ def test_killed_and_resumed_on_two_ranks_it_ends_where_it_would_have(alone, tmp_
 @pytest.fixture(scope="module")
 def functions():
     return defined(SCRIPT)
-
-
-@pytest.mark.parametrize(
-    ("effective", "scaling", "rate"),
-    [(128, "sqrt", 0.001 * 2**0.5), (256, "linear", 0.004), (256, "none", 0.001)],
-)
-def test_the_rate_follows_the_effective_batch_from_64(functions, effective, scaling, rate):
-    given = Namespace(lr=0.001, base_batch_size=64, lr_scaling=scaling)
-    assert functions["scaled_rate"](given, effective) == pytest.approx(rate, rel=1e-9)
 
 
 def test_a_mac_with_several_ranks_trains_on_the_cpu_and_warns(functions, monkeypatch, capsys):

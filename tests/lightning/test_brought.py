@@ -172,7 +172,7 @@ def test_a_script_keeps_batches_order_and_limits_that_its_setup_and_trainer_make
     """With half precision of a CPU, clipping by value, a second schedule, and virtual ranks."""
     once = [(f"def {hook}", f"def _{hook}") for hook in HOOKS]  # for each step
     asked = "accumulate_grad_batches=3, limit_train_batches=0.6, limit_val_batches=2, "
-    asked += "gradient_clip_val=0.02, gradient_clip_algorithm='value'"
+    asked += "gradient_clip_val=0.02, gradient_clip_algorithm='Value'"
     second = LISTED, f"{LISTED[:-1]}, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]"
     begins = ("on_train_epoch_start(self)", "on_train_batch_start(self, _, nth)")
     fit = FIT.replace('"bf16-mixed"', f'"16-mixed", {asked}').replace("/dataloader_idx_0", "")
@@ -260,6 +260,7 @@ STEP = ("OneCycleLR(optimizer, max_lr=0.05, total_steps=total)", "ReduceLROnPlat
 LISTED = '[optimizer], [{"scheduler": scheduler, "interval": "step"}]'
 BY_DICT = '[optimizer], {"scheduler": scheduler,'
 TOP = 'dict(optimizer=optimizer, lr_scheduler=scheduler, monitor="val_acc")'
+BOTH = "[optimizer], [scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]"
 FREEZES = "self.net[3].requires_grad_(self.current_epoch < 1)"
 NO_END = ("def on_validation_epoch_end", "def not_a_hook")
 SEEN = [("self.loss, self", "self.seen = []; self.loss, self")]
@@ -298,6 +299,7 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([STEP, (LISTED, f'{BY_DICT} "interval": "step"}}')], "--eval-every"),
         ([STEP, (LISTED, f'{BY_DICT} "monitor": "train_loss"}}')], "validation_step logs"),
         ([STEP, (LISTED, TOP)], "monitor='acc:min'"),
+        ([(LISTED, BOTH)], "beside a scheduler of epochs"),
         ([("self.factor", f"{FREEZES}; self.factor")], "freezes or unfreezes"),
         ([("self.factor", f"{IN_EVAL}; self.factor")], "still into eval mode in one epoch"),
         ([("net = Net()", "net = lambda: Net().double()")], "precision='fp64'"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torchmetrics import MaxMetric
 
 from samestep.base.errors import UserError
 from samestep.core.session.initial_weights import start_from
@@ -114,6 +115,17 @@ def test_what_does_not_fit_is_listed_and_without_strict_the_rest_is_loaded(tmp_p
     torch.save({"head": torch.ones(1)}, file)
     with pytest.raises(UserError, match="nothing in it fits"):
         start_from(model, file, World(), strict=False)
+
+
+def test_the_best_value_of_the_training_before_is_not_that_of_the_new_one(tmp_path):
+    before, after = (nn.ModuleDict({"net": nn.Linear(1, 1), "best": MaxMetric()}) for _ in "12")
+    for model in (before, after):
+        model["best"].persistent(True)
+    before["best"].update(3.0)
+    torch.save(before.state_dict(), tmp_path / "weights.pt")
+    start_from(after, tmp_path / "weights.pt", World(), strict=True)
+    assert torch.equal(after["net"].weight, before["net"].weight)
+    assert after["best"].max_value < 3
 
 
 class Runs:

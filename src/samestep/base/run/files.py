@@ -238,8 +238,8 @@ def cannot_write(
 ) -> UserError:
     """Return the message for a file that could not be written; `instead` is for a directory."""
     problem, there = f"{path} could not be written", path.parent
-    if not there.is_dir():  # it could not be made, or was removed
-        there = next(folder for folder in path.absolute().parents if folder.is_dir())
+    if not _is_folder(there):  # it could not be made, or was removed
+        there = next(folder for folder in path.absolute().parents if _is_folder(folder))
     if error.errno == errno.ENOSPC:
         problem = f"The disk is full: {problem} ({_free(there)} in {there})."
     elif error.errno == errno.EDQUOT:
@@ -250,7 +250,7 @@ def cannot_write(
     if error.errno in _WHAT_HELPS and (error.errno != errno.EROFS or _is_of_run(path.parent)):
         return UserError(problem, remedy=_what_helps(error.errno, path.parent))
     run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    if not run.is_dir() and (run != path.parent or path.name == "result.json"):
+    if not _is_folder(run) and (run != path.parent or path.name == "result.json"):
         return UserError(
             f"{problem} {run} was removed or renamed while the run was open.",
             remedy="If it was renamed, resume it by its new name. Otherwise start again; if "
@@ -261,6 +261,12 @@ def cannot_write(
     if error.errno == errno.EACCES:
         return UserError(problem, remedy=f"Check the permissions of {there}, or {instead}.")
     return UserError(problem, remedy=f"{path.parent} is not a directory; {instead}.")
+
+
+def _is_folder(path: Path) -> bool:
+    with contextlib.suppress(OSError):  # a folder above it may not be searched
+        return path.is_dir()
+    return False
 
 
 def _free(folder: Path) -> str:
@@ -279,4 +285,6 @@ def _what_helps(number: int, folder: Path) -> str:
 
 
 def _is_of_run(folder: Path) -> bool:
-    return any((place / "events.jsonl").is_file() for place in (folder, folder.parent))
+    with contextlib.suppress(OSError):
+        return any((place / "events.jsonl").is_file() for place in (folder, folder.parent))
+    return False

@@ -94,9 +94,14 @@ def unpack_optimizers(
     several = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
     given = [one if isinstance(one, dict) else {"scheduler": one} for one in several]
     monitor = {"monitor": returned.get("monitor")}  # Lightning takes it at both places
-    return optimizer, [
-        _unpacked(monitor | one, settings, where) for one in given if one.get("scheduler")
-    ]
+    parts = [_unpacked(monitor | one, settings, where) for one in given if one.get("scheduler")]
+    if {None, "epoch"} <= {part.get("interval") for part in parts}:  # the first is a plateau's
+        raise UserError(
+            f"configure_optimizers{where} returns ReduceLROnPlateau beside a scheduler of epochs; "
+            "samestep would step it first, and the Trainer last.",
+            remedy="Leave one of them out, or let the other be stepped per “step”.",
+        )
+    return optimizer, parts
 
 
 def _unpacked(options: dict[str, Any], settings: Settings, where: str) -> dict[str, Any]:

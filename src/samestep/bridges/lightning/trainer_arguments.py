@@ -109,7 +109,10 @@ def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[st
 
 def clip_value(given: Mapping[str, Any]) -> float | None:
     """Return the most that a number of a gradient may be, where a Trainer clips by value."""
-    by_value = given.get("gradient_clip_algorithm") == "value"
+    algorithm = given.get("gradient_clip_algorithm") or "norm"
+    if str(algorithm).lower() not in ("norm", "value"):
+        refuse("gradient_clip_algorithm", algorithm, "Clip by “norm” or by “value”.")
+    by_value = str(algorithm).lower() == "value"
     return given.get("gradient_clip_val") or None if by_value else None
 
 

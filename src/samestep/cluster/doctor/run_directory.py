@@ -13,7 +13,7 @@ from typing import Any
 from samestep.base.errors import UserError
 from samestep.base.run.directory import is_run
 from samestep.base.run.files import write_text
-from samestep.base.run.records import read_records
+from samestep.base.run.records import read_records, samples_per_step
 from samestep.base.words import size
 from samestep.cluster.doctor.findings import Check, Finding, graded, green, red
 from samestep.cluster.doctor.rank_facts import Allocation, Folder, call_within, value_within
@@ -81,7 +81,8 @@ def _read_run(path: Path) -> dict[str, Any]:
         epoch_s, whole = None, 0
         for record in read_records(path):
             if record["event"] == "start":
-                whole = record["num_samples"] or 0
+                steps = record.get("steps_per_epoch")  # without those that --drop-last leaves out
+                whole = samples_per_step(record) * steps if steps else 0
             elif record["event"] == "epoch":  # of one that was stopped, only a part is trained
                 part = min(1.0, record["samples"] / whole) if whole else 1.0
                 epoch_s = record["train_seconds"] / part if part else epoch_s

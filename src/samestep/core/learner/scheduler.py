@@ -142,15 +142,16 @@ class Scheduler:
         members = {id(s) for s in members_of(self._optimizer)}
         taken = set[int]()
         for scheduler, _ in self.parts:
-            its, name = {id(s.optimizer) for s in _all_of(scheduler)}, type(scheduler).__name__
+            each, name = _all_of(scheduler), type(scheduler).__name__
+            its = {id(one.optimizer) for one in each}
             its = members if its == {id(self._optimizer)} else its
-            if not its <= members or id(scheduler) in taken:
+            if not its <= members or not taken.isdisjoint(map(id, each)):
                 raise UserError(
                     f"The recipe's schedule{self._place} made a {name} for another optimizer, or "
                     "returned it twice. Give it that which the function is called with; to let one "
                     "follow another use SequentialLR."
                 )
-            taken.add(id(scheduler))
+            taken |= {*map(id, each)}
         if not self.parts:
             raise UserError(f"The recipe's schedule{self._place} returned an empty list.")
 

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -157,7 +158,8 @@ def _fill(model: nn.Module, weights: dict[str, Any], flag: str, *, strict: bool)
     own = model.state_dict()
     if any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
         return ()
-    loaded = _named_as(own, weights)
+    measured = _measured_names(model)
+    loaded = _named_as(own, weights) | {name: own[name] for name in measured}
     wrong = misfits(loaded, own)
     if wrong and not strict:
         fits = {n for n in own if n in loaded and not misfits({n: loaded[n]}, {n: own[n]})}
@@ -167,6 +169,13 @@ def _fill(model: nn.Module, weights: dict[str, Any], flag: str, *, strict: bool)
     remedy = "Build the model that they are of, or add --no-init-strict to load what fits."
     load_model(model, {"model": loaded}, f"{flag}: the weights do", remedy, most=_MOST)
     return () if strict else tuple(wrong)
+
+
+def _measured_names(model: nn.Module) -> set[str]:
+    """Return the names of what metrics of torchmetrics keep: it is of the training before."""
+    known = sys.modules.get("torchmetrics")
+    metrics = [(n, m) for n, m in model.named_modules() if known and isinstance(m, known.Metric)]
+    return {f"{name}.{key}" for name, metric in metrics for key in metric.state_dict()}
 
 
 def _named_as(own: Mapping[str, Any], weights: dict[str, Any]) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def _sentence(verification: Verification) -> str:
         text = f"The same training{bits}{', as far as --quick looks' if quick else ''}{but}."
         allowed = max((c.tolerance or 0.0 for c in checks if c.name == OPTIMIZER_ROW), default=0.0)
         if allowed > _MUCH:
-            hides = f"hides what differs by less than {allowed:.0e} after the first update"
+            hides = f"hides what differs by less than {allowed:.1g} after the first update"
             text += f" The optimizer's own rounding {hides}."
     elif {check.name for check in different} == {ONE_WRITER.name}:
         text = f"The same training, but {causes}."

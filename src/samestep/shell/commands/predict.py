@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 from samestep.base.errors import UserError, escape
 from samestep.base.flags import InShell
 from samestep.base.run.files import check_output, write_atomically
-from samestep.base.words import Columns, measured, word
+from samestep.base.words import Columns, count, measured, word
 from samestep.shell.api.arguments import check_positive
 from samestep.shell.api.run_functions import predict
 from samestep.shell.commands.forms import rich_console, verb
@@ -83,7 +83,7 @@ def main(
         _write_table(out, [*map(prediction.as_table, to_write)])
         bad = sum(row.problem is not None for row in to_write)
         more = f"; {bad:,} could not be made: see `problem` there" if bad else ""
-        told = f"wrote    {len(to_write) - bad:,} predictions to {out}{more}\n"
+        told = f"wrote    {count(len(to_write) - bad, 'prediction')} to {out}{more}\n"
         sys.stdout.write("" if json else told)
     if plot is not None and code:
         sys.stderr.write(f"{plot} is not drawn: not all of {files[0]} could be predicted.\n")

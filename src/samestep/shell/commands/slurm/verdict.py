@@ -1,6 +1,7 @@
 """`samestep slurm verdict`: job scripts call it when their ranks have ended."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -36,7 +37,8 @@ def main(
         exclude: Whether the script excludes the nodes that follow the word `again`.
     """
     number = int(os.environ.get("SLURM_JOB_ID", "0"))
-    if told == "TERM" and _is_running():
+    # Ranks that got it too have ended by it: there is no time to ask a controller then.
+    if told == "TERM" and code != 128 + signal.SIGTERM and _is_running():
         told = ""  # somebody's own signal, only to the script, maybe long ago
     try:  # the job's log is this process's standard error: no controller is asked
         log = Path("/proc/self/fd/2").readlink()
