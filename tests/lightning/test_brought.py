@@ -299,7 +299,7 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([STEP, (LISTED, f'{BY_DICT} "interval": "step"}}')], "--eval-every"),
         ([STEP, (LISTED, f'{BY_DICT} "monitor": "train_loss"}}')], "validation_step logs"),
         ([STEP, (LISTED, TOP)], "monitor='acc:min'"),
-        ([(LISTED, BOTH)], "beside a scheduler of epochs"),
+        ([(LISTED, BOTH)], "next to a scheduler of epochs"),
         ([("self.factor", f"{FREEZES}; self.factor")], "freezes or unfreezes"),
         ([("self.factor", f"{IN_EVAL}; self.factor")], "still into eval mode in one epoch"),
         ([("net = Net()", "net = lambda: Net().double()")], "precision='fp64'"),

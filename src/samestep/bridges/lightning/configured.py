@@ -97,7 +97,7 @@ def unpack_optimizers(
     parts = [_unpacked(monitor | one, settings, where) for one in given if one.get("scheduler")]
     if {None, "epoch"} <= {part.get("interval") for part in parts}:  # the first is a plateau's
         raise UserError(
-            f"configure_optimizers{where} returns ReduceLROnPlateau beside a scheduler of epochs; "
+            f"configure_optimizers{where} returns ReduceLROnPlateau next to a scheduler of epochs; "
             "samestep would step it first, and the Trainer last.",
             remedy="Leave one of them out, or let the other be stepped per “step”.",
         )
