@@ -57,7 +57,8 @@ def call_callback(callback: Any, name: str, trainer: Any, module: Any, *given: A
             blame(f"{subject} failed", error, hook)
     if name not in WITHIN[1:]:
         return
-    late = [inspect.unwrap(getattr(type(callback), n)).__code__.co_names for n in _LATE]
+    functions = (inspect.unwrap(getattr(type(callback), hook)) for hook in _LATE)
+    late = [f.__code__.co_names for f in functions if hasattr(f, "__code__")]
     held = [n for n, marks in _attributes(callback).items() if before.get(n) != marks]
     # A number may be a clock's, or count for the hook itself.
     held = [n for n in held if not isinstance(vars(callback)[n], _PLAIN) or n in chain(*late)]
