@@ -8,16 +8,19 @@ import torch
 from torch import Tensor, nn
 
 _DEVICE = "cuda"
-_NUMBERS = {int, float}
+_AS_THEY_ARE = {int, float, bool, type(None)}
 
 
 def map_state(function: Callable[[str, Any], Any], value: Any, path: str = "") -> Any:
     """Return a state with `function(path, leaf)` in place of what its dicts and lists hold.
 
-    Lists of numbers are copied as they are.
+    Numbers stay as they are.
     """
+    if type(value) in _AS_THEY_ARE:
+        return value
     if isinstance(value, dict):
-        changed = {k: map_state(function, v, f"{path}/{k}".lstrip("/")) for k, v in value.items()}
+        within = path and f"{path}/"
+        changed = {k: map_state(function, v, f"{within}{k}") for k, v in value.items()}
         if type(value) is dict:
             return changed
         # A module's state_dict carries its version in an attribute, which torch.save keeps.
@@ -25,7 +28,7 @@ def map_state(function: Callable[[str, Any], Any], value: Any, path: str = "") -
         dict.update(same, changed)  # a Counter's own update adds up
         return same
     if type(value) in (list, tuple):
-        if {*map(type, value)} <= _NUMBERS:  # the 625 of a generator's state, for instance
+        if {*map(type, value)} <= _AS_THEY_ARE:  # the 625 of a generator's state, for instance
             return value[:]
         return type(value)(map_state(function, v, f"{path}/{n}") for n, v in enumerate(value))
     return function(path, value)

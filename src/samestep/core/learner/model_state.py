@@ -161,7 +161,6 @@ class ModelTrial:
         if self._new is None or (of_loop and grown):
             return
         state = model.state_dict()
-        state.update(map_tensors(hollow, dict(state)))
         form = {name: _shape(value) for name, value in state.items()}
         if form != self._form and (why := self._why_lost(state)):
             raise UserError(
@@ -175,6 +174,7 @@ class ModelTrial:
 
     def _why_lost(self, state: dict[str, Any]) -> str:
         assert self._new is not None
+        state.update(map_tensors(hollow, dict(state)))
         with Hollowing():
             twin = copied(self._new)
         try:
