@@ -106,6 +106,17 @@ def num_checkpoints(run: Path) -> int:
     return len(events(run, "checkpoint")) if (run / "events.jsonl").exists() else 0
 
 
+def test_a_training_that_is_stopped_while_it_starts_has_not_failed(here):
+    command = [sys.executable, "-m", "samestep", "sweep", *FLAGS]
+    sweeper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    until(psutil.Process(sweeper.pid).children)
+    sweeper.terminate()
+    printed = sweeper.communicate(timeout=TIMEOUT_S)[0]
+    assert sweeper.returncode == 128 + signal.SIGTERM
+    assert "stopped" in printed
+    assert "failed" not in printed
+
+
 @pytest.mark.slow
 def test_a_sweep_goes_on_where_it_was_ended(here, output_of, refused, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, BinaryIO
@@ -109,7 +109,7 @@ def run_here(
             for name, training in [*running.items()]:
                 if (code := training.process.poll()) is not None:
                     del running[name]
-                    ended = _ended(sweep, name, code)
+                    ended = _ended(sweep, name, code, received)
                     if chooser is not None:
                         chooser.ended(name)
                     failed |= ended.status == "failed"
@@ -167,13 +167,15 @@ def _passing_on_signals(running: Mapping[str, _Running]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _ended(sweep: SweepPlan, name: str, code: int) -> EndedTraining:
+def _ended(sweep: SweepPlan, name: str, code: int, received: Sequence[int]) -> EndedTraining:
     result = read_object(sweep.run_dir(name) / "result.json")
     if code == 0:
         halved = ", ended by --halving" if result.get("reason") == "successive halving" else ""
         return EndedTraining(name, "completed", best_text(result) + halved)
     if code > 128 and result.get("status") == "stopped":
         return EndedTraining(name, "stopped", "saved; the same command continues")
+    if code in [end for signum in received[:1] for end in (-signum, 128 + signum)]:
+        return EndedTraining(name, "stopped", "before its first step; the same command starts it")
     log = sweep.folder / LOGS / f"{name}.log"
     lines = log.read_text(errors="replace").splitlines()
     error_at = next((n for n, line in enumerate(lines) if re.match("samestep: |╭─", line)), None)
