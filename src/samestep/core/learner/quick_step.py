@@ -104,7 +104,8 @@ def quick_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 def _ids(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> list[int]:
     """Return what identifies the state, the weights of each group, and a step of each weight."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    steps = [id(optimizer.state.get(weight, {}).get("step")) for weight in weights]
+    # Not by weight: a tensor's hash takes as long as all the rest.
+    steps = [id(kept.get("step")) for kept in optimizer.state.values() if type(kept) is dict]
     return [id(optimizer.state), *sizes, *map(id, weights), *steps]
 
 
