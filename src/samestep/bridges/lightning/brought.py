@@ -458,7 +458,7 @@ class _Brought:
         self.trainer.train_as(settings, micro and (self.trainer.loaders_batch or micro))
         where = defined_at(type(module).configure_optimizers)
         self.trainer.of = weakref.ref(module)
-        optimizer, schedulers = unpack_optimizers(module.configure_optimizers(), settings, where)
+        optimizer, schedulers = unpack_optimizers(module.configure_optimizers(), where)
         if settings.lr_scaling != "none" and schedulers:
             raise UserError(
                 f"--lr-scaling does not change the rates of the module's scheduler{where}: scale "

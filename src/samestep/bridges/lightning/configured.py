@@ -75,7 +75,7 @@ class Unchanged(LRScheduler):
 
 
 def unpack_optimizers(
-    returned: Any, settings: Settings, where: str
+    returned: Any, where: str
 ) -> tuple[torch.optim.Optimizer, list[dict[str, Any]]]:
     """Return the optimizer of `configure_optimizers`, and its schedulers for `Recipe`."""
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], list):
@@ -94,7 +94,7 @@ def unpack_optimizers(
     several = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
     given = [one if isinstance(one, dict) else {"scheduler": one} for one in several]
     monitor = {"monitor": returned.get("monitor")}  # Lightning takes it at both places
-    parts = [_unpacked(monitor | one, settings, where) for one in given if one.get("scheduler")]
+    parts = [_unpacked(monitor | one, where) for one in given if one.get("scheduler")]
     if {None, "epoch"} <= {part.get("interval") for part in parts}:  # the first is a plateau's
         raise UserError(
             f"configure_optimizers{where} returns ReduceLROnPlateau next to a scheduler of epochs; "
@@ -104,7 +104,7 @@ def unpack_optimizers(
     return optimizer, parts
 
 
-def _unpacked(options: dict[str, Any], settings: Settings, where: str) -> dict[str, Any]:
+def _unpacked(options: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a scheduler, and when it is stepped."""
     scheduler = options["scheduler"]
     if options.get("frequency", 1) != 1:
@@ -120,24 +120,20 @@ def _unpacked(options: dict[str, Any], settings: Settings, where: str) -> dict[s
                 "evaluation.",
                 remedy="Leave the interval out. --eval-every 500steps evaluates within epochs.",
             )
-        if options["monitor"] is not None:
-            _check_monitor(options["monitor"], scheduler, settings, where)
-        return {"scheduler": scheduler}
+        own = options["monitor"] and {"monitor": _followed(options["monitor"], where)}
+        return {"scheduler": scheduler, **(own or {})}
     return {"scheduler": scheduler, "interval": options.get("interval", "epoch")}
 
 
-def _check_monitor(monitor: str, plateau: Any, settings: Settings, where: str) -> None:
-    """Refuse a scheduler that would follow another value than it names."""
+def _followed(monitor: str, where: str) -> str:
+    """Return what a scheduler follows, as records call it."""
     name, _, loader = monitor.partition(f"/{NTH}")
-    named = f"{NTH}{loader}/{plain_name(name)}" if loader else plain_name(name)
-    trained = monitor.lower().startswith("train")
-    if trained or named != (settings.monitor or "loss"):
-        give = f"Set it in the recipe: monitor='{named}:{plateau.mode}'."
+    if monitor.lower().startswith("train"):
         raise UserError(
-            f"ReduceLROnPlateau{where} has the monitor {monitor!r}, but samestep lets it follow "
-            f"--monitor, which is {settings.monitor or 'loss'!r}.",
-            remedy="Monitor a value that validation_step logs." if trained else give,
+            f"ReduceLROnPlateau{where} has the monitor {monitor!r}, a value of the training.",
+            remedy="Monitor a value that validation_step logs.",
         )
+    return f"{NTH}{loader}/{plain_name(name)}" if loader else plain_name(name)
 
 
 def _only(given: Any, where: str) -> Any:

@@ -40,6 +40,8 @@ _REFUSED = {
     "reload_dataloaders_every_n_epochs": "Let the data set choose what it reads by the index.",
     "plugins": _LEAVE_OUT,
 }
+_OF_SEVERAL = {"keep_top_k": max, "checkpoint_every_steps": min, "checkpoint_every_epochs": min}
+"""Settings of several ModelCheckpoints, and which of their values is taken."""
 LIMITS = {"train": "limit_train_batches", "test": "limit_test_batches"}
 LIMITS |= {"validation": "limit_val_batches"}
 _ALL = {"min_epochs": 1}
@@ -96,15 +98,28 @@ def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[st
         **_chosen(given, "accelerator", "auto", _DEVICES),
         **_evaluations(given, accumulated, given.get("max_epochs")),
     }
+    settings |= _of_callbacks(given)
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _of_callbacks(given: Mapping[str, Any]) -> dict[str, Any]:
+    settings = dict[str, Any]()
     for callback in callbacks_of(given):
         for name, value in _of_callback(callback).items():
-            if settings.setdefault(name, value) != value:
+            if name in _OF_SEVERAL:
+                settings[name] = _OF_SEVERAL[name](value, settings.get(name, value))
+            elif settings.setdefault(name, value) != value and name not in ("monitor", "mode"):
                 raise UserError(
                     f"Two callbacks of the Trainer disagree on {name}: {settings[name]!r} and "
                     f"{value!r}. samestep uses one value for both.",
                     remedy="Give both the same, or leave one of the callbacks out.",
                 )
-    return {name: value for name, value in settings.items() if value is not None}
+    stops = settings.pop("stop_monitor", None)
+    if stops and "monitor" not in settings:
+        settings["monitor"], _, settings["mode"] = stops.rpartition(":")
+    if stops and stops != "{monitor}:{mode}".format(**settings):
+        settings["stop_monitor"] = stops
+    return settings
 
 
 def clip_value(given: Mapping[str, Any]) -> float | None:
@@ -199,7 +214,8 @@ def _of_callback(callback: Any) -> dict[str, Any]:
             if getattr(callback, name, None) is not None:
                 refuse(f"EarlyStopping.{name}", getattr(callback, name), _LEAVE_OUT)
         delta = abs(callback.min_delta)
-        return {**_followed(callback), "patience": callback.patience, "min_delta": delta}
+        follows = {"stop_monitor": "{monitor}:{mode}".format(**followed(callback))}
+        return {**follows, "patience": callback.patience, "min_delta": delta}
     if _is_lightnings(kind) and kind.__name__ == "ModelCheckpoint":
         return dict(_kept(callback))
     if not _SHOWS & names and names != {"Callback"}:
@@ -237,7 +253,8 @@ def called_callbacks(given: Mapping[str, Any]) -> tuple[list[tuple[Any, list[str
     return called, notes
 
 
-def _followed(callback: Any) -> dict[str, str]:
+def followed(callback: Any) -> dict[str, str]:
+    """Return which value a callback follows, as samestep calls it."""
     if callback.monitor.startswith("train") or callback.monitor == "loss":
         raise UserError(
             f"{type(callback).__name__} monitors {callback.monitor!r}, a value of the training.",
@@ -250,7 +267,7 @@ def _followed(callback: Any) -> dict[str, str]:
 
 def _kept(callback: Any) -> Iterator[tuple[str, Any]]:
     if callback.monitor is not None:
-        yield from _followed(callback).items()
+        yield from followed(callback).items()
         if callback.save_top_k > 0:
             yield "keep_top_k", callback.save_top_k
     if steps := callback._every_n_train_steps:  # noqa: SLF001 - it has no other name
