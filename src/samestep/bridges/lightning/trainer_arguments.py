@@ -29,6 +29,13 @@ _SHOWS = {
     *("ThroughputMonitor", "SaveConfigCallback"),
 }
 """Callbacks, or what they are made from, that change no training."""
+_INSTEAD = {
+    "StochasticWeightAveraging": "Leave it out. --ema 0.99 averages the weights of all steps.",
+    "EMAWeightAveraging": "Leave it out, and use --ema with its decay.",
+    "GradientAccumulationScheduler": "Give the Trainer accumulate_grad_batches=N instead.",
+    "BackboneFinetuning": "Unfreeze in the module's on_train_epoch_end instead.",
+}
+"""What to do about Lightning's callbacks that are not called."""
 _SUBSET = "Give a loader of torch.utils.data.Subset(data, range(…))."
 _LEAVE_OUT = "Leave it out."
 _REFUSED = {
@@ -64,6 +71,26 @@ _DEVICES: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("auto", "gpu", "cuda")},
     **{name: {"device": name} for name in ("cpu", "mps")},
 }
+
+
+_OF_TRAINER = """
+    max_epochs=epochs accumulate_grad_batches=micro_batch_size gradient_clip_val=clip_norm
+    check_val_every_n_epoch=eval_every_epochs val_check_interval=eval_every_steps devices=--nproc
+    log_every_n_steps=log_every logger=track callbacks=patience,monitor,keep_top_k,ema
+    ckpt_path=--resume num_nodes=--nodes benchmark=cudnn_benchmark fast_dev_run=max_steps
+    limit_train_batches=Subset(data) overfit_batches=Subset(data)
+"""
+"""Arguments of Lightning's Trainer, and the settings or flags that say the same here."""
+
+
+def refuse_own_names(settings: Mapping[str, Any]) -> None:
+    """Refuse arguments of a Trainer among the settings of a recipe."""
+    for name, own in (pair.split("=") for pair in _OF_TRAINER.split()):
+        if name in settings:
+            raise UserError(
+                f"samestep.lightning.recipe(…) takes settings, but {name} is the Trainer's.",
+                remedy=f"Use {own.replace(',', ', ')}: see page “Bring what you have”.",
+            )
 
 
 def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[str, Any]:
@@ -221,7 +248,9 @@ def _of_callback(callback: Any) -> dict[str, Any]:
     if not _SHOWS & names and names != {"Callback"}:
         raise UserError(
             f"samestep does not call the Trainer's callback {kind.__name__}{defined_at(kind)}.",
-            remedy="Move its code into hooks of the module, or leave it out.",
+            remedy=_INSTEAD.get(
+                kind.__name__, "Move its code into hooks of the module, or leave it out."
+            ),
         )
     return {}
 

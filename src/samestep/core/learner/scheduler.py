@@ -183,7 +183,8 @@ class Scheduler:
         if others := parts.keys() - {"scheduler", "interval", allowed}:
             raise UserError(
                 f"The recipe's schedule{self._place} returned a dict with {min(others)!r}; it may "
-                "have 'scheduler', 'interval', and for ReduceLROnPlateau 'monitor', a metric."
+                "have 'scheduler', 'interval', and for ReduceLROnPlateau 'monitor', if that is not "
+                "--monitor."
             )
         if interval not in ("step", "epoch"):
             raise UserError(

@@ -13,7 +13,7 @@ from torch import nn
 from samestep.base.errors import UserError, defined_at, made_by
 from samestep.base.machine import usable_cores
 from samestep.base.phases import make_phases
-from samestep.base.settings import Settings, flag_name, own_names
+from samestep.base.settings import Settings, own_names
 from samestep.core.data.keyed_random import seed_alike, seed_rank
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.order import held_parts
@@ -474,10 +474,9 @@ def _watches(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -
     names = _measured_names(recipe, splits, tried)
     falling = (*recipe.falling(), *tried.evaluation_parts)
     if splits.validation is None:
-        for name in ("patience", "monitor", "stop_monitor", "halving"):
+        for name in ("patience", "monitor", "halving"):
             if getattr(settings, name) is not None:
-                flag = flag_name(name)
-                raise UserError(f"--{flag} needs validation data, and the recipe has none.")
+                raise UserError(f"--{name} needs validation data, and the recipe has none.")
 
     def watched(flag: str, name: str, mode: str) -> Watch:
         if name not in names:
