@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import samestep
 from samestep import evaluate
@@ -84,10 +83,9 @@ MORE_ON_TWO = {
 }
 OF_ROUNDING = {"dropout": 1e-6, "batch norm and augmentation": 1e-5}  # they train in fp32
 ALONE = {
-    "as it is": (TINY, ()),
     "clipped, with warm-up, cosine and momentum": (TINY, (*CLIPPED, *SGD, *THREE)),
     "without the incomplete batch": (TINY, ("--drop-last", *THREE)),
-    "stopped early": (TINY, ("--patience", "1", "--lr", "0.3")),
+    "stopped early": (TINY, ("--patience", "1", "--stop-monitor", "loss", "--lr", "0.3")),
     "stopped early in the last epoch": (TINY, ("--patience", "1", "--lr", "0.3", "--epochs", "2")),
     "not validated by accuracy": (TINY, ("--monitor", "loss", "--keep-top-k", "2")),
     "own optimizer": (TINY + OWN, ("--epochs", "2")),
@@ -309,24 +307,6 @@ def test_data_modules_take_the_numbers_of_the_next_trainer_or_of_none(trainer):
 
 REFUSED = ("--compile on", "--eval-every-steps 5", "--ema 0.9")
 REFUSED += ("--checkpoint-every-minutes 5", "--checkpoint-every-epochs 2")
-
-
-def test_the_model_is_back_on_its_device_before_it_is_tested(tmp_path, monkeypatch):
-    """Lightning moves it to the CPU as it ends, and the test needs it where the data is."""
-    from lightning.pytorch import LightningModule
-
-    moved = []
-
-    def move(module, *where, **more):
-        moved.append(where)
-        return to(module, *where, **more)
-
-    to = torch.nn.Module.to
-    monkeypatch.setattr(LightningModule, "cpu", lambda module: moved.append("away") or module)
-    monkeypatch.setattr(torch.nn.Module, "to", move)
-    recipe = tiny.write_recipe(tmp_path, TINY)
-    tiny.trained(recipe, tmp_path / "run", *LIGHTNING, "--max-steps", "2")
-    assert (torch.device("cpu"),) in moved[moved.index("away") :]
 
 
 def test_what_lightning_cannot_do_is_refused_before_anything_is_written(tmp_path, refused):

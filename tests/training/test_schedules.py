@@ -29,7 +29,7 @@ from tests.faults import Fault
 from tests.training.stops import stop_all
 
 EPOCHS, SEED, LR = 3, 42, 0.01
-FLAGS = ("--epochs", str(EPOCHS), "--monitor", "loss")
+FLAGS = ("--epochs", str(EPOCHS))
 SGD = ("--optimizer", "sgd", "--momentum", "0.8")
 
 OWN = """
@@ -40,6 +40,7 @@ def groups(model, settings):
     body = {"params": model[0].parameters(), "lr": settings.lr / 10}
     return torch.optim.AdamW([body, {"params": model[2].parameters()}], lr=settings.lr)
 def by_epoch(scheduler): return {"scheduler": scheduler, "interval": "epoch"}
+def by_loss(plateau, name="loss"): return {"scheduler": plateau, "monitor": name}
 def in_turn(optimizer):
     warmup = LinearLR(optimizer, 0.1, total_iters=4)
     return SequentialLR(optimizer, [warmup, CosineAnnealingLR(optimizer, 30)], [4])
@@ -75,7 +76,7 @@ SCHEDULERS: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
     ),
     "by epoch": ("lambda optimizer: by_epoch(StepLR(optimizer, 1, 0.3))", adam),
     "on a plateau": (
-        "lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.1)",
+        "lambda optimizer: by_loss(ReduceLROnPlateau(optimizer, 'min', 0.3, 0, 0.1))",
         adam,
     ),
     "cycled with the momentum": (
@@ -133,7 +134,7 @@ def by_hand(
             loss = float(recipe.loss(model(unseen), answers))
         for scheduler, interval in schedulers:
             if interval != "step":
-                scheduler.step(*[loss] * (interval == "validation"))
+                scheduler.step(*[loss] * (interval != "epoch"))
     groups = [group for one in optimizers for group in one.param_groups]
     return rates, [g["lr"] for g in groups], model.state_dict()
 
@@ -305,6 +306,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "another key": (f"lambda optimizer: {WITH} 'monitor': 'x'}}", "'monitor'", "--monitor"),
     "another interval": (f"lambda optimizer: {WITH} 'interval': 'day'}}", "'day'"),
     "a plateau by epoch": (PLATEAU.replace(": ", ": by_epoch(") + ")", "--eval-every"),
+    "an unknown metric": (PLATEAU.replace(": ", ": by_loss(") + ", 'x')", "monitor 'x'"),
     "a plateau the other way": (PLATEAU, "mode='min'", "mode='max'"),
     "a plateau of nothing": (f"{PLATEAU}, data=unvalidated", "validation"),
     "metrics of nothing": (f"{READS}, data=unvalidated", "validation"),

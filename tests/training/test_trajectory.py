@@ -97,7 +97,7 @@ COMPLEX = tiny.RECIPE.replace(
 ONE, TWO = ("--epochs", "1"), ("--epochs", "2")
 WHOLE = (*TWO, "--batch-size", "32")
 CLIPPED = (*WHOLE, "--clip-norm", "0.05", "--optimizer", "sgd")
-PATIENT = ("--epochs", "20", "--monitor", "loss", "--patience", "2", "--min-delta", "0.01")
+PATIENT = ("--epochs", "20", "--stop-monitor", "loss", "--patience", "2", "--min-delta", "0.01")
 # The trainings of one process: their recipes and flags.
 ALONE = {
     "clipped": ("tiny", CLIPPED),

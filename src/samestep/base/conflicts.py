@@ -71,6 +71,12 @@ def conflict_in(settings: Any) -> Conflict | None:
             ("momentum", "optimizer"),
             "Leave it out, or use --optimizer sgd.",
         )
+    if settings.stop_monitor and settings.patience is None:
+        return Conflict(
+            f"--stop-monitor {settings.stop_monitor} has no effect without --patience.",
+            ("stop_monitor", "patience"),
+            "Add --patience N, the number of evaluations to wait, or leave it out.",
+        )
     return (
         _schedule_conflict(settings)
         or _order_conflict(settings)

@@ -268,6 +268,8 @@ class Settings:
     the recipe's lower_is_better, max for others."""
     patience: int | None = field(default=None, metadata=_COMMON | _FREE)
     """Stop after this many evaluations without a new best; --monitor says which is best."""
+    stop_monitor: str | None = field(default=None, metadata=_FREE)
+    """Metric that --patience follows instead of --monitor, as in loss:min."""
     min_delta: float = field(default=0.0, metadata=_FREE)
     """Smallest change that counts as an improvement for --patience."""
     halving: int | None = field(default=None, metadata=_FREE)

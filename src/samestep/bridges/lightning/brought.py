@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,12 +36,15 @@ from samestep.bridges.lightning.configured import (
     check_around_step,
     check_batch,
     check_rate,
+    configured,
     settings_of_weights,
+    stepped,
     unpack_optimizers,
 )
 from samestep.bridges.lightning.logged import (
     NTH,
     Evaluated,
+    all_gather,
     called,
     free_name,
     gathering_nothing,
@@ -51,6 +54,7 @@ from samestep.bridges.lightning.logged import (
     noted,
     plain_name,
     prepare_metrics,
+    recall_best,
 )
 from samestep.bridges.lightning.module_hooks import call, in_first_modes, in_kept_modes, keep_modes
 from samestep.bridges.lightning.own_hooks import (
@@ -58,15 +62,23 @@ from samestep.bridges.lightning.own_hooks import (
     BEFORE_BATCH,
     BEFORE_EVALUATION,
     LOADERS,
+    SCHEDULER_STEP,
     base_of,
     check_hooks,
     check_validations,
     has_own,
     is_empty,
 )
-from samestep.bridges.lightning.stand_in import NEWEST, StandIn
-from samestep.bridges.lightning.trainer_arguments import LIMITS, limited
-from samestep.bridges.lightning.whole import AT_END, WholeMetrics, keeping_nothing, take_states
+from samestep.bridges.lightning.stand_in import NEWEST, OPTIMIZER_STEP, StandIn
+from samestep.bridges.lightning.trainer_arguments import LIMITS, limited, refuse_own_names
+from samestep.bridges.lightning.whole import (
+    AT_END,
+    WholeMetrics,
+    keeping_nothing,
+    lists_of,
+    take_collected,
+    take_states,
+)
 from samestep.core.data.recipe_data import Unpacked, as_pytorch, reads_each_once
 from samestep.core.data.samplers import SamplerOrder
 from samestep.core.learner.after_epoch import keeps_trained
@@ -79,14 +91,6 @@ _ALONE: AbstractContextManager[None] = nullcontext()
 _DROPS = (
     "The training loader's drop_last=True is not used. To skip an incomplete step, use --drop-last."
 )
-_OF_TRAINER = """
-    max_epochs=epochs accumulate_grad_batches=micro_batch_size gradient_clip_val=clip_norm
-    check_val_every_n_epoch=eval_every_epochs val_check_interval=eval_every_steps devices=--nproc
-    log_every_n_steps=log_every logger=track callbacks=patience,monitor,keep_top_k,ema
-    ckpt_path=--resume num_nodes=--nodes benchmark=cudnn_benchmark fast_dev_run=max_steps
-    limit_train_batches=Subset(data) overfit_batches=Subset(data)
-"""
-"""Arguments of Lightning's Trainer, and the settings or flags that say the same here."""
 
 
 def recipe(module: Any, datamodule: Any = None, **settings: Any) -> Recipe:
@@ -108,12 +112,7 @@ def recipe(module: Any, datamodule: Any = None, **settings: Any) -> Recipe:
         UserError: `batch_size` is not given, or the module asks for what samestep does not do:
             steps of its own (`automatic_optimization=False`), several optimizers, other hooks.
     """
-    for name, own in (pair.split("=") for pair in _OF_TRAINER.split()):
-        if name in settings:
-            raise UserError(
-                f"samestep.lightning.recipe(…) takes settings, but {name} is the Trainer's.",
-                remedy=f"Use {own.replace(',', ', ')}: see page “Bring what you have”.",
-            )
+    refuse_own_names(settings)
     if not {"batch_size", "batch_size_per_rank", "batch_tokens"} & settings.keys():
         raise UserError(
             "samestep.lightning.recipe(…) needs batch_size=…: the samples per optimizer step over "
@@ -248,7 +247,7 @@ class _Brought:
                 f"{', '.join(f'{n}={value!r}' for n, value in kept.items())}).",
             )
         prepare_metrics(module)
-        vars(module).update(_trainer=self.trainer, log=log, all_gather=_all_gather)
+        vars(module).update(_trainer=self.trainer, log=log, all_gather=all_gather)
         vars(self.trainer)["max_epochs"] = self.settings.get("epochs")
         self.trainer.set_up(module)
         module.configure_model()
@@ -359,14 +358,16 @@ class _Brought:
         ends = has_own(module, base, hook) and not is_empty(getattr(type(module), hook))
         place, numbers = defined_at(getattr(type(module), name)), (seen.batches, nth or 0)
         checked = keeping_nothing(module, nth, f"{name}{place}") if ends else _ALONE
+        sizes = {at: len(held) for at, held in lists_of(module).items()} if ends else None
         with checked if seen.batches == 0 else _ALONE:
             outputs, logged = called(module, name, value, *numbers, kept=True, seen=seen)
-        values = {plain_name(n, nth): v for n, v in logged.items()}
+            values = {plain_name(n, nth): v for n, v in logged.items()}
+            collected = take_collected(module, sizes, values)
         if trainer.validating:
             self._note_names({plain_name(n, nth): n for n in logged}, nth, f"{name}{place}")
         own, loss = values.pop("loss", None), outputs.get("loss")  # the record has it as the loss
         own = cast("Any", own).compute() if isinstance(own, nn.Module) else own
-        metrics = *take_states(module, values), name
+        metrics = *take_states(module, values), name, collected
         seen.values = {n: v for n, v in values.items() if n not in metrics[0]}
         seen.batches += 1
         if loss is None and own is None:
@@ -438,6 +439,7 @@ class _Brought:
         names = self.names | self.trainer.ended
         own = {names.get(n, n): torch.tensor(v) for n, v in end.metrics.items()}
         self.trainer.callback_metrics = own
+        recall_best(module)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "The ``compute`` method of metric")  # of nothing
             try:
@@ -458,7 +460,7 @@ class _Brought:
         self.trainer.train_as(settings, micro and (self.trainer.loaders_batch or micro))
         where = defined_at(type(module).configure_optimizers)
         self.trainer.of = weakref.ref(module)
-        optimizer, schedulers = unpack_optimizers(module.configure_optimizers(), settings, where)
+        optimizer, schedulers = unpack_optimizers(configured(module, self.module), settings, where)
         if settings.lr_scaling != "none" and schedulers:
             raise UserError(
                 f"--lr-scaling does not change the rates of the module's scheduler{where}: scale "
@@ -467,11 +469,16 @@ class _Brought:
         check_rate(optimizer, settings, where)
         check_batch(self.trainer, settings, self.settings)
         check_validations(self.trainer.hooks_of, settings)
+        base = base_of(module, "LightningModule")
+        steps = module.lr_scheduler_step if has_own(module, base, SCHEDULER_STEP) else None
+        self.trainer.steps_by(optimizer, [dict(part) for part in schedulers])
+        for part in schedulers:
+            stepped(part, self.trainer, steps)
         self.schedulers[optimizer] = schedulers
-        self.trainer.steps_by(optimizer, schedulers)
-        hooks = [n for n in AROUND_STEP if has_own(module, base_of(module, "LightningModule"), n)]
+        hooks = [n for n in (*AROUND_STEP, OPTIMIZER_STEP) if has_own(module, base, n)]
         for owner, names in (module, hooks), *self.trainer.hooks_of:
-            check_around_step(AROUND_STEP.intersection(names), settings, defined_at(type(owner)))
+            around = AROUND_STEP.union([OPTIMIZER_STEP]).intersection(names)
+            check_around_step(around, settings, defined_at(type(owner)))
         self.trainer.call_around_steps(module, optimizer, hooks)
         return optimizer
 
@@ -486,12 +493,3 @@ def _made(given: Any) -> Any:
     if isinstance(given, nn.Module):
         return copied(given)
     return given if hasattr(given, "prepare_data") and not inspect.isclass(given) else given()
-
-
-def _all_gather(*_: Any, **__: Any) -> NoReturn:
-    """Stand in for `LightningModule.all_gather`."""
-    raise UserError(
-        "samestep has no all_gather of a LightningModule: what its steps log is already the mean "
-        "over all samples of all ranks.",
-        remedy='For a loss over the whole batch, write a Recipe with loss_over="batch".',
-    )

@@ -1,13 +1,14 @@
 """What a LightningModule chooses for its training: optimizer, scheduler, and type of weights."""
 
-from collections.abc import Collection, Mapping
+import copy
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from samestep.base.errors import UserError, listed
+from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
 from samestep.bridges.lightning.logged import NTH, plain_name
 from samestep.core.learner.optimizer import own_rate
@@ -27,11 +28,16 @@ def settings_of_weights(module: nn.Module) -> dict[str, Any]:
 
 def check_around_step(hooks: Collection[str], settings: Settings, where: str) -> None:
     """Refuse hooks around a step that would not get what the Trainer gives them."""
-    if hooks and settings.strategy == "fsdp":
+    if (seeing := {*hooks} - {"optimizer_step"}) and settings.strategy == "fsdp":
         raise UserError(
-            f"With --strategy fsdp {listed(sorted(hooks))}{where} would see only a rank's parts of "
-            "the weights.",
+            f"With --strategy fsdp {listed(sorted(seeing))}{where} would see only a rank's parts "
+            "of the weights.",
             remedy="Use --strategy ddp, or leave the hook out.",
+        )
+    if "optimizer_step" in hooks and settings.precision == "fp16":
+        raise UserError(
+            f"With --precision fp16 a step may be left out, and optimizer_step{where} with it.",
+            remedy="Use --precision bf16, or a scheduler with the interval “step”.",
         )
     clipped = {"on_after_backward", "on_before_optimizer_step"}.intersection(hooks)
     if clipped and settings.clip_norm is not None:
@@ -74,10 +80,78 @@ class Unchanged(LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
+class Stepped(LRScheduler):
+    """Another scheduler, stepped at some of the times at which samestep steps this one."""
+
+    def __init__(self, scheduler: Any, step: Callable[[int], None]) -> None:
+        self.scheduler, self.optimizer, self.times = scheduler, scheduler.optimizer, 0
+        self._step = step
+        """Called with the number of the time, from 1."""
+
+    def step(self, *_: Any) -> None:
+        """Step it, if that is due."""
+        self.times += 1
+        self._step(self.times)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state, and how often this one was stepped."""
+        return {"times": self.times, "scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state."""
+        self.times = state_dict["times"]
+        self.scheduler.load_state_dict(state_dict["scheduler"])
+
+
+def stepped(part: dict[str, Any], trainer: Any, call: Callable[..., Any] | None) -> None:
+    """Let a scheduler be stepped as the Trainer does; `call` is the module's lr_scheduler_step."""
+    every, ends = part.pop("frequency", 1), part.pop("ends_epoch", False)
+    scheduler, interval = part["scheduler"], part.get("interval")
+    if call is not None and interval is None:
+        raise UserError(
+            f"lr_scheduler_step{defined_at(call)} would be called with ReduceLROnPlateau, which "
+            "samestep steps itself.",
+            remedy="Leave lr_scheduler_step out.",
+        )
+    if every == 1 and call is None and not ends:
+        return
+    if "sizes" not in vars(trainer):
+        raise UserError(
+            "A scheduler with a frequency, or with lr_scheduler_step, needs batch_size=…, not "
+            "batch_size_per_rank or batch_tokens: the steps of an epoch must be known."
+        )
+    steps = trainer.sizes[0]
+
+    def step(times: int) -> None:
+        of_step = interval == "step" or ends
+        position = divmod(times - 1, steps) if of_step else (times - 1, steps - 1)
+        epoch, in_epoch = position
+        if ends and in_epoch + 1 < steps:
+            return
+        number = trainer.batches_before(in_epoch + 1) if interval == "step" else epoch + 1
+        if number % every:
+            return
+        trainer.current_epoch = epoch
+        trainer.global_step = epoch * steps + in_epoch + 1
+        scheduler.step() if call is None else call(scheduler, None)
+
+    part["scheduler"] = type(type(scheduler).__name__, (Stepped,), {})(scheduler, step)
+    part["interval"] = "step" if ends else interval
+
+
+def configured(module: Any, given: Any) -> Any:
+    """Return what `configure_optimizers` does; LightningCLI's is one of the given module."""
+    returned = module.configure_optimizers()
+    if "configure_optimizers" not in vars(module) or not isinstance(given, nn.Module):
+        return returned
+    own = dict(module.named_parameters())
+    return copy.deepcopy(returned, {id(p): own[name] for name, p in given.named_parameters()})
+
+
 def unpack_optimizers(
     returned: Any, settings: Settings, where: str
 ) -> tuple[torch.optim.Optimizer, list[dict[str, Any]]]:
-    """Return the optimizer of `configure_optimizers`, and its schedulers for `Recipe`."""
+    """Return the optimizer of `configure_optimizers`, and its schedulers for `stepped`."""
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], list):
         optimizers, schedulers = returned
         returned = {"optimizer": optimizers, "lr_scheduler": schedulers}
@@ -96,48 +170,42 @@ def unpack_optimizers(
     monitor = {"monitor": returned.get("monitor")}  # Lightning takes it at both places
     parts = [_unpacked(monitor | one, settings, where) for one in given if one.get("scheduler")]
     if {None, "epoch"} <= {part.get("interval") for part in parts}:  # the first is a plateau's
-        raise UserError(
-            f"configure_optimizers{where} returns ReduceLROnPlateau next to a scheduler of epochs; "
-            "samestep would step it first, and the Trainer last.",
-            remedy="Leave one of them out, or let the other be stepped per “step”.",
-        )
+        for part in parts:  # it is stepped before the validation, and the plateau's after it
+            part["ends_epoch"] = part.get("interval") == "epoch"
     return optimizer, parts
 
 
 def _unpacked(options: dict[str, Any], settings: Settings, where: str) -> dict[str, Any]:
     """Return a scheduler, and when it is stepped."""
-    scheduler = options["scheduler"]
-    if options.get("frequency", 1) != 1:
+    scheduler, every = options["scheduler"], options.get("frequency", 1)
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        interval = options.get("interval", "epoch")
+        return {"scheduler": scheduler, "interval": interval, "frequency": every}
+    if options.get("interval") == "step":
         raise UserError(
-            f"The scheduler{where} has a frequency of {options['frequency']}; samestep supports "
-            "only 1.",
-            remedy="Leave it out, and use a scheduler that counts, such as StepLR(step_size=…).",
+            f"ReduceLROnPlateau{where} has the interval “step”; samestep steps it after each "
+            "evaluation.",
+            remedy="Leave the interval out. --eval-every 500steps evaluates within epochs.",
         )
-    if isinstance(scheduler, ReduceLROnPlateau):
-        if options.get("interval") == "step":
-            raise UserError(
-                f"ReduceLROnPlateau{where} has the interval “step”; samestep steps it after each "
-                "evaluation.",
-                remedy="Leave the interval out. --eval-every 500steps evaluates within epochs.",
-            )
-        if options["monitor"] is not None:
-            _check_monitor(options["monitor"], scheduler, settings, where)
-        return {"scheduler": scheduler}
-    return {"scheduler": scheduler, "interval": options.get("interval", "epoch")}
+    if every not in (1, settings.eval_every_epochs):
+        raise UserError(
+            f"ReduceLROnPlateau{where} has a frequency of {every}; samestep steps it after each "
+            f"evaluation, which is every {settings.eval_every_epochs} epochs.",
+            remedy=f"Leave the frequency out, or evaluate as often: --eval-every {every}epochs.",
+        )
+    own = options["monitor"] and {"monitor": _followed(options["monitor"], where)}
+    return {"scheduler": scheduler, **(own or {})}
 
 
-def _check_monitor(monitor: str, plateau: Any, settings: Settings, where: str) -> None:
-    """Refuse a scheduler that would follow another value than it names."""
+def _followed(monitor: str, where: str) -> str:
+    """Return what a scheduler follows, as records call it."""
     name, _, loader = monitor.partition(f"/{NTH}")
-    named = f"{NTH}{loader}/{plain_name(name)}" if loader else plain_name(name)
-    trained = monitor.lower().startswith("train")
-    if trained or named != (settings.monitor or "loss"):
-        give = f"Set it in the recipe: monitor='{named}:{plateau.mode}'."
+    if monitor.lower().startswith("train"):
         raise UserError(
-            f"ReduceLROnPlateau{where} has the monitor {monitor!r}, but samestep lets it follow "
-            f"--monitor, which is {settings.monitor or 'loss'!r}.",
-            remedy="Monitor a value that validation_step logs." if trained else give,
+            f"ReduceLROnPlateau{where} has the monitor {monitor!r}, a value of the training.",
+            remedy="Monitor a value that validation_step logs.",
         )
+    return f"{NTH}{loader}/{plain_name(name)}" if loader else plain_name(name)
 
 
 def _only(given: Any, where: str) -> Any:

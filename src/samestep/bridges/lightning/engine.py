@@ -307,7 +307,7 @@ class _Checkpoints(ModelCheckpoint):
 def _drive(task: Task) -> None:
     """Train with a Trainer of Lightning's."""
     work, state, recipe = task.work, task.state, task.request.recipe
-    settings, watch, model = work.settings, state.watch, work.learner.model
+    settings, model = work.settings, work.learner.model
     if settings.precision in ("bf16", "fp16"):  # Lightning cannot clip with a fused optimizer
         lr, device = work.plan.lr, work.world.device
         optimizer = optimizer_of(recipe, model, settings, lr, device, fuse=False)
@@ -318,8 +318,9 @@ def _drive(task: Task) -> None:
     callbacks: list[Any] = [records, LearningRateMonitor("step")]
     if settings.patience is not None:
         limits = settings.min_delta, settings.patience
-        options: Any = {"mode": watch.mode, "check_finite": False}
-        callbacks.append(EarlyStopping(f"val_{watch.metric}", *limits, **options))
+        stops = state.stops or state.watch
+        options: Any = {"mode": stops.mode, "check_finite": False}
+        callbacks.append(EarlyStopping(f"val_{stops.metric}", *limits, **options))
     callbacks.append(_Checkpoints(task))
     with _quietly():
         try:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,14 @@ NTH = "dataloader_idx_"
 
 _logged: ContextVar[dict[str, Any] | None] = ContextVar("logged", default=None)
 _OF_MEANS = ("mean", "avg", torch.mean)
+REDUCTIONS: dict[str, Callable[[Iterator[float]], float]] = {"max": max, "min": min, "sum": sum}
+
+
+class Reduced(NamedTuple):
+    """A logged value of which not the mean is taken over batches, but their maximum or the like."""
+
+    value: Any
+    by: str
 
 
 @dataclass
@@ -50,7 +58,7 @@ def called(
     given = (batch, *numbers)[: _num_taken(module.__class__, name)]
     put_back = seen and name == "training_step" and seen.buffers(module)  # in an evaluation
     with casting_anew():
-        returned, logged = noted(function, *given, kept=kept)
+        returned, logged = noted(function, *given, kept=kept, of_batch=True)
     if put_back:
         put_back()
     outputs = returned if isinstance(returned, Mapping) else {"loss": returned}
@@ -66,15 +74,18 @@ def called(
 
 
 def noted(
-    function: Callable[..., Any], *given: Any, kept: bool = True
+    function: Callable[..., Any], *given: Any, kept: bool = True, of_batch: bool = False
 ) -> tuple[Any, dict[str, Any]]:
     """Call a function; return what it returns, and what it logs, if that is kept."""
     logged: dict[str, Any] = {}
     token = _logged.set(logged if kept else None)
     try:
-        return function(*given), logged
+        returned = function(*given)
     finally:
         _logged.reset(token)
+    if not of_batch:
+        logged = {n: v.value if isinstance(v, Reduced) else v for n, v in logged.items()}
+    return returned, logged
 
 
 @contextmanager
@@ -109,13 +120,16 @@ def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", **__: Any) -> N
     """Stand in for `LightningModule.log`."""
     if (logged := _logged.get()) is None:
         return
+    value = value.detach() if isinstance(value, Tensor) else value
     if reduce_fx not in _OF_MEANS and not isinstance(value, nn.Module):
-        raise UserError(
-            f"{name!r} is logged with reduce_fx={getattr(reduce_fx, '__name__', reduce_fx)}, but "
-            "samestep takes the mean of logged values over all samples.",
-            remedy="Log a mean over the samples of the batch, or leave it out.",
-        )
-    logged[name] = value.detach() if isinstance(value, Tensor) else value
+        by = getattr(reduce_fx, "__name__", reduce_fx)
+        if by not in REDUCTIONS:
+            raise UserError(
+                f"{name!r} is logged with reduce_fx={by}; samestep knows mean, max, min and sum.",
+                remedy="Log a mean over the samples of the batch, or leave it out.",
+            )
+        value = Reduced(value, by)
+    logged[name] = value
 
 
 def mean_of(value: Any, samples: int) -> float:
@@ -184,8 +198,25 @@ def reset_metrics(module: nn.Module) -> None:
                 vars(metric)[_KEPT] = 0
 
 
+def recall_best(module: nn.Module) -> None:
+    """Let metrics that a checkpoint has restored count as updated, before a hook asks them."""
+    for metric in metrics_of(module):
+        restored = not metric._update_count and _KEPT in vars(metric)  # noqa: SLF001
+        if restored and all(getattr(metric, n).isfinite() for n in metric._defaults):  # noqa: SLF001
+            metric._update_count = vars(metric)[_KEPT] = 1  # noqa: SLF001
+
+
 def keep_best(module: nn.Module) -> None:
     """Keep what a hook after an evaluation has updated, if it is to last."""
     for metric in metrics_of(module):
         if _KEPT in vars(metric):
             vars(metric)[_KEPT] = metric._update_count  # noqa: SLF001
+
+
+def all_gather(*_: Any, **__: Any) -> NoReturn:
+    """Stand in for `LightningModule.all_gather`."""
+    raise UserError(
+        "samestep has no all_gather of a LightningModule: what its steps log is already the mean "
+        "over all samples of all ranks.",
+        remedy='For a loss over the whole batch, write a Recipe with loss_over="batch".',
+    )

@@ -24,6 +24,8 @@ WITHIN = (
     *("on_after_backward", "on_before_optimizer_step", "on_train_batch_end"),
 )
 """Hooks of callbacks that may not freeze parameters."""
+_COUNTING = set[int]()
+"""Callbacks of which a hook around a step has changed a number, by their ids."""
 _PLAIN = (int, float, str, type(None))
 _LATE = ("on_validation_epoch_end", "on_validation_end", "on_train_epoch_end")
 
@@ -49,7 +51,8 @@ def call_callback(callback: Any, name: str, trainer: Any, module: Any, *given: A
         UserError: it fails, freezes parameters within an epoch, or keeps tensors at a step.
     """
     hook, subject = getattr(callback, name), f"{name} of the callback {type(callback).__name__}"
-    before = _attributes(callback)
+    before, counts = _attributes(callback), name in WITHIN[1:] and id(callback) in _COUNTING
+    weights = _weights(module) if counts else None
     with keeps_trained(module, subject, hook) if name in WITHIN else nullcontext():
         try:
             hook(trainer, module, *given, **({"stage": "fit"} if name == "setup" else {}))
@@ -60,15 +63,26 @@ def call_callback(callback: Any, name: str, trainer: Any, module: Any, *given: A
     functions = (inspect.unwrap(getattr(type(callback), hook)) for hook in _LATE)
     late = [f.__code__.co_names for f in functions if hasattr(f, "__code__")]
     held = [n for n, marks in _attributes(callback).items() if before.get(n) != marks]
-    # A number may be a clock's, or count for the hook itself.
-    held = [n for n in held if not isinstance(vars(callback)[n], _PLAIN) or n in chain(*late)]
+    # A number may be a clock's, or count for the hook itself, if that does not change the weights.
+    if held:
+        _COUNTING.add(id(callback))
+    trains = counts and weights != _weights(module)
+    held = [
+        n for n in held if trains or not isinstance(vars(callback)[n], _PLAIN) or n in chain(*late)
+    ]
     if held:
         raise UserError(
             f"{subject}{defined_at(type(callback))} changes {listed(sorted(held))} of the "
             "callback, which would be that of one rank, and no checkpoint holds it.",
             remedy="Keep it in a buffer or a part of the module, and change it in the module's own "
-            f"{name}. For an average of the weights use --ema.",
+            f"{name}, or compute it from trainer.global_step. For an average of the weights use "
+            "--ema.",
         )
+
+
+def _weights(module: Any) -> list[tuple[int, int]]:
+    """Return marks of a module's weights and buffers."""
+    return [(t.data_ptr(), t._version) for t in (*module.parameters(), *module.buffers())]  # noqa: SLF001
 
 
 def _attributes(callback: Any) -> dict[str, list[Any]]:

@@ -7,7 +7,13 @@ from typing import Any
 
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.settings import Settings
-from samestep.bridges.lightning.stand_in import AFTER_STEP, AFTER_VALIDATION, AT_START, BEFORE_STEP
+from samestep.bridges.lightning.stand_in import (
+    AFTER_STEP,
+    AFTER_VALIDATION,
+    AT_START,
+    BEFORE_STEP,
+    OPTIMIZER_STEP,
+)
 from samestep.bridges.lightning.whole import AT_END
 
 LOADERS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
@@ -16,6 +22,7 @@ _OF_DATA = {"setup", "prepare_data", *_OF_BATCHES, *LOADERS.values()}
 _OF_STEPS = {"training_step", "validation_step", "test_step", "configure_optimizers", "forward"}
 BEFORE_EVALUATION = ("on_validation_start", "on_validation_epoch_start")
 BEFORE_BATCH = "on_train_batch_start"
+SCHEDULER_STEP = "lr_scheduler_step"
 _OF_EPOCHS = {"on_train_epoch_start", "on_train_epoch_end", *AT_END.values(), *BEFORE_EVALUATION}
 AROUND_STEP = {*BEFORE_STEP, AFTER_STEP}
 OF_CALLBACKS = {"setup", *AT_START, "on_train_epoch_start", *AFTER_VALIDATION}
@@ -26,17 +33,15 @@ _MISSED |= {"load_state_dict", "on_save_checkpoint", "on_load_checkpoint"}
 _OF_OTHERS = ("on_test", "on_predict", "on_sanity")
 """Those that are not called, and change no training: a note says so."""
 _CALLED = _OF_DATA | _OF_STEPS | _OF_EPOCHS | AROUND_STEP
-_CALLED |= {"configure_model", BEFORE_BATCH, *AT_START}
+_CALLED |= {"configure_model", BEFORE_BATCH, *AT_START, OPTIMIZER_STEP, SCHEDULER_STEP}
 _LEFT_ALONE = {"teardown", "predict_dataloader", "predict_step"}  # they change no training
 _REMEDIES = {
     "configure_callbacks": "Use --patience to stop early, --keep-top-k for checkpoints.",
     "configure_gradient_clipping": "Use --clip-norm.",
     "optimizer_zero_grad": "Leave it out: gradients are None before each step.",
-    "lr_scheduler_step": "Leave it out: a scheduler steps after each epoch, or at its “interval”.",
     "on_load_checkpoint": "Keep the state in a buffer, or return it from get_extra_state.",
     "transfer_batch_to_device": "Leave it out: samestep moves all tensors of a batch.",
     "state_dict": "Leave it out: checkpoints hold the position in the data.",
-    "optimizer_step": "For a warm-up, use a scheduler with the interval “step”.",
 }
 """What to do about hooks that are not called."""
 

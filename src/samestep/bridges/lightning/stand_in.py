@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_value_
 from torch.optim import SGD, Optimizer
 
-from samestep.base.errors import UserError
+from samestep.base.errors import UserError, defined_at
+from samestep.base.patches import patched
 from samestep.base.settings import Settings
 from samestep.bridges.lightning.logged import gathering_nothing
 from samestep.bridges.lightning.module_hooks import call, call_callback
@@ -22,7 +23,7 @@ from samestep.core.learner.optimizer_state import parameters_in
 
 BEFORE_STEP = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 """Hooks that are called before each step, in this order, once all ranks have the gradients."""
-AFTER_STEP = "on_train_batch_end"
+AFTER_STEP, OPTIMIZER_STEP = "on_train_batch_end", "optimizer_step"
 AT_START = ("on_fit_start", "on_train_start")
 AFTER_VALIDATION = ("on_validation_epoch_end", "on_validation_end")
 NEWEST: ContextVar[tuple[Any, Any, int]] = ContextVar("newest", default=({}, None, 0))
@@ -45,6 +46,30 @@ _PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp6
 _NOT_PICKLED = ("of", "built")
 
 
+def _let_step(
+    trainer: "StandIn", module: Any, optimizer: Optimizer, after: Callable[[], Any]
+) -> None:
+    """Let a module's own `optimizer_step` take each step, and call `after` it."""
+    update = optimizer.step
+
+    def step(*_: Any) -> None:
+        taken: list[Any] = []
+        outputs, _, number = NEWEST.get()
+        given = (trainer.current_epoch, number, optimizer, lambda: outputs.get("loss"))
+        own = {"step": lambda *_, **__: taken.append(update()), "zero_grad": lambda *_, **__: None}
+        with patched(*((optimizer, name, function) for name, function in own.items())):
+            call(module, OPTIMIZER_STEP, *given)
+        if len(taken) != 1:
+            raise UserError(
+                f"optimizer_step{defined_at(type(module).optimizer_step)} has stepped the "
+                f"optimizer {len(taken)} times, not once.",
+                remedy="Step it in each call; accumulate_grad_batches accumulates gradients.",
+            )
+        after()
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
 class StandIn:
     """What stands in for Lightning's Trainer: what a step, or `configure_optimizers`, may ask.
 
@@ -65,7 +90,7 @@ class StandIn:
         self.callback_metrics: dict[str, Tensor] = {}
         self.state = SimpleNamespace(fn="fit", status="running")
         vars(self).update(_DECIDED)
-        self.samples, self.drops = 0, False
+        self.samples, self.drops, self.told = 0, False, False
         self.script: dict[str, Any] = {}
         """What a script's Trainer says of its batches, where the module comes from one."""
         self.clip_value: float | None = None
@@ -96,7 +121,7 @@ class StandIn:
             micro = micro_batch or batch
             own["accumulate_grad_batches"] = -(-batch // micro)
             self.sizes = steps, batch, micro
-            self.num_training_batches = self._first_of(steps)
+            self.num_training_batches = self.batches_before(steps)
             self.train_dataloader = range(self.num_training_batches)  # for its length
             self.estimated_stepping_batches = min(each)
 
@@ -109,6 +134,7 @@ class StandIn:
     def call_around_steps(self, module: Any, optimizer: Optimizer, hooks: Collection[str]) -> None:
         """Let each step of the optimizer call those of the callbacks' and the module's hooks."""
         of_any = {*hooks}.union(*(names for _, names in self.hooks_of))
+        takes_step = OPTIMIZER_STEP in hooks
         before = [name for name in BEFORE_STEP if name in of_any]
 
         def call_all(name: str, *given: Any) -> None:
@@ -131,9 +157,11 @@ class StandIn:
                 call_all(AFTER_STEP, *NEWEST.get())
             vars(self)["stepped"] = True
 
-        if before or self.clip_value is not None:
+        if before or self.clip_value is not None or takes_step:
             optimizer.register_step_pre_hook(call_before)
-        if AFTER_STEP in of_any:
+        if takes_step:
+            _let_step(self, module, optimizer, call_after if AFTER_STEP in of_any else int)
+        elif AFTER_STEP in of_any:
             optimizer.register_step_post_hook(call_after)
 
     def call_callbacks(self, module: Any, names: Collection[str], *given: Any) -> None:
@@ -165,7 +193,7 @@ class StandIn:
         validated = bool(self.callback_metrics) and epoch % self.eval_every_epochs == 0
         self.call_callbacks(module, (*AFTER_VALIDATION * validated, "on_train_epoch_end"))
 
-    def _first_of(self, step: int) -> int:
+    def batches_before(self, step: int) -> int:
         """Return the number of a step's first batch in the epoch, or where it ends of all."""
         _, batch, micro = self.sizes
         whole, rest = divmod(min(step * batch, self.samples), batch)
@@ -189,7 +217,7 @@ class StandIn:
         taken = rows_before if again and rows_before < len(mine) else 0  # or it is repeated
         last = in_epoch + 1 == steps and taken + rows >= len(mine)
         _TAKEN.set((taken + rows, mine, last, step, self.of))
-        first = self._first_of(in_epoch)
+        first = self.batches_before(in_epoch)
         return first + min(mine.start + taken, size - 1) // micro, first + (size - 1) // micro
 
     def __getstate__(self) -> dict[str, Any]:

@@ -29,6 +29,13 @@ _SHOWS = {
     *("ThroughputMonitor", "SaveConfigCallback"),
 }
 """Callbacks, or what they are made from, that change no training."""
+_INSTEAD = {
+    "StochasticWeightAveraging": "Leave it out. --ema 0.99 averages the weights of all steps.",
+    "EMAWeightAveraging": "Leave it out, and use --ema with its decay.",
+    "GradientAccumulationScheduler": "Give the Trainer accumulate_grad_batches=N instead.",
+    "BackboneFinetuning": "Unfreeze in the module's on_train_epoch_end instead.",
+}
+"""What to do about Lightning's callbacks that are not called."""
 _SUBSET = "Give a loader of torch.utils.data.Subset(data, range(…))."
 _LEAVE_OUT = "Leave it out."
 _REFUSED = {
@@ -40,6 +47,8 @@ _REFUSED = {
     "reload_dataloaders_every_n_epochs": "Let the data set choose what it reads by the index.",
     "plugins": _LEAVE_OUT,
 }
+_OF_SEVERAL = {"keep_top_k": max, "checkpoint_every_steps": min, "checkpoint_every_epochs": min}
+"""Settings of several ModelCheckpoints, and which of their values is taken."""
 LIMITS = {"train": "limit_train_batches", "test": "limit_test_batches"}
 LIMITS |= {"validation": "limit_val_batches"}
 _ALL = {"min_epochs": 1}
@@ -62,6 +71,26 @@ _DEVICES: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("auto", "gpu", "cuda")},
     **{name: {"device": name} for name in ("cpu", "mps")},
 }
+
+
+_OF_TRAINER = """
+    max_epochs=epochs accumulate_grad_batches=micro_batch_size gradient_clip_val=clip_norm
+    check_val_every_n_epoch=eval_every_epochs val_check_interval=eval_every_steps devices=--nproc
+    log_every_n_steps=log_every logger=track callbacks=patience,monitor,keep_top_k,ema
+    ckpt_path=--resume num_nodes=--nodes benchmark=cudnn_benchmark fast_dev_run=max_steps
+    limit_train_batches=Subset(data) overfit_batches=Subset(data)
+"""
+"""Arguments of Lightning's Trainer, and the settings or flags that say the same here."""
+
+
+def refuse_own_names(settings: Mapping[str, Any]) -> None:
+    """Refuse arguments of a Trainer among the settings of a recipe."""
+    for name, own in (pair.split("=") for pair in _OF_TRAINER.split()):
+        if name in settings:
+            raise UserError(
+                f"samestep.lightning.recipe(…) takes settings, but {name} is the Trainer's.",
+                remedy=f"Use {own.replace(',', ', ')}: see page “Bring what you have”.",
+            )
 
 
 def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[str, Any]:
@@ -96,15 +125,28 @@ def settings_of_trainer(given: Mapping[str, Any], loaders_batch: int) -> dict[st
         **_chosen(given, "accelerator", "auto", _DEVICES),
         **_evaluations(given, accumulated, given.get("max_epochs")),
     }
+    settings |= _of_callbacks(given)
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _of_callbacks(given: Mapping[str, Any]) -> dict[str, Any]:
+    settings = dict[str, Any]()
     for callback in callbacks_of(given):
         for name, value in _of_callback(callback).items():
-            if settings.setdefault(name, value) != value:
+            if name in _OF_SEVERAL:
+                settings[name] = _OF_SEVERAL[name](value, settings.get(name, value))
+            elif settings.setdefault(name, value) != value and name not in ("monitor", "mode"):
                 raise UserError(
                     f"Two callbacks of the Trainer disagree on {name}: {settings[name]!r} and "
                     f"{value!r}. samestep uses one value for both.",
                     remedy="Give both the same, or leave one of the callbacks out.",
                 )
-    return {name: value for name, value in settings.items() if value is not None}
+    stops = settings.pop("stop_monitor", None)
+    if stops and "monitor" not in settings:
+        settings["monitor"], _, settings["mode"] = stops.rpartition(":")
+    if stops and stops != "{monitor}:{mode}".format(**settings):
+        settings["stop_monitor"] = stops
+    return settings
 
 
 def clip_value(given: Mapping[str, Any]) -> float | None:
@@ -199,13 +241,16 @@ def _of_callback(callback: Any) -> dict[str, Any]:
             if getattr(callback, name, None) is not None:
                 refuse(f"EarlyStopping.{name}", getattr(callback, name), _LEAVE_OUT)
         delta = abs(callback.min_delta)
-        return {**_followed(callback), "patience": callback.patience, "min_delta": delta}
+        follows = {"stop_monitor": "{monitor}:{mode}".format(**followed(callback))}
+        return {**follows, "patience": callback.patience, "min_delta": delta}
     if _is_lightnings(kind) and kind.__name__ == "ModelCheckpoint":
         return dict(_kept(callback))
     if not _SHOWS & names and names != {"Callback"}:
         raise UserError(
             f"samestep does not call the Trainer's callback {kind.__name__}{defined_at(kind)}.",
-            remedy="Move its code into hooks of the module, or leave it out.",
+            remedy=_INSTEAD.get(
+                kind.__name__, "Move its code into hooks of the module, or leave it out."
+            ),
         )
     return {}
 
@@ -237,7 +282,8 @@ def called_callbacks(given: Mapping[str, Any]) -> tuple[list[tuple[Any, list[str
     return called, notes
 
 
-def _followed(callback: Any) -> dict[str, str]:
+def followed(callback: Any) -> dict[str, str]:
+    """Return which value a callback follows, as samestep calls it."""
     if callback.monitor.startswith("train") or callback.monitor == "loss":
         raise UserError(
             f"{type(callback).__name__} monitors {callback.monitor!r}, a value of the training.",
@@ -250,7 +296,7 @@ def _followed(callback: Any) -> dict[str, str]:
 
 def _kept(callback: Any) -> Iterator[tuple[str, Any]]:
     if callback.monitor is not None:
-        yield from _followed(callback).items()
+        yield from followed(callback).items()
         if callback.save_top_k > 0:
             yield "keep_top_k", callback.save_top_k
     if steps := callback._every_n_train_steps:  # noqa: SLF001 - it has no other name

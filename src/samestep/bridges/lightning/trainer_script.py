@@ -21,8 +21,10 @@ from samestep.base.errors import UserError
 from samestep.base.patches import Patch, patched_when_imported
 from samestep.bridges.lightning.brought import recipe
 from samestep.bridges.lightning.trainer_arguments import (
+    callbacks_of,
     called_callbacks,
     clip_value,
+    followed,
     num_ranks,
     settings_of_trainer,
 )
@@ -199,6 +201,13 @@ def _notes(given: dict[str, Any], settings: dict[str, Any]) -> list[str]:
         )
     if settings.get("precision") == "bf16" and str(given["precision"]).startswith("16"):
         notes.append("On a CPU the Trainer uses bf16 for 16-mixed, and so does this run.")
+    for callback in callbacks_of(given):
+        keeps = type(callback).__name__ == "ModelCheckpoint" and callback.monitor
+        if keeps and followed(callback)["monitor"] != settings["monitor"]:
+            notes.append(
+                f"ModelCheckpoint(monitor={keeps!r}) is not used: the best checkpoint is the one "
+                f"with the best {settings['monitor']}. To choose by another metric, use --monitor."
+            )
     if (ranks := num_ranks(given)) > 1:
         batch = settings["batch_size"]
         notes.append(

@@ -4,6 +4,8 @@ Each batch leaves their states, and the ranks put these together at the end. The
 were logged are computed, and the module's hook at the end of an evaluation is called.
 """
 
+import copy
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -13,7 +15,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError, blame, listed
+from samestep.base.trees import map_tensors, tree_leaves
 from samestep.bridges.lightning.logged import (
+    REDUCTIONS,
+    Reduced,
     is_kept,
     keep_best,
     metrics_of,
@@ -72,6 +77,49 @@ def keeping_nothing(module: nn.Module, nth: int | None, step: str) -> Iterator[N
         )
 
 
+Place = tuple[str, ...]
+"""Of a list among the attributes of a module, also in a dict: its names."""
+
+
+def lists_of(module: nn.Module) -> dict[Place, list[Any]]:
+    """Return the lists of a module, also those in its dicts, in which a step may collect."""
+    own: dict[Place, Any] = {(name,): value for name, value in vars(module).items()}
+    dicts = [(name, value) for (name,), value in own.items() if isinstance(value, dict)]
+    own |= {(name, key): value for name, held in dicts for key, value in held.items()}
+    return {place: value for place, value in own.items() if type(value) is list}
+
+
+def take_collected(
+    module: nn.Module, sizes: Mapping[Place, int] | None, logged: dict[str, Any]
+) -> dict[Place, list[Any]]:
+    """Take what a step has added to a module's lists, and of what it logs that with `reduce_fx`."""
+    reduced = [name for name, value in logged.items() if isinstance(value, Reduced)]
+    added: dict[Place, list[Any]] = {("", name): [logged.pop(name)] for name in reduced}
+    if sizes is None:
+        return added
+    for place, held in lists_of(module).items():
+        if new := held[sizes.get(place, 0) :]:
+            del held[-len(new) :]
+            added[place] = map_tensors(lambda tensor: tensor.detach().cpu(), new)
+            if len(place) == 2 and place not in sizes:  # as in a defaultdict
+                del vars(module)[place[0]][place[1]]
+    return added
+
+
+@contextmanager
+def _with_collected(module: Any, added: Mapping[Place, list[Any]]) -> Iterator[None]:
+    """Let the lists of a module have what the steps of all ranks have added, within this."""
+    before = {name: copy.copy(vars(module)[name]) for name, *_ in added}
+    for place, new in added.items():
+        owner = vars(module) if len(place) == 1 else vars(module)[place[0]]
+        whole = map_tensors(lambda tensor: tensor.to(module.device), new)
+        owner[place[-1]] = owner.get(place[-1], []) + whole
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
 def _kept(module: nn.Module) -> dict[str, Any]:
     buffers = {n: (id(b), b._version) for n, b in module.named_buffers()}  # noqa: SLF001
     return {**model_prints(module), **buffers}
@@ -84,19 +132,20 @@ class WholeMetrics(ComputedOnce):
 
     def take(self, outputs: dict[str, Any]) -> Any:
         """Return what `take_states` has of a batch, and the step that it was in."""
-        return outputs.get("metrics", ({}, {}, ""))  # none where only a loss is tried
+        return outputs.get("metrics", ({}, {}, "", {}))  # none where only a loss is tried
 
     def update(self, outputs: Any, batch: Any) -> None:
         """Take in a batch. States that are sums are added up: a matrix of classes is large."""
         super().update(outputs, batch)
         if len(self.seen) == 1:
             return
-        (names, states, step), (more, its, _) = self.seen[-2:]
+        (names, states, step, lists), (more, its, _, added) = self.seen[-2:]
         get, total = self._module().get_submodule, sys.modules["torchmetrics"].utilities
         kinds = {kind for place in its for kind in get(place)._reductions.values()}  # noqa: SLF001
         if states.keys() == its.keys() and kinds <= {total.dim_zero_sum}:
-            added = {p: {n: v + its[p][n] for n, v in held.items()} for p, held in states.items()}
-            self.seen[-2:] = [(names | more, added, step)]
+            sums = {p: {n: v + its[p][n] for n, v in held.items()} for p, held in states.items()}
+            lists = {p: lists.get(p, []) + added.get(p, []) for p in {**lists, **added}}
+            self.seen[-2:] = [(names | more, sums, step, lists)]
 
     def _module(self) -> Any:
         return self.by.of() or self.by.built()
@@ -105,14 +154,22 @@ class WholeMetrics(ComputedOnce):
         """Return what the metrics are over all samples, by logged name, and what the hook logs."""
         module = self._module()
         names, states = dict[str, str](), defaultdict[str, list[Any]](list)
-        for of_batch, its, _ in self.seen:
+        lists = defaultdict[Place, list[Any]](list)
+        for of_batch, its, _, added in self.seen:
             names |= of_batch
+            for where, new in added.items():
+                lists[where] += new
             for place, state in its.items():
                 states[place].append(state)
         for place, of_batches in states.items():
             put_into(module.get_submodule(place), of_batches)
         values = {name: module.get_submodule(place).compute() for name, place in names.items()}
-        logged = self._ended(module)
+        for where in [where for where in lists if not where[0]]:  # logged with `reduce_fx`
+            parts = lists.pop(where)
+            values[where[1]] = REDUCTIONS[parts[0].by](float(part.value) for part in parts)
+        self._tell_means(lists)
+        with _with_collected(module, lists):
+            logged = self._ended(module)
         for place in states:
             module.get_submodule(place).reset()
         keep_best(module)
@@ -129,9 +186,26 @@ class WholeMetrics(ComputedOnce):
         self.by.ended |= {plain_name(name): name for name in logged}
         return values | {plain_name(name): value for name, value in logged.items()}
 
+    def _tell_means(self, lists: Mapping[Place, list[Any]]) -> None:
+        """Say once that a mean over what was collected may depend on the number of ranks."""
+
+        def is_mean(leaf: Any) -> bool:
+            return isinstance(leaf, float) or (isinstance(leaf, Tensor) and not leaf.dim())
+
+        means = [place for place, new in lists.items() if any(map(is_mean, tree_leaves(new)))]
+        if means and not self.by.told and self.by.global_rank == 0 and "WORLD_SIZE" in os.environ:
+            print(  # noqa: T201 - known only as it trains
+                f"samestep: note: {listed(['.'.join(place) for place in means])} has a number of "
+                "each batch. On several ranks, a mean over these depends on the number of ranks. "
+                "Log the value in the step: samestep takes the mean over all samples.",
+                file=sys.stderr,
+                flush=True,
+            )
+        self.by.told |= bool(means)
+
     def _ended(self, module: Any) -> dict[str, Any]:
         """Call the hook, in eval mode and without a trace in the model; return what it logs."""
-        steps = {step for *_, step in self.seen} & AT_END.keys()
+        steps = {step for _, _, step, _ in self.seen} & AT_END.keys()
         if not steps:
             return {}
         hook, put_back = getattr(module, AT_END[steps.pop()]), keep_buffers(module)

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -42,6 +42,12 @@ class Scheduler:
         several = returned if isinstance(returned, list | tuple) else [returned]
         self.parts = [self._checked(part) for part in several]
         """The schedulers, each with what it is stepped after."""
+        self.follows = {
+            id(part["scheduler"]): part["monitor"]
+            for part in several
+            if isinstance(part, dict) and part.get("monitor")
+        }
+        """The metrics of those that do not follow --monitor."""
         self._check_optimizers()
         # A rate that is a tensor changes in place.
         self._built = map_tensors(torch.clone, self._as_they_are())
@@ -64,9 +70,10 @@ class Scheduler:
         return " + ".join(type(scheduler).__name__ for scheduler, _ in self.parts)
 
     @property
-    def plateaus(self) -> list[ReduceLROnPlateau]:
-        """Those that follow the monitored metric."""
-        return [part for part, _ in self.parts if isinstance(part, ReduceLROnPlateau)]
+    def plateaus(self) -> list[tuple[ReduceLROnPlateau, str | None]]:
+        """Those that follow a metric; with its name, if it is not the monitored one."""
+        parts = [part for part, _ in self.parts if isinstance(part, ReduceLROnPlateau)]
+        return [(part, self.follows.get(id(part))) for part in parts]
 
     @property
     def next_lr(self) -> float:
@@ -79,15 +86,23 @@ class Scheduler:
         self.lr = self.next_lr
         return self.lr
 
-    def after(self, what: Interval, step: int, *monitored: float) -> None:
-        """Step it if it is stepped after this; a validation gives the monitored metric.
+    def after(
+        self,
+        what: Interval,
+        step: int,
+        values: Mapping[str, float] | None = None,
+        monitored: str = "",
+    ) -> None:
+        """Step it if it is stepped after this; a validation gives what it has measured.
 
         A profile may take more steps than the training has: these are not asked for.
         """
         for scheduler, interval in self.parts if step <= self._plan.total_steps else ():
             if interval == what:
                 what_failed = f"The recipe's {type(scheduler).__name__} failed after step {step}"
-                self._call_user_code(what_failed, partial(scheduler.step, *monitored))
+                name = self.follows.get(id(scheduler), monitored)
+                given = () if values is None else (values[name],)
+                self._call_user_code(what_failed, partial(scheduler.step, *given))
 
     def state(self) -> dict[str, Any]:
         """Return the schedulers' state for a checkpoint, and the values that they set in groups."""
@@ -164,10 +179,12 @@ class Scheduler:
                 f"The recipe's schedule{self._place} returned {scheduler!r:.80}; with a parameter "
                 "`optimizer` it must return a scheduler of torch.optim.lr_scheduler."
             )
-        if others := parts.keys() - {"scheduler", "interval"}:
+        allowed = "monitor" if isinstance(scheduler, ReduceLROnPlateau) else "interval"
+        if others := parts.keys() - {"scheduler", "interval", allowed}:
             raise UserError(
                 f"The recipe's schedule{self._place} returned a dict with {min(others)!r}; it may "
-                "have 'scheduler' and 'interval'. The metric of ReduceLROnPlateau is --monitor."
+                "have 'scheduler', 'interval', and for ReduceLROnPlateau 'monitor', if that is not "
+                "--monitor."
             )
         if interval not in ("step", "epoch"):
             raise UserError(

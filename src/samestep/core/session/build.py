@@ -13,7 +13,7 @@ from torch import nn
 from samestep.base.errors import UserError, defined_at, made_by
 from samestep.base.machine import usable_cores
 from samestep.base.phases import make_phases
-from samestep.base.settings import Settings
+from samestep.base.settings import Settings, own_names
 from samestep.core.data.keyed_random import seed_alike, seed_rank
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.order import held_parts
@@ -166,7 +166,7 @@ def build(
         cost=model_cost(tried.forward_flops, settings, world),
     )
     state = State(
-        watch=_watch(settings, recipe, splits, tried),
+        **_watches(settings, recipe, splits, tried),
         measured=EpochMetrics(
             {} if mixes else metrics,
             world.device,
@@ -174,7 +174,7 @@ def build(
             by_step=world.virtual_ranks > 0,
         ),
     )
-    _check_followed(learner, plan, state.watch, splits)
+    _check_followed(learner, plan, state.watch, splits, _measured_names(recipe, splits, tried))
     if is_fsdp(settings, world):
         return_freed_memory(world.device)
     if settings.compile == "on":
@@ -371,7 +371,9 @@ def _scheduler_of(
     return None
 
 
-def _check_followed(learner: Learner, plan: Plan, watch: Watch, splits: Splits) -> None:
+def _check_followed(
+    learner: Learner, plan: Plan, watch: Watch, splits: Splits, names: list[str]
+) -> None:
     """Check that what a schedule follows is measured, and that it looks the same way."""
     plateaus = () if learner.scheduler is None else learner.scheduler.plateaus
     place = defined_at(plan.schedule)
@@ -380,7 +382,12 @@ def _check_followed(learner: Learner, plan: Plan, watch: Watch, splits: Splits) 
             f"The recipe's schedule{place} follows what is validated, and the recipe has no "
             "validation data. Give its Splits(validation=…), or take another schedule."
         )
-    for mode in {plateau.mode for plateau in plateaus} - {watch.mode}:
+    for name in {followed for _, followed in plateaus if followed} - {*names}:
+        raise UserError(
+            f"ReduceLROnPlateau{place} has the monitor {name!r}, but the recipe measures "
+            f"{', '.join(names)}."
+        )
+    for mode in {plateau.mode for plateau, followed in plateaus if not followed} - {watch.mode}:
         raise UserError(
             f"ReduceLROnPlateau(mode={mode!r}){place} follows {watch.metric}, of which the "
             f"{'highest' if watch.mode == 'max' else 'lowest'} value is the best. Write "
@@ -455,19 +462,32 @@ def _agree_on_stream(source: Source | None) -> None:
             source.agree()
 
 
-def _watch(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> Watch:
+def _measured_names(recipe: Recipe, splits: Splits, tried: Tried) -> list[str]:
+    """Return the names of what a validation measures."""
     metrics, parts = in_training(recipe.metrics), tried.evaluation_parts
     names = [*dict.fromkeys(("loss", *parts, *metrics, *tried.measured, *tried.computed))]
-    falling = (*recipe.falling(), *parts)
-    names += [f"{of}/{name}" for of in splits.by_name for name in names]
+    return names + [f"{of}/{name}" for of in splits.by_name for name in names]
+
+
+def _watches(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -> dict[str, Any]:
+    """Return what chooses the best checkpoint, and what --patience follows if that is another."""
+    names = _measured_names(recipe, splits, tried)
+    falling = (*recipe.falling(), *tried.evaluation_parts)
     if splits.validation is None:
         for name in ("patience", "monitor", "halving"):
             if getattr(settings, name) is not None:
                 raise UserError(f"--{name} needs validation data, and the recipe has none.")
+
+    def watched(flag: str, name: str, mode: str) -> Watch:
+        if name not in names:
+            raise UserError(f"--{flag} {name}: the recipe measures {', '.join(names)}.")
+        if mode == "auto":
+            mode = "min" if splits.plain_name(name) in falling else "max"
+        return Watch(metric=name, mode=mode)
+
     metric = settings.monitor or ("accuracy" if "accuracy" in names else "loss")
-    if metric not in names:
-        raise UserError(f"--monitor {metric}: the recipe measures {', '.join(names)}.")
-    mode = settings.mode
-    if mode == "auto":
-        mode = "min" if splits.plain_name(metric) in falling else "max"
-    return Watch(metric=metric, mode=mode)
+    watch = watched("monitor", metric, settings.mode)
+    own = own_names({"monitor": settings.stop_monitor or metric}, "stop_monitor")
+    mode = own.get("mode", "auto") if settings.stop_monitor else watch.mode
+    stops = watched("stop-monitor", own["monitor"], mode)
+    return {"watch": watch, "stops": None if stops == watch else stops}

@@ -297,10 +297,12 @@ def note_validation(
         raise _diverged(work, state, "The validation loss is NaN or infinite")
     epoch, metric = state.position.epoch + 1, values[state.watch.metric]
     state.watch = state.watch.after(metric, epoch, work.settings.min_delta)
+    if (stops := state.stops) is not None:
+        state.stops = stops.after(values[stops.metric], epoch, work.settings.min_delta)
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
     state.validated = {name: float(numbers[name]) for name in numbers if name != "samples"}
     if work.learner.scheduler is not None:
-        work.learner.scheduler.after("validation", state.position.step, metric)
+        work.learner.scheduler.after("validation", state.position.step, values, state.watch.metric)
     record: Record = {"event": "evaluation", "split": "validation", "epoch": epoch}
     return {**record, "step": state.position.step, **values, "seconds": seconds}, metric
 
@@ -308,7 +310,7 @@ def note_validation(
 def stop_early(work: Work, state: State) -> None:
     """Stop where --patience has run out."""
     patience = work.settings.patience
-    if patience is not None and state.watch.evaluations_since >= patience:
+    if patience is not None and (state.stops or state.watch).evaluations_since >= patience:
         state.stop_reason = "early stopping"
 
 

@@ -90,6 +90,7 @@ def capture(work: Work, state: State, recipe: str) -> dict[str, Any]:
         "terms": state.sums.terms,
         "measured": [part for rank in ranks for part in rank["measured"]],
         "watch": asdict(state.watch),
+        **({} if state.stops is None else {"stops": asdict(state.stops)}),
         "order": work.order,
         "stream": [rank["stream"] for rank in ranks],
     }
@@ -138,6 +139,12 @@ def kept_parts(work: Work) -> tuple[str, ...]:
     return () if copies else ("optimizer",)
 
 
+def _gone_on(watch: Watch, saved: dict[str, Any]) -> Watch:
+    """Return what a checkpoint has of a watch; by another measure its best is not the best."""
+    earlier = (Watch(**saved[name]) for name in ("watch", "stops") if name in saved)
+    return next((w for w in earlier if (w.metric, w.mode) == (watch.metric, watch.mode)), watch)
+
+
 def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> None:
     """Restore a checkpoint into a new training, on any number of ranks.
 
@@ -163,9 +170,8 @@ def restore(work: Work, state: State, recipe: str, saved: dict[str, Any]) -> Non
     if work.train.is_stream:
         marks = {lane: mark for rank in saved["stream"] for lane, mark in rank.items()}
         work.train.start_from(state.position.epoch, state.position.step_in_epoch, marks)
-    watch = Watch(**saved["watch"])
-    if (watch.metric, watch.mode) == (state.watch.metric, state.watch.mode):
-        state.watch = watch  # else what was the best so far is not the best by the new measure
+    state.watch = _gone_on(state.watch, saved)
+    state.stops = state.stops and _gone_on(state.stops, saved)
     world = work.world
     if len(saved["rng"]) == world.world_size:
         set_rng_state(saved["rng"][world.rank])

@@ -205,6 +205,8 @@ class State:
     """Where a training stands, on this rank."""
 
     watch: Watch
+    stops: Watch | None = None
+    """What --patience follows, if that is not what decides which checkpoint is best."""
     position: Position = field(default_factory=Position)
     sums: Sums = field(default_factory=Sums)
     """What the mean loss of the running epoch is made of."""

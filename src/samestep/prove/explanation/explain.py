@@ -152,7 +152,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
         events = schedule.planned_events(
             plan, settings, built.state.position, evaluates=built.splits.validation is not None
         )
-        scheduler = built.work.learner.scheduler
+        scheduler, stops = built.work.learner.scheduler, built.state.stops or built.state.watch
         unknown = events is None or schedule.saves_the_best(settings, events)
         kept_files = (
             None if unknown else schedule.kept_files(events or (), retention_of(settings), before)
@@ -185,7 +185,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
             evaluations=_evaluations(settings, plan, built),
             events=events,
             kept=kept_files,
-            stops_first=schedule.first_stop(settings.patience, events or (), built.state.watch),
+            stops_first=schedule.first_stop(settings.patience, events or (), stops),
             checkpoint_bytes=size,
             notes=(
                 *built.splits.notes,

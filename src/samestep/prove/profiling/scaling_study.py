@@ -215,6 +215,7 @@ def measure(
         epochs=None,
         max_steps=ENDLESS,
         patience=None,
+        stop_monitor=None,
         monitor=None,
         keep_top_k=None,
         keep_newest=None,

@@ -8,6 +8,6 @@ NO_EFFECT = (
     "timeout_s",
     "stall_s",
     *("checkpoint_every_steps", "checkpoint_every_minutes", "keep_top_k"),
-    *("keep_newest", "keep_hours", "patience", "min_delta"),
+    *("keep_newest", "keep_hours", "patience", "min_delta", "stop_monitor"),
     "halving",
 )

@@ -22,7 +22,9 @@ _ALWAYS: dict[str, Any] = {
     **dict.fromkeys(
         ("epochs", "batch_size_per_rank", "batch_tokens", "accumulate", "patience", "keep_top_k")
     ),
-    **dict.fromkeys(("checkpoint_every_minutes", "monitor", "keep_newest", "keep_hours")),
+    **dict.fromkeys(
+        ("checkpoint_every_minutes", "monitor", "keep_newest", "keep_hours", "stop_monitor")
+    ),
     "mode": "auto",
     "compile": "off",
     "pictures": False,

@@ -110,6 +110,7 @@ def _few(request: Request, world: World, run: Path) -> Request:
         warmup_steps=min(settings.warmup_steps, 1),
         log_every=1,
         patience=None,
+        stop_monitor=None,
         halving=None,
         pictures=False,
         track=None,

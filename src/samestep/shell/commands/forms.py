@@ -191,7 +191,7 @@ _TAKES = {
     "warmup_steps": "NUMBER",
     "run_dir": "DIR",
     "mirror": "URL",
-    "monitor": "METRIC",
+    **dict.fromkeys(("monitor", "stop_monitor"), "METRIC"),
     "track": "NAMES",
     "track_tags": "TAGS",
 }

@@ -50,7 +50,7 @@ FORM = Form(
     examples=("scale spiral --nproc 1,2,4", "scale my_recipe.py --nproc 1,2 --mode strong --json"),
     settings=True,
     # A measurement ends after --seconds, and evaluates nothing.
-    no_effect=("epochs", "max_steps", "patience", "monitor"),
+    no_effect=("epochs", "max_steps", "patience", "monitor", "stop_monitor"),
 )
 
 
