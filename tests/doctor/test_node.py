@@ -80,7 +80,7 @@ def test_a_version_of_torch_is_told_as_tried_newer_or_neither_and_the_table_has_
     rows = re.findall(r"^\| (2\.\d+\.\d+)", table, re.MULTILINE)
     assert tuple(sorted({*rows})) == checks.TRIED_TORCH
     newest = checks.TRIED_TORCH[-1]
-    said = {f"{newest}+cpu": ": tried", "99.0": f"newer | {newest}", "2.12.0": "not"}
+    said = {f"{newest}+cpu": ": tested", "99.0": f"newer | {newest}", "2.12.0": "not"}
     for version, words in said.items():
         says(checks.torch(replace(MACHINE, torch=version)), f"green: {words}")
 

@@ -179,7 +179,7 @@ def test_a_rank_that_hangs_is_ended_and_the_others_continue(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("2:3", "--no-elastic-replace"), "1 of 2 ranks are left, and the fewest that may train"),
+        (("2:3", "--no-elastic-replace"), "1 of 2 ranks are left, but --elastic needs at least 2"),
         (("--elastic-limit", "1"), "number 2 within an hour, and --elastic-limit is 1."),
     ],
 )

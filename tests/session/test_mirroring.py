@@ -170,7 +170,7 @@ def test_the_file_of_records_for_the_caller_also_takes_what_is_told_at_the_very_
     screen = ScreenFile(tmp_path / "told")
     for event in ("stop", "tracker"):
         with screen:
-            screen.tell({"event": event})
+            screen.show_message({"event": event})
     assert (tmp_path / "told").read_text().count("event") == 2
 
 

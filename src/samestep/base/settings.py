@@ -161,7 +161,7 @@ class Settings:
     lr_end: float = 0.0
     """Learning rate at the end of the schedule, before --lr-scaling."""
     lr_power: float = 1.0
-    """Exponent p of --schedule polynomial, which follows (1 - part of the way) ** p."""
+    """Exponent p of --schedule polynomial, which follows (1 - progress) ** p."""
 
     engine: Literal["native", "lightning"] = "native"
     """The training loop: samestep's own, or PyTorch Lightning's Trainer (samestep[lightning])."""
@@ -174,8 +174,8 @@ class Settings:
     matmul_precision: MatmulPrecision | None = None
     """Precision of float32 products and convolutions; highest forbids TF32."""
     newton_schulz: Literal["bf16", "fp32"] = "bf16"
-    """Type in which torch.optim.Muon orthogonalises its updates; its bf16 makes percents of a
-    rounding, fp32 takes the same steps on any ranks and with fsdp."""
+    """Type in which torch.optim.Muon orthogonalises its updates; bf16 turns rounding errors
+    into percents, fp32 takes the same steps on any number of ranks and with fsdp."""
     seed: int = field(default=42, metadata=_COMMON)
     """Seed of all random numbers: initial weights, sample order, augmentation, dropout."""
     init_from: str | None = field(default=None, metadata=_COMMON)
@@ -199,7 +199,7 @@ class Settings:
     channels_last: bool = field(default=False, metadata=_BITS_ALONE)
     """Store images in channels-last layout: faster convolutions on many devices."""
     cudnn_benchmark: bool = field(default=False, metadata=_FREE)
-    """Let cuDNN try its convolution algorithms and take the fastest; for inputs of one shape."""
+    """Let cuDNN try its convolution algorithms and use the fastest; for inputs of one shape."""
     deterministic: bool = field(default=False, metadata=_BITS_ALONE)
     """Use only operations that give the same bits each time; slower on GPUs."""
     checkpoint_activations: bool = field(default=False, metadata=_FREE)
@@ -424,7 +424,7 @@ ALSO_ACCEPTED = frozenset({*OTHER_NAMES, *MERGED})
 """Names that are not fields, and are accepted wherever a setting is given."""
 
 
-def own_names(table: Mapping[str, Any], where: object) -> dict[str, Any]:
+def canonical_names(table: Mapping[str, Any], where: object) -> dict[str, Any]:
     """Return settings by the names of their fields; `where` begins a message.
 
     `global_batch_size` is `batch_size`; `eval_every = "500steps"` sets `eval_every_steps`; `monitor
@@ -461,8 +461,8 @@ def _fields_set_by(name: str, value: Any, where: object) -> dict[str, Any]:
     for part in parts if isinstance(parts, list | tuple) else [parts]:
         match = _INTERVAL.fullmatch(str(part).strip())
         unit = match[2] if match else ""
-        whole = bool(match) and (unit == "min" or "." not in match[1])  # type: ignore[index]
-        field_name = f"{name}_{_FIELD_OF[unit]}" if whole else ""
+        valid = bool(match) and (unit == "min" or "." not in match[1])  # type: ignore[index]
+        field_name = f"{name}_{_FIELD_OF[unit]}" if valid else ""
         if field_name not in Settings.__dataclass_fields__ or field_name in intervals:
             must = "give numbers with units, each unit once: " + MERGED[name][0].replace("|", ",")
             raise UserError(f"{where}: {name} = {value!r}: {must}.", flags=[name])
@@ -474,7 +474,7 @@ def _fields_set_by(name: str, value: Any, where: object) -> dict[str, Any]:
 def merge_layers(*layers: dict[str, object]) -> dict[str, object]:
     """Merge layers of settings; the later ones win."""
     merged: dict[str, object] = {}
-    for layer in (own_names(layer, "settings") for layer in layers):
+    for layer in (canonical_names(layer, "settings") for layer in layers):
         for names in _ALTERNATIVES:
             named = [name for name in names if layer.get(name) is not None]
             for other in names if len(named) == 1 else ():

@@ -455,7 +455,7 @@ def read_records(path: str | PathLike[str], *, superseded: bool = False) -> Iter
     if lines.damaged:
         number = lines.damaged[0]
         raise UserError(
-            f"{file} is damaged in line {number}: it holds no record. Put the file back from a "
+            f"{file} is damaged in line {number}: it holds no record. Restore the file from a "
             f"backup, or delete that line: sed -i {number}d {file}"
         )
     yield from records if superseded else as_uninterrupted(records, path)

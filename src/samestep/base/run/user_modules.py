@@ -193,8 +193,8 @@ def modules_note(run: Path) -> list[str]:
     modules = kept_modules(run) or UserModules()
     files = [path for name in ("recipe.py", "script.py") if (path := run / name).is_file()]
     notes = [
-        f"{path.name} runs code by {match[1]}(), and not by an import: the run neither keeps nor "
-        "compares that code. Import it by its name, and edits of it are noticed on a resume."
+        f"{path.name} runs code with {match[1]}() instead of an import: the run neither keeps nor "
+        "compares that code. Import it by name, so that a resume notices edits."
         for path in (*files, *modules.files.values())
         if (match := _BY_PATH.search(path.read_text(encoding="utf-8", errors="replace")))
     ]
@@ -202,8 +202,8 @@ def modules_note(run: Path) -> list[str]:
         return notes
     note = (
         f"Your code imports more than {MOST_FILES} files or {MOST // MB} MB of your own. The run "
-        f"keeps and compares the {len(modules.files)} that are imported first: edits of the others "
-        "are not noticed on a resume."
+        f"keeps and compares the first {len(modules.files)}: a resume does not notice edits of the "
+        "others."
     )
     return [*notes, note]
 

@@ -54,8 +54,8 @@ def run_checks(checks: Sequence[Check[F]], facts: F) -> list[Finding]:
             finding = check(facts)
         except Exception as error:
             finding = yellow(
-                f"this check broke: {type(error).__name__}: {error}",
-                "This is a fault of samestep: please report it with this line.",
+                f"this check failed itself: {type(error).__name__}: {error}",
+                "This is a bug in samestep: please report it with this line.",
             )
         if finding is not None:
             findings.append(replace(finding, name=check.__name__.replace("_", " ")))

@@ -126,12 +126,14 @@ def decide(
     if ending.code == 0:
         text = "completed."
         if ending.received == "USR1" and ending.step is None:
-            text += " It was warned of the time limit: to be started again, exit with 1, not 0."
+            text += (
+                " It got the signal before the time limit: to be started again, exit with 1, not 0."
+            )
         return Decision(word="completed", text=text, restarts=before)
     if ending.received in _ENDED:
         word, text = _ENDED[ending.received]
-        unsaved = "its ranks got the signal" if ending.step is None else "nothing is saved"
-        newest = "saved at" if ending.stopped else "the newest checkpoint is from"
+        unsaved = "its ranks got the signal" if ending.step is None else "no checkpoint was saved"
+        newest = "saved at" if ending.stopped else "the newest checkpoint is of"
         saved = f"{newest} step {ending.step:,}" if ending.step else unsaved
         return Decision(word=word, text=f"{text}; {saved}.", restarts=before)
     signalled = ending.received == "USR1" or ending.stopped
@@ -139,7 +141,7 @@ def decide(
     if (ending.mistake or not (ending.stepped or unfit)) and not signalled:
         text = f"failed: {ending.why}"
         if not ending.mistake:
-            text = f"{text.rstrip('.')}. Not started again: no start ever took a step."
+            text = f"{text.rstrip('.')}. Not restarted: no start ever took a step."
         return Decision(word="failed", text=text, restarts=before)
     # A user's script shows no progress, and one that the warning signal killed saved nothing.
     progressed = (
@@ -156,8 +158,8 @@ def decide(
     if count > limit:
         starts = "1 start" if count == 1 else f"{count} starts in a row"
         text = (
-            f"failed: {ending.why.rstrip('.')}. Not started again: there was no newer checkpoint "
-            f"in {starts}."
+            f"failed: {ending.why.rstrip('.')}. Not restarted: there was no newer checkpoint in "
+            f"{starts}."
         )
         return Decision(word="failed", text=text, restarts=before)
     restarts = replace(
@@ -170,7 +172,7 @@ def decide(
     if ending.step:
         follows = "continues from there" if signalled else f"continues from step {ending.step:,}"
     else:  # a script's checkpoints are unknown
-        follows = "starts again" if ending.step is None else "begins again, without a checkpoint"
+        follows = "starts again" if ending.step is None else "starts over, without a checkpoint"
     if without:
         follows += f", and excludes {', '.join(without)}"
     text = f"{cause}; the job {follows} (restart {restarts.restarts})."

@@ -50,7 +50,9 @@ class SweepPlan:
 
     def __post_init__(self) -> None:
         if not self.axes:
-            raise UserError("No setting has several values, so there is nothing to sweep.")
+            raise UserError(
+                "No setting has several values. Separate them by commas: --lr 1e-3,1e-2."
+            )
         if self.optuna and self.sample is None:
             raise UserError("Optuna needs --sample, the number of trainings.")
         if self.optuna and num_points(self.axes) > _MOST_TO_CHOOSE:

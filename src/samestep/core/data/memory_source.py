@@ -39,8 +39,8 @@ class MemorySource(OrderedSource):
             if tensor.layout != torch.strided:
                 layout = str(tensor.layout).removeprefix("torch.")
                 raise UserError(
-                    f"{reading.data} has {name} of layout {layout}, and rows cannot be taken "
-                    f"from it. Give {name}.to_dense(), or a Dataset whose samples are dense."
+                    f"{reading.data} has {name} of layout {layout}, which cannot be indexed by "
+                    f"row. Return {name}.to_dense(), or a Dataset whose samples are dense."
                 )
             if tensor.dim() == 0:
                 raise UserError(

@@ -76,7 +76,7 @@ class Ordering:
             raise UserError(
                 f"--batch-tokens {self.batch_tokens} is less than the longest training sample, "
                 f"{lengths[-1]:g} tokens ({longer:,} of {len(lengths):,} are longer than that "
-                f"limit). Give at least --batch-tokens {math.ceil(lengths[-1])}, or cut such "
+                f"limit). Use at least --batch-tokens {math.ceil(lengths[-1])}, or truncate such "
                 "samples in the data."
             )
         sizes, start = [], 0

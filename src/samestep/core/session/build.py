@@ -117,10 +117,10 @@ def build(
     model, takes, restores, initial = _build_model(request, world, dtype, moment := Moment())
     seed_rank(settings.seed, world.rank)
     threads = _share_cores(request, model, world, train)
-    loss, judged = _placed_losses(recipe, world.device, dtype)
+    loss, evaluation_loss = _placed_losses(recipe, world.device, dtype)
     validation, by_name = _held_out(splits, source)
-    how = (settings, world, takes, None if holds_norms else of_one_sample(plan, settings))
-    trial = partial(dry_run, model, loss, judged, recipe, splits, train, *how)
+    arguments = (settings, world, takes, None if holds_norms else of_one_sample(plan, settings))
+    trial = partial(dry_run, model, loss, evaluation_loss, recipe, splits, train, *arguments)
     tried = Tried(recipe.metrics)
     if tries:
         tried = _try_out(trial, validation, splits.test, source, world)
@@ -128,10 +128,13 @@ def build(
             _try_out(trial, other, None, source, world)
         unkept = tried.unkept._replace(**of_data(train, splits.train, recipe, settings, world))
         tried = tried._replace(unkept=unkept)
-    metrics, parts, judged_parts = tried.metrics, tried.parts, tried.evaluation_parts
+    metrics, parts, evaluation_parts = tried.metrics, tried.parts, tried.evaluation_parts
     own = _own_parts(recipe, train) + ("losses by name",) * bool(parts)
     compiles = what_compiles(settings, world, model, own=own)
-    judged, loss = evaluating(recipe, judged, moment, judged_parts), timed(loss, moment)
+    evaluation_loss, loss = (
+        evaluating(recipe, evaluation_loss, moment, evaluation_parts),
+        timed(loss, moment),
+    )
     loss = summed(loss, recipe.loss_weights, parts) if parts else loss
     recipe = replace(recipe, loss=loss, metrics=metrics)
     learner, wrapped = _make_learner(
@@ -156,8 +159,8 @@ def build(
         train=train,
         validation=validation,
         by_name=by_name,
-        evaluation_loss=judged,
-        evaluation_parts=judged_parts,
+        evaluation_loss=evaluation_loss,
+        evaluation_parts=evaluation_parts,
         metrics=metrics,
         measure=measure_of(recipe, model, tried.measured),
         trial=restores,
@@ -281,7 +284,7 @@ def _make_learner(
     # this package do not.
     between = [recipe.schedule, recipe.transform, recipe.augment, *recipe.metrics.values()]
     functions = [f.func if isinstance(f, partial) else f for f in between if f is not None]
-    ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
+    built_in = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
     optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))
     initial = () if recipe.optimizer is None else groups_of(optimizer)  # what no scheduler has set
     carried, share = None, share_of_scale(world.world_size, world.virtual_ranks)
@@ -302,7 +305,7 @@ def _make_learner(
         # Of mixed samples they would say nothing.
         measured=bool(in_training(recipe.metrics)) and recipe.batch_transform is None,
         sharded=sharded,
-        alone=ours and isinstance(train, MemorySource),
+        alone=built_in and isinstance(train, MemorySource),
         average=average_of(model, settings, optimizer, frozen=recipe.after_epoch is not None),
         scaler=make_scaler(settings.precision, world.device, share),
         loss=recipe.loss,
@@ -377,8 +380,8 @@ def _check_followed(learner: Learner, plan: Plan, watch: Watch, splits: Splits) 
     place = defined_at(plan.schedule)
     if splits.validation is None and (plateaus or "metrics" in plan.schedule_asks):
         raise UserError(
-            f"The recipe's schedule{place} follows what is validated, and the recipe has no "
-            "validation data. Give its Splits(validation=…), or take another schedule."
+            f"The recipe's schedule{place} follows a validation metric, but the recipe has no "
+            "validation data. Add it with Splits(validation=…), or use another schedule."
         )
     for mode in {plateau.mode for plateau in plateaus} - {watch.mode}:
         raise UserError(
@@ -407,8 +410,10 @@ def _try_out(
         _agree_on_stream(other)
         tried = world.on_every(lambda: trial(other if validation is None else validation))
     # A dict's order may differ between the ranks, which add up what it holds in one order.
-    parts, judged, measured = world.broadcast((tried.parts, tried.evaluation_parts, tried.measured))
-    return tried._replace(parts=parts, evaluation_parts=judged, measured=measured)
+    parts, evaluation_loss, measured = world.broadcast(
+        (tried.parts, tried.evaluation_parts, tried.measured)
+    )
+    return tried._replace(parts=parts, evaluation_parts=evaluation_loss, measured=measured)
 
 
 def _share_cores(request: Request, model: nn.Module, world: World, train: Source) -> int:
@@ -434,14 +439,14 @@ def _agree_on_size(source: Source, world: World) -> None:
     if len(set(sizes)) > 1:
         raise UserError(
             f"The ranks loaded data of different sizes: {sizes}. Each must load all of it; "
-            "samestep shares it out.",
+            "samestep divides it among the ranks.",
             on_all_ranks=True,
         )
     for rank, (_, order) in enumerate(ranks):
         if differing := [name for name in order if order[name] != ranks[0][1].get(name)]:
             raise UserError(
-                f"Rank {rank} has other {differing[0]} of the training samples than rank 0. Make "
-                "them only from the data, or with a generator that is seeded.",
+                f"Rank {rank} has different {differing[0]} of the training samples from rank 0. "
+                "Compute them only from the data, or with a seeded generator.",
                 on_all_ranks=True,
             )
     if world.connected and isinstance(source, MemorySource):

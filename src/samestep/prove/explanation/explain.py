@@ -256,12 +256,12 @@ def _by_strategy(
     if world.world_size == 1:
         return {}, memory
     by = here if settings.shard_within == "node" else world.world_size
-    whole = memory or rank_memory.least_memory(learner.model, learner.optimizer)
-    shared = rank_memory.shared_out(whole, learner.model, classes, by)
+    estimate = memory or rank_memory.least_memory(learner.model, learner.optimizer)
+    shared = rank_memory.shared_out(estimate, learner.model, classes, by)
     complete, device = memory is not None, built.work.world.device.type
     strategies = {
         name: rank_memory.fitting(on_rank, device, here, free, complete=complete)
-        for name, on_rank in (("ddp", whole), ("fsdp", shared))
+        for name, on_rank in (("ddp", estimate), ("fsdp", shared))
     }
     return strategies, shared if complete and settings.strategy == "fsdp" else memory
 

@@ -159,13 +159,13 @@ def _number(seconds: float) -> str:
 def _answer(profile: Profile) -> list[tuple[str, str]]:
     verdict = profile.verdict
     ceiling = (
-        f"{verdict.ceiling:.2f} times as fast if that were gone altogether; then "
+        f"{verdict.ceiling:.2f} times as fast without any of it; then "
         f"{verdict.next_kind}: {milliseconds(verdict.next_seconds)} per step."
     )
     if verdict.share > _ALL:
-        ceiling = "The whole step is that: there is nothing else."
+        ceiling = "It takes the whole step."
     elif verdict.kind == "untraced":
-        ceiling = "Only a trace tells how much of that could be gone."
+        ceiling = "Only a trace shows how much of it can be saved."
     return [
         ("verdict", f"{verdict.kind} ({verdict.share:.0%} of the step). {verdict.why}"),
         ("change", verdict.change),

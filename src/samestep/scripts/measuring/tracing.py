@@ -109,7 +109,7 @@ class Tracer:
             except (OSError, ValueError) as error:
                 raise UserError(
                     f"The trace could not be written to {folder}: is that disk full? Free some "
-                    "space, or set TMPDIR to a directory that has some."
+                    "space, or set TMPDIR to a directory on another disk."
                 ) from error
 
 
@@ -171,6 +171,6 @@ def unwritable(path: Path, cause: BaseException | None) -> UserError:
     """Return the error for a file of a profile that could not be written."""
     reason = getattr(cause, "strerror", None) or cause
     return UserError(
-        f"{path} could not be written: {reason}. Nothing of it is left; free some space or choose "
-        "another directory with --run-dir (for a script: --out)."
+        f"{path} could not be written: {reason}. It was removed; free some space or choose another "
+        "directory with --run-dir (for a script: --out)."
     )

@@ -29,7 +29,7 @@ from samestep.core.learner.agreement import random_numbers
 from samestep.core.learner.device import outside_autocast
 from samestep.core.recipe import Recipe, being_read, find_recipe
 from samestep.core.session.declared import plain_value, typed
-from samestep.core.session.request import Request, draft, finish, own_recipe
+from samestep.core.session.request import Request, draft, finish, recipe_copy_of
 from samestep.launch.ranks.process import TASK
 from samestep.launch.ranks.world import in_process_group
 from samestep.shell.api.arguments import AnyPath, AnyRecipe
@@ -96,7 +96,7 @@ def _named(recipe: Recipe) -> Recipe:
     if not _NAME.fullmatch(recipe.name):
         raise UserError(
             f"Recipe(name={recipe.name!r}): use letters, digits, '_', '-' and '.'; run directories "
-            "are called after it."
+            "are named after it."
         )
     return recipe
 
@@ -107,7 +107,7 @@ def request_of(call: Call, function: str = "train") -> Request:
     if call.recipe_of_run:
         if not call.resume:
             raise UserError(f"{where}: recipe_of_run has no effect without resume=True.")
-        recipe = own_recipe(call.target, call.keywords.get("run_dir")) or recipe
+        recipe = recipe_copy_of(call.target, call.keywords.get("run_dir")) or recipe
     start = draft(call.target, call.config, recipe)
     plain = {name: plain_value(value) for name, value in call.keywords.items()}
     settings, options = typed(plain, start.recipe, where)
@@ -135,8 +135,8 @@ def check_may_start(function: str) -> None:
     if where:
         raise UserError(
             f"{name} was called {where}.",
-            remedy='Put the call under `if __name__ == "__main__":`, so that a process that only '
-            "reads this file does not run it.",
+            remedy='Put the call under `if __name__ == "__main__":`, so that processes that '
+            "import this file do not run it.",
         )
     if in_process_group():
         raise UserError(
@@ -198,7 +198,7 @@ def receive(file: Path) -> Call:
         except Exception as error:
             raise UserError(
                 f"The recipe could not be read in another process: {type(error).__name__}: "
-                f"{error}. All that it uses must be importable there, or be defined with the "
+                f"{error}. Everything it uses must be importable there, or be defined with the "
                 "recipe."
             ) from error
     assert isinstance(call, Call)
@@ -235,7 +235,7 @@ class ScreenFile(Nothing):
             self._file.close()
         self._file = None  # trackers and the mirror end later, and may tell something
 
-    def tell(self, record: Record) -> None:
+    def show_message(self, record: Record) -> None:
         """Append one record."""
         self._file = self._file or self._path.open("a", buffering=1, encoding="utf-8")
         self._file.write(json.dumps(record) + "\n")
@@ -258,14 +258,14 @@ def _why_not(call: Call, error: Exception) -> str:
             break
         name, value = inner[0] or name, inner[1]
     kind = f"an object of type {type(value).__module__}.{type(value).__qualname__}"
-    instead = "Make it inside the function that uses it"
+    instead = "Create it inside the function that uses it"
     if isinstance(value, io.IOBase):
         named = getattr(value, "name", None)
         kind = f"an open file ({named})" if named else "an open file"
         instead = "Keep its path, and open it inside the function"
     elif isinstance(value, types.GeneratorType):
         kind = "a generator"
-        instead = "Make it inside the function, or keep what it yields in a list"
+        instead = "Create it inside the function, or keep what it yields in a list"
     uses = f"{subject}{place} uses {name!r}, " if name else f"{subject} is "
     return (
         f"{uses}{kind}, which cannot be sent to the processes of the ranks. {instead}, or train "

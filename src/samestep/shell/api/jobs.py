@@ -77,7 +77,7 @@ class SubmittedJob:
             UserError: the job failed, with what its ranks said; or has not ended in `timeout_s`.
         """
         if not self.wait(timeout_s):
-            raise UserError(f"Job {self.number} has not ended after {timeout_s:g} s: wait longer.")
+            raise UserError(f"Job {self.number} is still not done after {timeout_s:g} s.")
         job, progress = find_job(self.number), read_progress(self.path)
         done = progress is not None and progress.status == "completed"
         if not done and (job is None or job.state != "COMPLETED"):
@@ -148,8 +148,8 @@ def submit(
             check_ranks(options, request_of(checked, "submit").settings)
         elif settings:
             raise UserError(
-                f"submit(): {next(iter(settings))} is not an option of a job. Give what the script "
-                "itself takes as arguments=[…]."
+                f"submit(): {next(iter(settings))} is not an option of a job. Pass the script's "
+                "own arguments as arguments=[…]."
             )
     job = make_script(workload, with_home_expanded(options), Path.cwd())
     try:

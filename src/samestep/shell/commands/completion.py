@@ -25,8 +25,8 @@ _KNOWN_VALUES = {"checkpoint": ("best", "last"), "track": (*TRACKERS,), "to": (*
 _HELP = """\
 usage: samestep completion bash|zsh|fish
 
-Print a script with which the shell completes verbs, flags and their values,
-recipes, files and runs. Keep it where the shell looks for such scripts:
+Print a shell script that completes verbs, flags and their values,
+recipes, files and runs. Save it where the shell looks for such scripts:
 
   bash  ~/.local/share/bash-completion/completions/samestep
         or at the end of ~/.bashrc:  . FILE
@@ -34,8 +34,8 @@ recipes, files and runs. Keep it where the shell looks for such scripts:
         fpath=(~/.zfunc $fpath)
   fish  ~/.config/fish/completions/samestep.fish
 
-Make the folder first if it does not exist. A new shell then completes. The
-script is static: print it again after an update of samestep.
+Create the folder if it does not exist, and start a new shell. The
+script is static: print it again after updating samestep.
 
 """
 _EXAMPLES = (

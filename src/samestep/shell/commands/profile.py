@@ -127,7 +127,7 @@ def _recipe(arguments: list[str], log: process.RankLog) -> int:
     batch_sizes = numbers("batch_sizes", command.batch_sizes)
     if command.apply and not (workers or batch_sizes):
         raise UserError(
-            "--apply writes the results of --workers or --batch-sizes: give one of them."
+            "--apply writes the results of --workers or --batch-sizes: add one of them."
         )
     from samestep.prove.profiling.tried_values import apply_settings, file_to_apply  # noqa: PLC0415
 
@@ -196,8 +196,8 @@ def _script(target: ScriptTarget, arguments: list[str], log: process.RankLog) ->
     launch = detect_launch(os.environ)
     if launch.world_size > 1 and not place and command.out is None:
         raise UserError(
-            f"{launch.launcher} has started {launch.world_size} ranks: name one directory for all "
-            "of them with --out DIR, or let `samestep profile --nproc` start them."
+            f"{launch.launcher} has started {launch.world_size} ranks: choose one directory for "
+            "all of them with --out DIR, or let `samestep profile --nproc` start them."
         )
     from samestep.scripts.measuring.tracing import unwritable  # noqa: PLC0415
     from samestep.scripts.running import ScriptFailed, ScriptRanks  # noqa: PLC0415

@@ -133,6 +133,6 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     if len(sizes) == 1:
         example = f"1,{text}" if sizes[0] > 1 else "1,2"
         raise UserError(
-            f"--nproc {text} is one size. Give two or more to compare: --nproc {example}."
+            f"--nproc {text} is one size. List two or more to compare: --nproc {example}."
         )
     return sizes

@@ -23,7 +23,7 @@ from samestep.launch.ranks.process import TASK, rank_of, run_as_rank
 from samestep.prove.verification import NO_EFFECT
 from samestep.shell.api.on_ranks import run_verify, verify
 from samestep.shell.commands.forms import Form, Switch, kind_of, parse, print_json, rich_console
-from samestep.shell.commands.target import cut_at_dashes, names_given, own_flags, parse_target
+from samestep.shell.commands.target import canonical_flags, cut_at_dashes, names_given, parse_target
 
 _OLD_NAME = re.compile(r"^--world[-_]sizes(?==|$)")  # of --nproc: it is taken for one more release
 # Ranks that wait for each other are a finding: verify reports them after this time.
@@ -98,7 +98,7 @@ def _verify(arguments: list[str]) -> int:
             quick=command.quick,
             accept=command.accept,
             tolerance=command.tolerance,
-            explicit=names_given(own_flags(flags)),
+            explicit=names_given(canonical_flags(flags)),
             arguments=words,
             progress=progress,
         )

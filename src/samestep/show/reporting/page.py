@@ -158,12 +158,11 @@ def write_report(
         raise UserError(f"-o {file} is a directory; name a file in it: -o {file / NAME}")
     if output is not None and not file.parent.is_dir():
         raise UserError(
-            f"-o {file}: there is no directory {file.parent}; make it, or name another."
+            f"-o {file}: there is no directory {file.parent}; create it, or name another."
         )
     if output is not None and file.exists() and not _is_page(file):
         raise UserError(
-            f"-o {file} exists and is not a page that samestep has made; name another file, or "
-            "delete it first."
+            f"-o {file} exists and is not a samestep report; name another file, or delete it first."
         )
     html = render(collect(paths, target)).html
     try:

@@ -51,7 +51,7 @@ def read_runs(folder: Path | str = "runs") -> list[ListedRun]:
     if itself:
         above = folder.absolute().parent if folder.name in ("", "..") else folder.parent
         raise UserError(
-            f"{folder} is itself a run. Name the folder that it is in: samestep runs {above}"
+            f"{folder} is a run. Name the folder that contains it: samestep runs {above}"
         )
     return sorted_runs((run for name in entries for run in _runs_at(folder, name)), "date")
 

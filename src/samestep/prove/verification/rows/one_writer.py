@@ -19,7 +19,7 @@ from samestep.core.learner.side_effects import place_of, users_line
 from samestep.prove.verification import causes
 from samestep.prove.verification.evidence import Check, Evidence, TableRow
 
-_COMPARED = "what other ranks than 0 print, write"
+_COMPARED = "what ranks other than 0 print, write"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT
 # All ranks may try what only one can succeed at: making or removing a folder, a file that must be
 # new.
@@ -71,15 +71,15 @@ ONE_WRITER = TableRow(name="one writer", answer=_one_writer)
 
 
 def watch_output(folder: Path) -> RecipeOutput:
-    """Watch this process from here to its end; what happens below a folder is ours."""
+    """Watch this process from here to its end; what happens below a folder is run_folder."""
     output = RecipeOutput()
-    ours, torch_save = str(folder), torch.save
+    run_folder, torch_save = str(folder), torch.save
 
     def note(file: object, frame: FrameType) -> None:
         if not isinstance(file, str | bytes | os.PathLike):
             return
         path = os.path.abspath(os.fsdecode(file))  # noqa: PTH100 - it may be anything
-        if path.startswith((ours, "/dev/", "/proc/")) or "__pycache__" in path:
+        if path.startswith((run_folder, "/dev/", "/proc/")) or "__pycache__" in path:
             return
         if line := line_that_writes(frame):
             output.written.setdefault(path, line)
