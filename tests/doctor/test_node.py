@@ -239,7 +239,7 @@ GPU_FAULTS = {
     gpu_health.gpu_clocks: [
         ({"clock_mhz": 900, "slowed_by": ("power brake",)}, "yellow: 900 | brake")
     ],
-    gpu_health.gpu_memory: [({"uncorrected": 2}, "red: 2 errors | --exclude")],
+    gpu_health.gpu_memory: [({"uncorrected": 2}, "red: 2 uncorrectable | --exclude")],
     gpu_health.gpu_processes: [({"others": (41, 42)}, "yellow: 2 other | PID 41, 42")],
 }
 # What nvidia-smi of this shape prints; the other GPU is another job's.

@@ -61,8 +61,7 @@ def conflict_in(settings: Any) -> Conflict | None:
     virtual = settings.virtual_ranks is not None
     if settings.cudnn_benchmark and (settings.deterministic or virtual):
         return Conflict(
-            "--cudnn-benchmark does not go with --deterministic: it may choose different kernels "
-            "each time.",
+            "--cudnn-benchmark does not go with --deterministic: it may choose other kernels.",
             ("cudnn_benchmark", "deterministic"),
         )
     if settings.momentum and settings.optimizer != "sgd":

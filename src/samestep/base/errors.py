@@ -271,8 +271,7 @@ def known_remedy(error: BaseException) -> str:
 def error_text(error: BaseException) -> str:
     """Return an error's class and text, even if its own `__str__` fails.
 
-    A package that imports its parts late, as transformers does, says only which part failed: its
-    first cause is added.
+    A package with lazy imports, as transformers, says only which part failed: the cause is added.
     """
     try:
         text = str(error).strip().rstrip(".")

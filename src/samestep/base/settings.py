@@ -106,8 +106,7 @@ class Settings:
     batch_size_per_rank: int | None = None
     """Instead of --batch-size: samples per step on each rank; more ranks then mean larger steps."""
     batch_tokens: int | None = None
-    """Instead of --batch-size: the most tokens per step, padding included. The recipe gives the
-    samples' lengths."""
+    """Instead of --batch-size: the most tokens per step, with padding, by the recipe's lengths."""
     micro_batch_size: int | None = field(default=None, metadata=_BITS_ALONE)
     """The most samples that a rank computes at once; the number of micro-steps follows."""
     accumulate: int | None = field(default=None, metadata=_BITS_ALONE)
@@ -183,8 +182,7 @@ class Settings:
     state_dict (.safetensors, .pt, .pth, .bin, .ckpt), or a folder that save_pretrained wrote. All
     else is new, also the optimizer."""
     init_strict: bool = True
-    """With --init-from, names and shapes must be those of the model. Off loads what fits, and lists
-    the rest."""
+    """With --init-from, names and shapes must match. Off loads what fits, and lists the rest."""
     device: Device = field(default="auto", metadata=_COMMON | _FREE)
     """Device to train on; auto takes the best one of this machine."""
     backend: Backend = field(default="auto", metadata=_FREE)
@@ -212,8 +210,7 @@ class Settings:
     """Allow more than 4 ranks or loader processes per core, or several ranks on one GPU."""
 
     strategy: Strategy = field(default="ddp", metadata=_FREE)
-    """ddp: each rank holds the whole model; fsdp: each rank holds a shard, for models that do not
-    fit."""
+    """ddp: each rank holds the whole model; fsdp: a shard, for models that do not fit."""
     shard_within: ShardWithin = field(default="all", metadata=_FREE)
     """With fsdp, shard the model over all ranks, or within each node (HSDP)."""
     reshard_after_forward: bool = field(default=True, metadata=_FREE)
@@ -221,8 +218,7 @@ class Settings:
     backward pass: more memory, less communication."""
     gather_dtype: ParamDtype | None = None
     """With fsdp, the type in which weights are gathered; by default their own. bf16 needs
-    --precision bf16. It halves the bytes that are gathered, and also rounds normalization
-    layers."""
+    --precision bf16. It halves the gathered bytes, and also rounds normalization layers."""
     cpu_offload: bool = field(default=False, metadata=_FREE)
     """With fsdp on GPUs, keep weights, gradients and optimizer state in CPU memory."""
     bucket_cap_mb: int | None = field(default=None, metadata=_FREE)
@@ -237,8 +233,7 @@ class Settings:
     run_dir: str | None = field(default=None, metadata=_COMMON | _FREE)
     """Directory of the run; by default a new one in runs/."""
     log_every: int | None = field(default=None, metadata=_FREE)
-    """Steps between two `step` records; by default 200 to 500 records per run, and in long runs
-    one every 50 steps."""
+    """Steps between `step` records; by default 200 to 500 per run, one per 50 steps if long."""
     eval_every_epochs: int = field(default=1, metadata=_FREE)
     """Epochs between two evaluations on the validation set."""
     eval_every_steps: int | None = field(default=None, metadata=_FREE)
@@ -309,9 +304,7 @@ class Settings:
         numbers = (*_POSITIVE, *_NOT_NEGATIVE)
         check_flags(self, numbers, lambda value: value < 2**63, "be below 2^63")
         if self.run_dir is not None and not self.run_dir.strip():
-            raise UserError(
-                "--run-dir is empty; name a directory, or leave it out.", flags=["run_dir"]
-            )
+            raise UserError("--run-dir is empty; name a directory, or omit it.", flags=["run_dir"])
         if self.lr_scaling != "none" and self.base_batch_size is None:
             raise UserError(
                 f"--lr-scaling {self.lr_scaling} needs --base-batch-size: the batch size that "

@@ -336,9 +336,7 @@ class Screen:
         if num_joined := ranks - record["ranks_before"] + len(changes):
             changes.append(f"{count(num_joined, 'rank')} joined")
         going = f"{count(ranks, 'rank')} from step {record['step'] + 1:,} on"
-        text = (
-            f"{', '.join(changes) or 'the ranks reconnected'}: {going}, {record['seconds']:.2f} s"
-        )
+        text = f"{', '.join(changes) or 'ranks reconnected'}: {going}, {record['seconds']:.2f} s"
         self._print(f"[yellow]regroup[/] {escape(text)}")
 
     def _show_tracker(self, record: Record) -> None:

@@ -288,9 +288,7 @@ def lock_run(path: Path) -> BinaryIO:
         _held[path.resolve()] = hold(path / "run.lock")
         return _held[path.resolve()]
     except Held as owner:
-        raise UserError(
-            f"{path} is being written by {owner}. Wait until it ends, or stop it first."
-        ) from None
+        raise UserError(f"{path} is in use by {owner}. Wait for its end, or stop it.") from None
 
 
 def is_written(path: Path) -> bool:

@@ -68,8 +68,7 @@ class Index:
     monitor: str = "accuracy"
     mode: str = "max"
     gone: tuple[str, ...] = ()
-    """Files that were deleted after this index was written, unless a kill came before, or a disk
-    refused it."""
+    """Files deleted after this index was written, unless a kill or a disk prevented it."""
 
     @property
     def last(self) -> Entry | None:
@@ -157,9 +156,7 @@ def verify(folder: Path, entry: Entry) -> None:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     if now != entry.sha256:
-        raise UserError(
-            f"{path} is damaged: its SHA-256 is {now[:12]}…, the index says {entry.sha256[:12]}…."
-        )
+        raise UserError(f"{path} is damaged: its SHA-256 is {now[:12]}…, not {entry.sha256[:12]}….")
     if entry.files:
         from samestep.base.run import shards  # noqa: PLC0415 - torch, only for sharded checkpoints
 

@@ -256,9 +256,7 @@ def _picture(entry: Entry, folder: _Folder) -> ShownPicture:
                 complete = shown.table = Table(title=shown.title, columns=head, rows=cells)
     if not complete:
         shown.kind = "note"
-        shown.text = (
-            f"This picture cannot be shown: its entry in {FOLDER}/{INDEX} or its file is damaged."
-        )
+        shown.text = f"This picture cannot be shown: its file or {FOLDER}/{INDEX} is damaged."
     return shown
 
 

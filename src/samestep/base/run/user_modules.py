@@ -202,8 +202,7 @@ def modules_note(run: Path) -> list[str]:
         return notes
     note = (
         f"Your code imports more than {MOST_FILES} files or {MOST // MB} MB of your own. The run "
-        f"keeps and compares the first {len(modules.files)}: a resume does not notice edits of the "
-        "others."
+        f"keeps the first {len(modules.files)}: a resume does not notice edits of the others."
     )
     return [*notes, note]
 
@@ -220,8 +219,7 @@ def copied_modules(file: Path) -> UserModules | None:
 def keep_modules(run: Path, modules: UserModules, number: int | None = None) -> None:
     """Copy modules into a run's directory; with a number, what it has gets that in its name.
 
-    They lie in `code/` as they are imported. Where a job has a copy of all code, those of it stay
-    where they are.
+    They are in `code/` as they are imported; those in a job's copy of all code stay there.
     """
     facts, code = read_object(run / FACTS), run / CODE
     is_job = "root" in facts

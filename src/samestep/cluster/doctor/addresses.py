@@ -79,8 +79,7 @@ def master_port(rank: RankFacts) -> Finding | None:
     if not _can_bind(probe, "", port):
         return red(
             f"port {port} on {rank.launch.master_addr} is taken",
-            "Set MASTER_PORT to a free port on every rank; `ss -ltnp` shows which process holds "
-            "this one.",
+            "Set MASTER_PORT to a free port on every rank; `ss -ltnp` shows what holds it.",
         )
     return green(f"{port} was free")
 

@@ -103,9 +103,7 @@ def recipe(allocation: Allocation) -> Finding | None:
         advice = "Pass its path on a file system that all nodes share."
         return red(f"the file is not there for {_names(missing)}", advice)
     if odd := _odd_ones(allocation.ranks, attrgetter("machine.recipe")):
-        return red(
-            f"the file differs: {odd}", "Copy it to every node, or put it on a shared file system."
-        )
+        return red(f"the file differs: {odd}", "Copy it to every node, or to a shared file system.")
     return green(f"the same file for every rank ({here})") if here else None
 
 

@@ -27,8 +27,7 @@ class Finding:
     """The result of one check."""
 
     status: Status
-    """green: well. yellow: training works, but worse than it could. red: training will fail, or
-    silently go wrong."""
+    """green: good. yellow: training works, but could be better. red: it fails, or silently errs."""
     found: str
     advice: str = ""  # what to do about it; empty for green findings
     name: str = ""  # the check's name

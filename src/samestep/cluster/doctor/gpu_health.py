@@ -148,9 +148,7 @@ def gpu_memory(gpu: GpuHealth) -> Finding | None:
     if gpu.uncorrected is None:
         return None
     if gpu.uncorrected:
-        advice = (
-            "Exclude the node (#SBATCH --exclude), and ask the administrators to replace the GPU."
-        )
+        advice = "Exclude the node (#SBATCH --exclude), and ask the administrators to replace it."
         return red(f"{gpu.uncorrected:,} uncorrectable memory errors", advice)
     return green("no uncorrectable memory errors")
 

@@ -192,9 +192,7 @@ def stop_signal(rank: RankFacts) -> Finding | None:
         return None
     add = "Add #SBATCH --signal=USR1@120: samestep saves and stops on this signal."
     if not job.signal:
-        return yellow(
-            "no --signal in the script: the first signal is SIGTERM at the time limit", add
-        )
+        return yellow("no --signal in the script: the first is SIGTERM at the time limit", add)
     name, _, notice = job.signal.partition("@")
     to, _, name = name.rpartition(":")
     if "B" in to and not job.traps_signal:

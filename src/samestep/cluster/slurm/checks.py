@@ -83,8 +83,8 @@ def _refusal(options: JobOptions, partition: Partition) -> str:
         )
     if (wanted := options.ranks_per_node * cpus) > partition.cores:
         return (
-            f"{options.ranks_per_node} ranks per node × {cpus} cores = {wanted} cores, and the "
-            f"largest node of partition {name} has {partition.cores}. Lower --ntasks-per-node or "
+            f"{options.ranks_per_node} ranks per node × {cpus} cores = {wanted}, and the largest "
+            f"node of partition {name} has {partition.cores}. Lower --ntasks-per-node or "
             "--cpus-per-task."
         )
     limit_s = read_time(partition.limit)  # None for "infinite"
@@ -98,9 +98,7 @@ def check_place(options: JobOptions, kind: Literal["recipe", "script"]) -> None:
     if options.venv is not None:
         venv = Path(options.venv)
         if not (venv / "bin" / "activate").is_file():
-            raise UserError(
-                f"--venv {venv}: it has no bin/activate. Pass the folder of a virtual environment."
-            )
+            raise UserError(f"--venv {venv}: it has no bin/activate. Pass a virtual environment.")
         if kind == "recipe" and (lacks := _lacking(venv)):
             raise UserError(
                 f"--venv {venv}: {' and '.join(lacks)} cannot be imported there, so no rank would "
@@ -128,8 +126,7 @@ def check_ranks(options: JobOptions, settings: Settings) -> None:
     if virtual is not None and virtual < most:
         raise UserError(
             f"--virtual-ranks {virtual}: the job may have {most} ranks ({options.size}), and each "
-            f"computes at least one virtual rank. Use --virtual-ranks {most} or more, or request "
-            "fewer nodes."
+            f"computes at least one. Use --virtual-ranks {most} or more, or request fewer nodes."
         )
     if options.has_range and virtual is None and settings.batch_size_per_rank is not None:
         raise UserError(

@@ -102,11 +102,9 @@ class JobOptions:
     max_restarts: int = 1
     """With --launcher torchrun, how often it restarts all ranks within one start of the job."""
     elastic: Annotated[str | None, InShell("[MIN:MAX]")] = None
-    """Let a recipe's other ranks continue when one dies or a node is lost, from MIN to MAX ranks;
-    by default from 1 to all."""
+    """Let a recipe continue without lost ranks or nodes, on MIN to MAX ranks; default 1 to all."""
     preflight: bool = False
-    """Run `samestep doctor` on all nodes before each start of the ranks, and exclude nodes that
-    fail."""
+    """Run `samestep doctor` on all nodes before each start, and exclude nodes that fail."""
     snapshot: bool = True
     """Copy the code into the run directory now, and run that copy."""
     allow_edit: bool = False
@@ -134,9 +132,7 @@ class JobOptions:
                     "would get the signal before they start. Raise --time or lower --signal-s."
                 )
         if self.mem is not None and not _MEMORY.fullmatch(self.mem):
-            raise UserError(
-                f"--mem {self.mem} should be a whole number with K, M, G or T, such as 64G."
-            )
+            raise UserError(f"--mem {self.mem} should be a number with K, M, G or T, such as 64G.")
         if sum(getattr(self, name) is not None for name in ENVIRONMENTS) > 1:
             flags = ", ".join(map(_flag, ENVIRONMENTS[:-1]))
             raise UserError(f"Give one of {flags} and {_flag(ENVIRONMENTS[-1])}, not several.")
@@ -165,9 +161,7 @@ class JobOptions:
         if self.elastic is not None and (self.container or self.container_image):
             raise UserError("--elastic starts ranks with srun, which containers do not have.")
         if self.elastic is not None and self.launcher == "torchrun":
-            raise UserError(
-                "--elastic needs --launcher srun: torchrun stops all ranks when one fails."
-            )
+            raise UserError("--elastic needs --launcher srun: torchrun stops all ranks with one.")
 
     @property
     def ranks_per_node(self) -> int:

@@ -255,15 +255,14 @@ def ended_runs(folder: Path, queued: Collection[Path | None], most: int = 20) ->
 def find_job_or_run(text: str) -> JobAndRun:
     """Return the job and the run of a number or run directory.
 
-    Of a run's jobs, one that runs comes before one that waits, and that before the one that began
-    last; then the newest.
+    Of a run's jobs, a running one comes first, then a waiting one, then the last that began.
     """
     run = Path(text)
     if re.fullmatch("[0-9]+(_[0-9]+)?", text):
         return _find_number(text)
     if not (is_run(run) or (run / "job.sbatch").is_file()):
         raise UserError(
-            f"{text} is neither a job's number nor the directory of a run.{nearby(run, 'run')}"
+            f"{text} is neither a job number nor a run's directory.{nearby(run, 'run')}"
         )
     run = run.absolute()
     try:
@@ -283,9 +282,7 @@ def _find_number(number: str) -> JobAndRun:
         queue_error = error
     if job is not None:
         if job.uid not in (os.getuid(), None):  # $USER may differ from the kernel's name
-            raise UserError(
-                f"Job {job.job} belongs to user {job.user}; samestep shows only your own jobs."
-            )
+            raise UserError(f"Job {job.job} belongs to user {job.user}; samestep shows only yours.")
         return JobAndRun(job=job, run=job.run)
     if logs := list(Path("runs").glob(f"*/slurm-{number}.out")):
         return JobAndRun(run=logs[0].parent.absolute(), queue_error=queue_error)

@@ -126,9 +126,7 @@ def decide(
     if ending.code == 0:
         text = "completed."
         if ending.received == "USR1" and ending.step is None:
-            text += (
-                " It got the signal before the time limit: to be started again, exit with 1, not 0."
-            )
+            text += " It got the signal before the time limit: to be restarted, exit with 1, not 0."
         return Decision(word="completed", text=text, restarts=before)
     if ending.received in _ENDED:
         word, text = _ENDED[ending.received]
@@ -157,10 +155,7 @@ def decide(
     count = 0 if progressed else before.without_progress + (not (unfit and without))
     if count > limit:
         starts = "1 start" if count == 1 else f"{count} starts in a row"
-        text = (
-            f"failed: {ending.why.rstrip('.')}. Not restarted: there was no newer checkpoint in "
-            f"{starts}."
-        )
+        text = f"failed: {ending.why.rstrip('.')}. Not restarted: no newer checkpoint in {starts}."
         return Decision(word="failed", text=text, restarts=before)
     restarts = replace(
         before,
@@ -238,8 +233,7 @@ def read_ending(
         silent = [f"longest silent: {sign.sentence}" for sign in last_signs(run, begun_at)[:1]]
         mistake = ""
         why = "; ".join([late.removeprefix(_OURS).partition(",")[0], *silent])
-    # Exit code 2 is a mistake of the user's. What their code raised after some steps may not happen
-    # again.
+    # Exit code 2 is a user's mistake. What their code raised after some steps may not recur.
     again = bool(mistake) or code == 2 or (cause is not None and cause.comes_again)
     raised = stepped and any(failure.get("raised") for failure in failures)
     frames = cause.frames if cause and not mistake else ()

@@ -115,9 +115,7 @@ def make_folder(folder: Path) -> None:
     """Make the folder, readable by this user only; refuse one with other files in it."""
     try:
         if folder.is_dir() and not is_sandbox(folder) and any(folder.iterdir()):
-            raise UserError(
-                f"{folder} holds files and is not a sandbox. Choose an empty folder with --dir."
-            )
+            raise UserError(f"{folder} has files and is not a sandbox. Choose an empty --dir.")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
     except OSError as error:
@@ -131,9 +129,7 @@ def write_files(folder: Path, *, nodes: int, cpus: int, first_job: int = 1) -> N
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
-        raise UserError(
-            f"This user (uid {os.getuid()}) has no name in /etc/passwd; Slurm needs one."
-        ) from None
+        raise UserError(f"Slurm needs a name in /etc/passwd for uid {os.getuid()}.") from None
     host, (port, *ports) = socket.gethostname().partition(".")[0], free_ports(nodes + 1)
     text = slurm_conf(
         folder,
@@ -310,8 +306,6 @@ def _locked(folder: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise UserError(
-            f"Another `samestep slurm sandbox` is at work in {folder}; wait for it to end."
-        ) from None
+        raise UserError(f"Another `samestep slurm sandbox` uses {folder}; wait for it.") from None
     finally:
         os.close(descriptor)

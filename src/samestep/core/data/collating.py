@@ -63,8 +63,7 @@ class Collating:
             raise UserError(
                 f"The collate{defined_at(collate)} {verb} {abs(rows - len(samples))} of "
                 f"{len(samples)} samples: its batch has {rows} rows. Each sample belongs to one "
-                "step, so every one must be in the batch once. Leave samples out in the data set "
-                "instead."
+                "step, so each must be in the batch once. Leave samples out in the data set."
             )
         return batch
 
@@ -124,8 +123,7 @@ def as_pair(
     if collate is None and not all(isinstance(leaf, Tensor) for leaf in tree_leaves(list(batch))):
         raise UserError(
             f"{name_of(dataset)} returns {describe(list(batch))} as inputs and targets of a batch; "
-            "both must be tensors, or trees of them. Turn names into numbers; replace or remove "
-            "None."
+            "both must be tensors, or trees of them. Convert names to numbers, and remove None."
         )
     return batch[0], batch[1]
 

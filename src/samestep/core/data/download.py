@@ -158,7 +158,7 @@ def unpack(archive: Path, folder: Path) -> None:
                 new.replace(final)
     except (tarfile.TarError, EOFError) as problem:
         raise UserError(
-            f"{archive} cannot be unpacked: {problem}. Delete it and download it again."
+            f"{archive} cannot be unpacked: {problem}. Delete it and retry."
         ) from problem
 
 

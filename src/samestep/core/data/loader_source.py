@@ -204,8 +204,7 @@ def starting_workers() -> Iterator[None]:
 def blame_worker(iterator: Any, dataset: str, error: Exception, samples: str = "") -> None:
     """Raise an error that names the cause if a worker of the loader has ended; else return.
 
-    An exit code is the user's mistake: the code that the worker ran has called for it. A signal is
-    not.
+    An exit code is the user's mistake: code that the worker ran called for it. A signal is not.
     """
     workers = getattr(iterator, "_workers", ())
     for worker in workers if isinstance(error, OSError | EOFError) else ():
@@ -239,8 +238,7 @@ _REMEDIES = {
 def ignore_stop_signals(_worker: int) -> None:
     """Leave a stop to the ranks: their workers serve until the step is done.
 
-    PyTorch's handlers of a crash go, too: they print a line that ends in a NUL byte, and the rank
-    says the same.
+    PyTorch's crash handlers go, too: they print a NUL byte, and the rank says the same.
     """
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)

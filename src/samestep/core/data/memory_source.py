@@ -43,9 +43,7 @@ class MemorySource(OrderedSource):
                     f"row. Return {name}.to_dense(), or a Dataset whose samples are dense."
                 )
             if tensor.dim() == 0:
-                raise UserError(
-                    f"{reading.data} has {name} without a row for each sample: a single number."
-                )
+                raise UserError(f"{reading.data} has {name} without a row per sample: one number.")
         if len(inputs) != len(targets):
             raise UserError(
                 f"{reading.data} has {len(inputs)} inputs and {len(targets)} targets; "

@@ -318,8 +318,7 @@ class Block:
     rows: int
     """Rows of this rank in each step."""
     weight: float
-    """1, or 0 where the rows only stand in for an empty share, so that every rank takes part in
-    the step's collectives."""
+    """1, or 0 where rows stand in for an empty share, so that every rank joins the collectives."""
     global_size: int
     """Samples of each step over all ranks."""
     parts: "tuple[Block, ...]" = ()

@@ -144,9 +144,8 @@ class Unpacked(Dataset[Any]):
         asked += ["--batch-tokens"] if settings.batch_tokens is not None else []
         if asked:
             raise UserError(
-                f"{asked[0]}: the order is that of the training loader's sampler, "
-                f"{type(self.sampler).__name__}. Leave the setting out, or use DataLoader(…, "
-                "shuffle=True)."
+                f"{asked[0]}: the training loader's sampler, {type(self.sampler).__name__}, "
+                "decides the order. Omit the setting, or use DataLoader(…, shuffle=True)."
             )
         if type(self.sampler) is SequentialSampler:
             return Ordering(order="sequential")
@@ -361,9 +360,8 @@ def open_source(
 
         return LoaderSource(data, reading, num_workers)
     raise UserError(
-        f"{reading.data} is {shown(data)}; it must be (inputs, targets) tensors, "
-        "a map-style Dataset with __len__ and __getitem__, an IterableDataset, or a DataLoader of "
-        "either."
+        f"{reading.data} is {shown(data)}; it must be (inputs, targets) tensors, a Dataset with "
+        "__len__ and __getitem__, an IterableDataset, or a DataLoader of either."
     )
 
 

@@ -47,8 +47,7 @@ class SamplerOrder:
         if self.batch_size and global_batch % self.batch_size:
             raise UserError(
                 f"{self._name} makes batches of {self.batch_size} samples, but a step has "
-                f"{global_batch} over all ranks: use --batch-size {self.batch_size}, or a multiple "
-                "of it."
+                f"{global_batch} over all ranks: use --batch-size {self.batch_size} or a multiple."
             )
         if epoch != self._newest[0]:
             self._newest = epoch, self._ask(epoch)
@@ -84,10 +83,7 @@ class SamplerOrder:
             blame(f"{self._name} failed", error, self._sampler)
         if len(indices) > limit:
             problem = "has no end" if most is None else f"has length {most} but yields more"
-            raise UserError(
-                f"{self._name} {problem}: an epoch must have its number of samples. Correct its "
-                "__len__."
-            )
+            raise UserError(f"{self._name} {problem}. Give it the right __len__.")
         if indices and isinstance(indices[0], list | tuple):
             indices = self._of_batches([[*batch] for batch in indices])
         order = torch.tensor([self._place(index) for index in indices], dtype=torch.int64)

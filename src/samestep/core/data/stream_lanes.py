@@ -82,8 +82,7 @@ class Route:
 class Lane:
     """One lane of a stream, read from a place on.
 
-    What an element draws is seeded by (seed, epoch, lane, place), so it does not depend on who
-    reads it.
+    What an element draws is seeded by (seed, epoch, lane, place), whichever rank reads it.
     """
 
     def __init__(self, stream: Any, route: Route, number: int) -> None:
@@ -110,8 +109,7 @@ class Lane:
             if not self._read_into([]):
                 raise UserError(
                     f"{self._name} ended after {self._at:,} elements{self._lane}; {start:,} had "
-                    "been read when the checkpoint was written. Use the same data as before, or "
-                    "start a new run."
+                    "been read at the checkpoint. Use the same data as before, or start a new run."
                 )
         left = route.first_step * len(route.slots(number)) - start
         while left > 0 and (dropped := len(self.take(min(left, _DROPPED)))):

@@ -129,18 +129,15 @@ def build(
         unkept = tried.unkept._replace(**of_data(train, splits.train, recipe, settings, world))
         tried = tried._replace(unkept=unkept)
     metrics, parts, evaluation_parts = tried.metrics, tried.parts, tried.evaluation_parts
-    own = _own_parts(recipe, train) + ("losses by name",) * bool(parts)
+    own = _own_parts(recipe, train, by_name=bool(parts))
     compiles = what_compiles(settings, world, model, own=own)
-    evaluation_loss, loss = (
-        evaluating(recipe, evaluation_loss, moment, evaluation_parts),
-        timed(loss, moment),
-    )
+    evaluation_loss = evaluating(recipe, evaluation_loss, moment, evaluation_parts)
+    loss = timed(loss, moment)
     loss = summed(loss, recipe.loss_weights, parts) if parts else loss
     recipe = replace(recipe, loss=loss, metrics=metrics)
     learner, wrapped = _make_learner(
         recipe, takes, model, settings, world, plan, compiles, wrap_model, train, tried
     )
-    mixes = recipe.batch_transform is not None
     learner = replace(learner, own=own, moment=moment)
     make = partial(make_step, compiles, settings=settings, world=world, plan=plan)
     most = train.steps_per_block(plan.global_batch_size)
@@ -155,7 +152,7 @@ def build(
         learner=learner,
         step=step,
         after_epoch=after_epoch,
-        batch_transform=_batch_transform(recipe, settings, world) if mixes else None,
+        batch_transform=_batch_transform(recipe, settings, world),
         train=train,
         validation=validation,
         by_name=by_name,
@@ -171,7 +168,7 @@ def build(
     state = State(
         watch=_watch(settings, recipe, splits, tried),
         measured=EpochMetrics(
-            {} if mixes else metrics,
+            {} if recipe.batch_transform else metrics,
             world.device,
             held_parts(world),
             by_step=world.virtual_ranks > 0,
@@ -214,7 +211,9 @@ def _build_model(
     return model, takes, restores, initial
 
 
-def _batch_transform(recipe: Recipe, settings: Settings, world: World) -> "BatchTransform":
+def _batch_transform(recipe: Recipe, settings: Settings, world: World) -> "BatchTransform | None":
+    if recipe.batch_transform is None:
+        return None
     from samestep.core.learner.batch_transform import BatchTransform  # noqa: PLC0415
 
     return BatchTransform(recipe, settings, world)
@@ -245,10 +244,11 @@ def planned(request: Request, train: Source | Plan, world_size: int) -> Plan:
     return make_plan(request.settings, train.num_samples, world_size, **options)
 
 
-def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:
+def _own_parts(recipe: Recipe, train: Source, *, by_name: bool) -> tuple[str, ...]:
     """Return the names of parts that compiled whole steps cannot take."""
     collates = train.collates and recipe.collate is None  # by the function of a loader
-    return recipe.own_parts() + ("stream",) * train.is_stream + ("collate",) * collates
+    more = {"stream": train.is_stream, "collate": collates, "losses by name": by_name}
+    return (*recipe.own_parts(), *(name for name, has in more.items() if has))
 
 
 def _make_learner(
@@ -280,8 +280,7 @@ def _make_learner(
     terms = terms_of(recipe)
     numbers = int(terms is not None) + (1 + len(tried.parts) if world.elastic else 0)
     counter = make_counter(world, settings, numbers)
-    # Code that runs between two steps of an epoch may change what model and loss read. Functions of
-    # this package do not.
+    # Code between two steps may change what model and loss read. This package's functions do not.
     between = [recipe.schedule, recipe.transform, recipe.augment, *recipe.metrics.values()]
     functions = [f.func if isinstance(f, partial) else f for f in between if f is not None]
     built_in = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)

@@ -49,9 +49,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
         )
     of_loss = [*getattr(request.recipe.loss, "named_parameters", dict)()]
     if untrained := [name for name, parameter in of_loss if parameter.requires_grad]:
-        notes.append(
-            f"The loss's {listed(untrained)} is not trained: only parameters of the model are."
-        )
+        notes.append(f"The loss's {listed(untrained)} is not trained, only the model is.")
     if work.world.elastic and (asked := asks_for_ranks(request.recipe.data)):
         notes.append(
             f"data() asks for {asked}, which change when a rank dies or joins (--elastic). Each "
@@ -73,9 +71,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
         )
     if request.recipe_changes:
         changes = listed(request.recipe_changes, 5)
-        notes.append(
-            f"The run continues with the recipe as it is now; what has changed: {changes}."
-        )
+        notes.append(f"The run continues with the recipe as it is now. Changed: {changes}.")
     notes += _own_code(request, path, resumed=resumed) if request.source.endswith(".py") else []
     average = work.learner.average
     extra = () if average is None else average.state().values()
@@ -196,8 +192,7 @@ def plan_notes(plan: Plan, settings: Settings) -> list[str]:
     if 0 < plan.num_samples < plan.global_batch_size:
         notes.append(
             f"The global batch of {plan.global_batch_size:,} is larger than the "
-            f"{plan.num_samples:,} training samples: every step takes all of them, an epoch is one "
-            "step."
+            f"{plan.num_samples:,} training samples: every step takes all, an epoch is one step."
         )
     if plan.by_tokens is not None and (short := sum(n < parts for n in plan.by_tokens.sizes)):
         ranks = "virtual ranks" if plan.virtual_ranks else "ranks"

@@ -396,8 +396,7 @@ def _refused_change(name: str, change: Change, *, is_given: bool) -> UserError:
     begun = f"{changed}: the run was started with {before}"
     if name in _FIXED:
         return UserError(
-            f"{begun}. It cannot change within a run: leave it out, or start a new run without "
-            "--resume."
+            f"{begun}. It cannot change within a run: omit it, or start a new run without --resume."
         )
     return UserError(
         f"{begun}. Resuming with this value would make it another training: leave it out, start a "

@@ -68,7 +68,7 @@ def load_newest(
     loaded = load_first(world, folder, newest_first, problems, mesh, own)
     if problems and loaded is None:
         raise UserError(
-            "No checkpoint of this run is intact. " + " ".join(problems), on_all_ranks=True
+            "This run has no intact checkpoint. " + " ".join(problems), on_all_ranks=True
         )
     return loaded
 

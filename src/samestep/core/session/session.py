@@ -151,8 +151,7 @@ class Session:
     def go_on(self, record: Record, step: int, watch: Watch, newest: Iterable[Record]) -> None:
         """Continue in another group of ranks: write the `regroup` record.
 
-        `newest` are the records of the newest step. Those that the rank before has written are not
-        written again.
+        `newest` are the records of the newest step; those already written are not written again.
         """
         self.saver.begin(step, watch)
         self.begun = True

@@ -158,8 +158,7 @@ def _by_safetensors() -> Callable[[dict[str, Tensor], BinaryIO], None]:
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             kinds = sorted({str(tensor.dtype) for tensor in own.values()})
             raise UserError(
-                f"safetensors cannot write tensors of {listed(kinds)}: {error}. Name a file that "
-                "ends in .pt."
+                f"safetensors cannot write {listed(kinds)}: {error}. Name a file that ends in .pt."
             ) from error
 
     return save

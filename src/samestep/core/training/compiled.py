@@ -196,8 +196,7 @@ def explained() -> Iterator[None]:
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         raise UserError(
             f"--compile on: this model or loss cannot be compiled ({type(error).__name__}: "
-            f"{reason.strip()}). Use --compile off, or remove code that depends on the values of "
-            "tensors."
+            f"{reason.strip()}). Use --compile off, or remove code that depends on tensor values."
         ) from error
 
 

@@ -46,8 +46,7 @@ def values_of(name: str, metric: Callable[..., Any], outputs: Any, targets: Any,
         raise UserError(
             f"The recipe's metric {name!r}{defined_at(metric)} returned {describe(value)} for "
             f"{count} samples; it must be one value per sample, ({count},): samestep reduces sums "
-            "and counts. For a metric that needs all predictions at once, use a "
-            "torchmetrics.Metric."
+            "and counts. If it needs all predictions at once, use a torchmetrics.Metric."
         )
     return value
 

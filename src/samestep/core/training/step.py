@@ -323,6 +323,5 @@ def check_trainable(value: Any, loss: object) -> None:
     if not value.requires_grad:
         raise UserError(
             f"The recipe's loss{defined_at(loss)} has no gradient: it does not depend on any "
-            "weight. Leave out .detach(), .item(), .argmax() and NumPy between the weights and the "
-            "loss."
+            "weight. Use no .detach(), .item(), .argmax() or NumPy between weights and loss."
         )

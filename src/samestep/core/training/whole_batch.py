@@ -128,8 +128,7 @@ class WholeBatchLoss(Objective):
     def _gathered(self, parts: Sequence[Block], outputs: Sequence[Any]) -> tuple[list[Tensor], int]:
         """Return outputs and targets of all ranks, and the place of this rank's first row in them.
 
-        All ranks call it. A part without a weight only stands in, so that its rank takes part in
-        collectives.
+        All ranks call it. A part without a weight stands in, so that its rank joins collectives.
         """
         pairs = [(part, output) for part, output in zip(parts, outputs, strict=True) if part.weight]
         columns = [

@@ -128,8 +128,7 @@ def run_ranks(
 
     A stop signal is passed on to the ranks and waited for; a second Ctrl-C or SIGTERM kills them.
     If a rank fails, the agent ends the others, unless it died and the ranks are `elastic`. Unless
-    all ends well, nothing that the ranks started survives. Signals and variables are then as
-    before.
+    all ends well, nothing that the ranks started survives. Signals and variables are restored.
     """
     if unheeded_signal():
         return Ended(128 + unheeded_signal())  # no rank has begun, so none has to know

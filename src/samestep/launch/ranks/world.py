@@ -189,8 +189,7 @@ class World(Launch):
     def gloo_group(self) -> Any:
         """Return a new group of all ranks, connected by Gloo, for a thread; None on one rank.
 
-        All ranks call it. Collectives of two threads within one group could meet in another order
-        on each rank.
+        All ranks call it. Collectives of two threads in one group could meet in different orders.
         """
         return dist.new_group(backend="gloo") if self.connected else None
 
@@ -281,9 +280,7 @@ def choose_device(
         if one_each and cuda == 1:
             return torch.device("cuda", 0)
         if local_rank >= cuda and not oversubscribe:
-            raise UserError(
-                f"Local rank {local_rank} has no GPU: {cuda} visible on this node. {FEWER_RANKS}"
-            )
+            raise UserError(f"Local rank {local_rank} has no GPU: {cuda} visible. {FEWER_RANKS}")
         return torch.device("cuda", local_rank % cuda)
     return torch.device("mps" if wanted == "mps" or (wanted == "auto" and has_mps) else "cpu")
 

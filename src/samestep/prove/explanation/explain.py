@@ -197,8 +197,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
 def _build(request: Request, world: ImaginedWorld, device: str) -> tuple[Built, str]:
     """Build the training, without loader processes or compiling; also return a problem.
 
-    A model for another device may not run on the CPU: then it is built, and the problem says why it
-    was not tried.
+    A model for another device may not run on the CPU: then the problem says why it was not tried.
     """
     # SyncBatchNorm is refused on a CPU, so it is left out of what stands in for a GPU.
     synchronised = request.settings.sync_batchnorm and device == "cpu"

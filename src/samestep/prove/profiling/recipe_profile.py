@@ -172,8 +172,7 @@ def _run_stages(
     span, tracer = stages.span, stages.tracer
     if span is None:
         raise UserError(
-            f"A stop signal came after {count(state.position.step, 'step')}: too few to measure "
-            "anything.",
+            f"A stop signal came after {count(state.position.step, 'step')}: too few to measure.",
             on_all_ranks=True,
         )
     if tracer is None or not tracer.steps:

@@ -27,8 +27,7 @@ _WIDE = 0.15
 TURN_S = 0.5
 NOISE = 0.03  # a value helps if it is faster in most rounds, and by more than this in the fastest
 _PATIENCE = 2
-"""The sweep ends after this many values in a row that do not help: one worker is often slower than
-none, while two are faster."""
+"""The sweep ends after this many values without gain: one worker is often slower than none."""
 _UNSURE = 0.5
 """Rounds that differ by more than this, and of which some found the value slower, are not sure."""
 
@@ -200,9 +199,7 @@ def file_to_apply(config: Path | None, recipe: str) -> Path:
     if path.suffix in (".yaml", ".yml"):
         raise UserError(f"--apply changes only TOML, and {path} is YAML.", on_all_ranks=True)
     if config is None and path.exists():
-        raise UserError(
-            f"{path} exists already: name it with --config to have it changed.", on_all_ranks=True
-        )
+        raise UserError(f"{path} exists: to change it, add --config {path}.", on_all_ranks=True)
     return path
 
 

@@ -185,8 +185,7 @@ UNUSED = Cause(
 )
 BATCHNORM = Cause(
     "BatchNorm statistics per rank",
-    "Layer {layers}: each rank normalises over its own share of the batch; frozen, they make no "
-    "difference.",
+    "Layer {layers}: each rank normalises over its own share of the batch; frozen, ranks agree.",
     "Use GroupNorm, or --sync-batchnorm on NVIDIA GPUs; or accept it: --accept batchnorm, or "
     'accepts=("batchnorm",) in the recipe.',
 )
@@ -214,8 +213,7 @@ ATTRIBUTE = replace(
 OWN_GENERATOR = Cause(
     OUTSIDE_MODULE.name,
     "The model or the loss draws from a torch.Generator of its own{lines}, kept from step to "
-    "step: no checkpoint holds it, so a resumed run draws different numbers, and each rank has "
-    "one.",
+    "step: no checkpoint holds it, so a resumed run and each rank draw different numbers.",
     "Draw without generator=: torch's own is seeded in every step.",
 )
 OTHER_GENERATORS = Cause(
@@ -244,8 +242,7 @@ OPTIMIZER = Cause(
 )
 DRAWS = Cause(
     "the optimizer draws",
-    "The optimizer's step draws from {names}: each rank, and a resumed run, may draw different "
-    "numbers.",
+    "The optimizer's step draws from {names}: ranks and resumed runs may draw different numbers.",
     "Draw from torch's own generator in step(): samestep seeds it alike on all ranks.",
 )
 OPTIMIZER_ROUNDS = Cause(
@@ -295,8 +292,7 @@ OPTIMIZER_SETTINGS = Cause(
     "optimizer settings that depend on the ranks",
     "In step {step} the optimizer's {name} is {one:g} in one process and {other:g} in {rank}: it "
     "follows the rank, or a count that grows with a rank's samples or with the number of ranks.",
-    "Set it from what is the same on any number of ranks: batch.step, or samples of the global "
-    "batch.",
+    "Set it from what is the same on any number of ranks: batch.step, or the global batch.",
 )
 BATCH_BY_RANKS = Cause(
     "batch that depends on the number of ranks",
@@ -320,8 +316,7 @@ ALL_WRITE = Cause(
 )
 ALL_PRINT = Cause(
     "every rank prints",
-    "{line} prints {text!r} on every rank; samestep shows rank 0's and keeps the others in "
-    "rank-N.log.",
+    "{line} prints {text!r} on every rank; samestep shows rank 0's, the others are in rank-N.log.",
 )
 UNKNOWN = Cause(
     "unknown",

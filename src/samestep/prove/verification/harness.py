@@ -1,8 +1,7 @@
 """What every verification does: choose the ranks, start them, collect what they hand back, answer.
 
 Recipes (`verify_recipe.py`) and scripts with a loop of their own (`verify_loop.py`) differ in what
-a start runs: several short trainings of a recipe, but only one of a script, as the process ends
-with it.
+a start runs: several short trainings of a recipe, but one of a script, as its process ends then.
 """
 
 import pickle
@@ -170,9 +169,7 @@ class Starts:
         if tolerance is not None:
             notes.append(f"With --tolerance {tolerance:g}, only losses are compared.")
         if evidence.quick:
-            notes.append(
-                "--quick skips some rows: verify without it before you rely on the result."
-            )
+            notes.append("--quick skips some rows: verify without it before you rely on this.")
         exact, chosen = evidence.facts.exact, evidence.chosen
         return Verification(
             recipe=name,
@@ -252,9 +249,7 @@ def _device(settings: Settings, most_ranks: int) -> tuple[Device, tuple[str, ...
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     too_few = f"{most_ranks} ranks need a GPU each, and this machine has {gpus}."
     if settings.device == "cuda" and 0 < gpus < most_ranks:
-        raise UserError(
-            f"--device cuda: {too_few} Use --device cpu, or --nproc 1{',2' if gpus > 1 else ''}."
-        )
+        raise UserError(f"{too_few} Use --device cpu, or --nproc 1{',2' if gpus > 1 else ''}.")
     if settings.device != "auto":
         return settings.device, ()
     if gpus >= most_ranks or (most_ranks == 1 and torch.backends.mps.is_available()):

@@ -8,8 +8,7 @@ from samestep.base.run.records import COMPUTE
 from samestep.base.words import count, size
 from samestep.scripts.measuring.measured import MeasuredSteps, Operations
 
-# A rank counts as a straggler if it is slower than the others by this fraction of a step: ranks
-# take turns at being last.
+# A rank is a straggler if it is slower by this fraction of a step: ranks take turns at being last.
 _STRAGGLES = 0.15
 # A run counts as oversubscribed if a thread waits for a core longer than this fraction of a step,
 # and the ranks by themselves would use more than this many times the available cores.
@@ -169,8 +168,7 @@ ADVICE = {
             "recipe": "Read in worker processes, --num-workers {enough}: --workers {tried} here "
             "finds how many.",
             "iterable": f"{_MORE_WORKERS}, with an IterableDataset whose __iter__ yields only its "
-            "worker's share (torch.utils.data.get_worker_info()): otherwise each worker yields "
-            "every sample.",
+            "worker's share (torch.utils.data.get_worker_info()): else each worker yields all.",
             "else": f"{_MORE_WORKERS}, then profile again.",
         },
     ),

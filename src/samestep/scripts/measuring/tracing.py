@@ -69,8 +69,7 @@ class Tracer:
             self._begin_step()
 
     def _begin_step(self) -> None:
-        # Readers of PyTorch's traces look for this name; the profiler itself writes it only with a
-        # schedule.
+        # Readers of traces look for this name; the profiler writes it only with a schedule.
         self._step = record_function(f"ProfilerStep#{self.steps}")
         self._step.__enter__()  # type: ignore[no-untyped-call]
 

@@ -74,9 +74,7 @@ def call_of(
     if not target:
         raise UserError("The first argument is empty: name a recipe, a recipe file or a run.")
     if recipe is not None and not is_run(Path(target)):
-        raise UserError(
-            f"recipe= needs the directory of a run, and {target} is not one. Leave recipe= out."
-        )
+        raise UserError(f"recipe= needs a run's directory, and {target} is not one. Omit recipe=.")
     return Call(target=target, recipe=given_recipe(recipe, what), **more)
 
 
@@ -198,8 +196,7 @@ def receive(file: Path) -> Call:
         except Exception as error:
             raise UserError(
                 f"The recipe could not be read in another process: {type(error).__name__}: "
-                f"{error}. Everything it uses must be importable there, or be defined with the "
-                "recipe."
+                f"{error}. Everything it uses must be importable there, or defined with the recipe."
             ) from error
     assert isinstance(call, Call)
     return call
@@ -208,8 +205,7 @@ def receive(file: Path) -> Call:
 class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Notes the classes and functions that it takes from the caller's `__main__`.
 
-    The ranks put them into their own `__main__`, so that ranks and loader workers can exchange
-    their instances.
+    The ranks put them into their `__main__`, so that ranks and loader workers exchange instances.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -248,7 +244,7 @@ def _why_not(call: Call, error: Exception) -> str:
         parts += [(f"Recipe({name}=…)", value) for name, value in vars(call.recipe).items()]
     unsendable = next((part for part in parts if not _can_be_sent(part[1])), None)
     if unsendable is None:
-        return f"The recipe cannot be sent to the processes of the ranks: {error}."
+        return f"The recipe cannot be sent to the ranks: {error}."
     subject, value = unsendable
     place = defined_at(value) if callable(value) else ""
     name = ""  # that the user gave to the innermost object that cannot be sent
@@ -267,10 +263,7 @@ def _why_not(call: Call, error: Exception) -> str:
         kind = "a generator"
         instead = "Create it inside the function, or keep what it yields in a list"
     uses = f"{subject}{place} uses {name!r}, " if name else f"{subject} is "
-    return (
-        f"{uses}{kind}, which cannot be sent to the processes of the ranks. {instead}, or train "
-        "with nproc=1."
-    )
+    return f"{uses}{kind}, which cannot be sent to the ranks. {instead}, or train with nproc=1."
 
 
 def _can_be_sent(value: Any) -> bool:

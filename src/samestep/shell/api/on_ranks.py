@@ -74,7 +74,7 @@ def train(
         nproc: Ranks to start on this machine; auto: one per GPU, else one per core.
         elastic: With `nproc`, continue without ranks that die; 2:4 as long as 2 to 4 are left.
         elastic_replace: With `elastic`, start a new rank for one that died.
-        elastic_limit: With `elastic`, how many ranks may die within an hour.
+        elastic_limit: With `elastic`, the most rank deaths per hour.
         resume: Continue the run from its newest intact checkpoint; with the address of a `mirror`,
             fetch the run from there first. Without `resume` a new run starts.
         allow_change: With `resume`, settings that may change: lr,weight_decay; `recipe` allows an
@@ -180,9 +180,7 @@ def verify(
     script = None if call.target is None else loop_of(call.target)
     unfitting = [*settings] if config is None else [*settings, "config"]
     if script is not None and unfitting:
-        raise UserError(
-            f"{', '.join(unfitting)}: {script} is not a recipe. Pass its own arguments=(…)."
-        )
+        raise UserError(f"{', '.join(unfitting)}: {script} is not a recipe. Use arguments=(…).")
     if script is None and arguments:
         raise UserError("arguments= is for a script that opens a run; this is a recipe.")
     asked: dict[str, Any] = {"quick": quick, "accept": accept, "tolerance": tolerance}

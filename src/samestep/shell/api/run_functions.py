@@ -150,12 +150,10 @@ def predict(
             run's own copy is recipe.py in its directory.
         device: Device to use; auto takes the best one of this machine.
         data_dir: With `split`, folder of the data, if it has moved since the training.
-        skip_bad: With `split`, how many files of the data may be unreadable, if the recipe has this
-            option.
+        skip_bad: With `split`, how many files may be unreadable, if the recipe has this option.
 
     Raises:
-        UserError: there is no such run, checkpoint, file or split, or the recipe does not say how
-            to read a file.
+        UserError: there is no such run, checkpoint, file or split, or the recipe cannot read files.
     """
     from samestep.core.session import prediction  # noqa: PLC0415 - it imports torch
     from samestep.shell.api.call import as_in_fresh_process, given_recipe  # noqa: PLC0415

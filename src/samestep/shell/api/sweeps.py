@@ -120,9 +120,7 @@ def _plan(
     same = {name: value for name, value in same.items() if name not in lists}
     for name in ("run_dir", "resume", "mirror"):
         if name in settings:
-            raise UserError(
-                f"sweep({name}=…): use folder=; a sweep has several runs, and resumes itself."
-            )
+            raise UserError(f"sweep({name}=…): use folder=; a sweep has several runs and resumes.")
     if (number := num_points({k: [*map(str, v)] for k, v in lists.items()}, sample)) > MOST:
         raise UserError(f"sweep(): {number:,} trainings. To train a part of them: sample=50.")
     axes = {name.replace("_", "-"): tuple(map(_text, v)) for name, v in lists.items()}
@@ -170,14 +168,10 @@ def check_trainings(
         except UserError as error:
             if not checked:
                 raise
-            raise UserError(
-                f"{error} (This is with {_typed(point)}; no training was started.)"
-            ) from error
+            raise UserError(f"{error} (With {_typed(point)}; no training was started.)") from error
         training = repr((replace(request.settings, run_dir=None), request.options))
         if (other := by_request.setdefault(training, _typed(point))) != _typed(point):
-            raise UserError(
-                f"{other} and {_typed(point)} are the same training. List each value once."
-            )
+            raise UserError(f"{other} and {_typed(point)} are one training. List each value once.")
         checked.append(request)
     return checked
 

@@ -63,8 +63,7 @@ def train_call(
             if request.resume and request.settings.run_dir is None:
                 raise UserError(
                     "resume=True needs a run: pass its directory first, samestep.train(run, "
-                    "resume=True); or pass run_dir, to start there and continue there when called "
-                    "again."
+                    "resume=True); or run_dir, to start there and continue when called again."
                 )
             number = _number(nproc, request)
             if elastic is not None:

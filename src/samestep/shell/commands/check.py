@@ -39,8 +39,7 @@ class CheckFlags:
     """Run a training script on a few CPU ranks, and report what is wrong with it.
 
     The script runs unchanged, in a copy of its folder, for some steps of two epochs. To check a
-    module, name it as for Python: samestep check -m MODULE. Arguments after `--` are passed to the
-    script.
+    module, name it as for Python: samestep check -m MODULE. Arguments of the script follow `--`.
 
     A short run cannot show what starts later, what only happens on a GPU, or what you intend. The
     report lists the rules that did not see enough to judge.
@@ -190,7 +189,7 @@ def _verify(target: ScriptTarget, command: Any, kind: str) -> int:
     if unused or (target.words and not takes_words):
         superfluous = unused[0] if unused else "-- and what follows it"
         raise UserError(
-            f"{target.name} is {kind}, which `samestep verify` checks. Leave {superfluous} out."
+            f"{target.name} is {kind}: `samestep verify` checks it, without {superfluous}."
         )
     words = [target.name, "--json"] if command.json else [target.name]
     if command.nproc is not None:

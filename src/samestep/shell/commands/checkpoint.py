@@ -89,9 +89,7 @@ def export_weights(
     """
     files = [path for path in (file, output) if path is not None]
     if len(files) != 1:
-        raise UserError(
-            f"Name one file to write: samestep checkpoint export {args.run} model.safetensors"
-        )
+        raise UserError(f"Name one file: samestep checkpoint export {args.run} model.safetensors")
     written = export(file=files[0], **vars(args))
     if json:
         print_json(written)

@@ -65,9 +65,7 @@ def main(arguments: list[str]) -> int:
     """Print the script for a shell."""
     show_general_help(arguments, _HELP + example_text(*_EXAMPLES))
     if len(arguments) > 1 or arguments[0] not in SCRIPTS:
-        raise UserError(
-            f"samestep completion {' '.join(arguments)}: name one shell: {', '.join(SCRIPTS)}."
-        )
+        raise UserError(f"samestep completion {' '.join(arguments)}: choose {', '.join(SCRIPTS)}.")
     sys.stdout.write(SCRIPTS[arguments[0]](completion_words()))
     return 0
 

@@ -86,9 +86,7 @@ def _check_name(kind: str, path: Path) -> None:
     own = kind == "own-loop"  # which is run, not imported
     legal = re.fullmatch(r"\w[\w-]*", stem) if own else stem.isidentifier()
     if not legal or (keyword.iskeyword(stem) and not own):
-        problem = (
-            "use letters, digits, _ and - in its name" if own else "Python cannot import this name"
-        )
+        problem = "use letters, digits, _ and - only" if own else "Python cannot import this name"
         raise UserError(f"{path}: {problem}. {_better(kind, path, _as_module(stem))}")
     if hidden := _module_that_is_hidden(stem, path.parent):
         raise UserError(
@@ -145,6 +143,4 @@ def _write(kind: str, path: Path) -> None:
             f"There is no folder {path.parent} for {path.name}. Create it first: mkdir -p {folder}"
         ) from error
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be written: {error.strerror}. Choose another folder."
-        ) from error
+        raise UserError(f"{path} cannot be written: {error.strerror}. Choose another.") from error

@@ -97,9 +97,7 @@ def _check(
     args: SimpleNamespace, files: Sequence[Path], out: Path | None, plot: Path | None
 ) -> None:
     if args.split is None and not files:
-        raise UserError(
-            "Name the files to predict: samestep predict RUN FILE…; or use --split test."
-        )
+        raise UserError("Name files to predict: samestep predict RUN FILE…; or use --split test.")
     check_positive(top=args.top)
     if out is not None:
         check_output(out, "--out", (".csv", ".jsonl", ".parquet"))

@@ -83,9 +83,7 @@ def main(arguments: list[str]) -> int:
     if command.slurm and command.nproc > 1:
         raise UserError("--nproc is for one machine; a job takes --ntasks-per-node after `--`.")
     if command.optuna and command.slurm:
-        raise UserError(
-            "--optuna needs the results of earlier trainings; --slurm submits all at once."
-        )
+        raise UserError("--optuna needs earlier results, but --slurm submits all at once.")
     _ask(sweep_plan.num_points(axes, command.sample), sure=command.yes)
     plan = _plan(target, shared, axes, command, script_args)
     chooser = sweep_plan.OptunaChoice(plan) if command.optuna else None

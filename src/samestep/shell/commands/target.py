@@ -79,9 +79,7 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
         recipe = None
         if "--recipe-of-run" in flags and hasattr(kind, "recipe_of_run"):
             if "--resume" not in flags:
-                raise UserError(
-                    "--recipe-of-run has no effect without --resume.", flags=["recipe_of_run"]
-                )
+                raise UserError("--recipe-of-run needs --resume.", flags=["recipe_of_run"])
             recipe = recipe_copy_of(target, value_of("--run-dir", flags))
         of_run = asks_help and target not in RECIPES and is_run(Path(target))
         # The run may be a stranger's, so no code of it runs.

@@ -38,8 +38,7 @@ class VerifyFlags:
     likely cause. With --virtual-ranks everything must be equal to the last bit, including random
     numbers.
 
-    Exit codes: 0 the same training; 1 different, or every rank writes the same file; 2 a mistake in
-    the command or the recipe.
+    Exit codes: 0 the same training; 1 different, or ranks write the same file; 2 a user's mistake.
 
     A script with its own loop (samestep.open_run) takes its arguments after `--`.
     """

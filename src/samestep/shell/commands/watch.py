@@ -44,9 +44,7 @@ def main(
             time.sleep(_POLL_EVERY_S)
         if not is_run(run) and (run / "job.sbatch").is_file():
             shown = shlex.quote(str(run))
-            writes = (
-                "script writes no records" if is_script(run) else "job has not started to train"
-            )
+            writes = "script has no records" if is_script(run) else "job has not started to train"
             raise UserError(
                 f"{run} has no page: its {writes}. See its state with `samestep slurm status "
                 f"{shown}`, and its output with `samestep slurm logs {shown}`."

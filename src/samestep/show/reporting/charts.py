@@ -142,8 +142,7 @@ def make_curve(
 def _thin(x: Floats, y: Floats, most: int) -> NDArray[np.intp]:
     """Return the indices to draw: of every stretch of x the least, the greatest and one gap.
 
-    A stretch is about a pixel wide, so the drawing looks as that of all values would. The first and
-    the last value stay.
+    A stretch is about a pixel wide, so the drawing looks the same. The first and last value stay.
     """
     if len(x) <= most:
         return np.arange(len(x))

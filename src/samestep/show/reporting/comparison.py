@@ -109,9 +109,7 @@ class Comparison:
 def check_target(target: float | None) -> None:
     """Check that a metric can ever be at a target."""
     if target is not None and not math.isfinite(target):
-        raise UserError(
-            f"--target {target} is not a finite number. Choose a value that the metric can reach."
-        )
+        raise UserError(f"--target {target} is not finite. Choose one that the metric can reach.")
 
 
 def compare_runs(
@@ -131,8 +129,7 @@ def compare_runs(
     paths = with_sweeps_opened(paths)
     if len(paths) < 2 - alone:
         raise UserError(
-            "Name two runs or more: samestep compare runs/ID runs/ID. With --plot FILE.png one is "
-            "enough."
+            "Name two or more: samestep compare runs/ID runs/ID. --plot needs only one."
         )
     if len(paths) > MOST:
         raise UserError(f"{len(paths)} runs are more than can be shown; name at most {MOST}.")
@@ -143,8 +140,8 @@ def compare_runs(
     if num_recipes(runs) > 1 and not any_recipe:
         raise UserError(
             f"These runs cannot be compared: {_list(runs)}. Losses of different recipes measure "
-            "different things; name runs of one recipe, or add --any-recipe if they use the same "
-            "data and loss."
+            "different things; name runs of one recipe, or add --any-recipe if data and loss are "
+            "the same."
         )
     comparison = Comparison(runs, metric or _default_metric(runs), target)
     if metric is not None and not any(comparison.curves):
@@ -192,15 +189,10 @@ def _notes(runs: list[RunData], speeds: list[curves.Throughput | None]) -> list[
     batches = {run.plan["global_batch_size"] for run in runs if run.plan}
     if len(batches) > 1:
         sizes = ", ".join(f"{size:,}" for size in sorted(batches))
-        notes.append(
-            f"The runs have different global batches ({sizes} samples): compare per sample, not "
-            "per step."
-        )
+        notes.append(f"Global batches differ ({sizes} samples): compare per sample, not per step.")
     bases = {speed.basis.split()[0] for speed in speeds if speed}
     if len(bases) > 1:
-        notes.append(
-            "Throughput is measured over whole epochs in some runs and over a few steps in others."
-        )
+        notes.append("Throughput is measured over epochs in some runs, over a few steps in others.")
     hosts = {run.facts.get("host") for run in runs} - {None}
     if len(hosts) > 1:
         notes.append("The runs are from different machines, which also changes their speeds.")

@@ -225,9 +225,7 @@ def _verdict(result: SameTraining, other: str, first: str) -> str:
         differ = "are equal, but the weights are not." if equal else f"differ {size} {explained}"
         return f"{same}: the losses of {steps} {differ}"
     if result.last_alike is None:
-        apart = (
-            f"{other} is a different training from {first}: of {steps} the losses differ from the"
-        )
+        apart = f"{other} is a different training from {first}: of {steps}, losses differ from the"
         return f"{apart} first on, {size} {explained}"
     return (
         f"{other} parts from {first} after step {result.last_alike:,}: up to there the losses are "

@@ -193,9 +193,7 @@ def _facts(
     path: Path, plan: Record, environment: dict[str, Any], problems: list[str]
 ) -> dict[str, object]:
     if not environment:
-        problems.append(
-            "environment.json is missing or damaged: versions and machine are not known"
-        )
+        problems.append("environment.json is missing or damaged: versions and machine are unknown")
     facts = {name: plan[name] for name in _PLANNED if name in plan}
     # The sizes are in settings.toml too; where that is gone, the plan still has them.
     sizes = {"batch_size": "global_batch_size", "micro_batch_size": "micro_batch_size"}
@@ -216,6 +214,4 @@ def _status(path: Path) -> str:
         return summary.state if summary.state == "running" else ended
     if (age := seconds_since_sign(path)) is None:
         return "not begun"
-    return (
-        f"no end recorded, last written {duration(age)} ago: killed, or running on another machine"
-    )
+    return f"no end recorded, last written {duration(age)} ago: killed, or running elsewhere"

@@ -1,7 +1,6 @@
 """A tracker's process: follow a run directory and hand over each new record once.
 
-`tracking.processes` starts it and listens to it. It also samples what the machine of rank 0 does,
-for trackers that do not.
+`tracking.processes` starts it and listens to it. It samples rank 0's machine if a tracker does not.
 """
 
 import contextlib

@@ -394,7 +394,7 @@ def send_run(
     trackers = tracker_choice.chosen(settings.track)
     if not trackers:
         raise UserError(
-            f"--to {settings.track} names no tracker: comet, mlflow, tensorboard, trackio, wandb."
+            f"--to {settings.track}: choose comet, mlflow, tensorboard, trackio, wandb."
         )
     tracker_choice.check_choice(settings)
     tracker_choice.check_installed(trackers)

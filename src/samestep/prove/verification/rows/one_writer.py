@@ -21,14 +21,12 @@ from samestep.prove.verification.evidence import Check, Evidence, TableRow
 
 _COMPARED = "what ranks other than 0 print, write"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT
-# All ranks may try what only one can succeed at: making or removing a folder, a file that must be
-# new.
+# All ranks may try what only one can do: making or removing a folder, creating a new file.
 _CHANGES = ("os.rename", "os.remove", "os.truncate")
 _paths = sysconfig.get_paths()
 _LIBRARIES = tuple(_paths[kind] + os.sep for kind in ("purelib", "platlib"))
 _PYTHON = (*(_paths[kind] + os.sep for kind in ("stdlib", "platstdlib")), "<frozen ")
-# Libraries that write a file which the user names. Other libraries' files, such as torch's caches,
-# are not the user's doing.
+# Libraries that write a file which the user names; others, such as torch's caches, do not count.
 _TOLD_TO = (
     *("torch/serialization.py", "numpy/", "pandas/", "PIL/", "matplotlib/"),
     *("torchvision/datasets/", "torchvision/utils.py"),

@@ -48,7 +48,7 @@ OF_BATCH = replace(
     advice="Gather what the loss compares: samestep.gather(outputs) returns the rows of all ranks.",
 )
 A_SUM = replace(
-    causes.A_SUM, advice="Divide by the samples: run.backward(losses.sum() / batch.rows, model)."
+    causes.A_SUM, advice="Divide by samples: run.backward(losses.sum() / batch.rows, model)."
 )
 NOT_A_MEAN = replace(
     causes.NOT_A_MEAN,
@@ -217,8 +217,7 @@ def _explain_loss(evidence: Evidence) -> Cause | None:
     """Find the weights by which the shares' losses and gradients make those of the whole batch.
 
     All are taken at equal weights. A mean over samples, or over terms that were named, has the
-    weights that `run.backward` gives; a mean over something else has others; what is made over the
-    batch has none.
+    weights that `run.backward` gives; another mean has others; a loss over the batch has none.
     """
     rounding, alone = max(1e-7, evidence.exact), evidence.starts[0]
     for start in reversed(evidence.several):  # the shares of many ranks are uneven more often

@@ -155,9 +155,7 @@ def _submit_array(target: str, words: list[str], options: JobOptions, command: S
     if command.script is not None:
         raise UserError("--array writes a script per task: -o cannot write them to one file.")
     if any("%a" in word for flag, word in pairwise(["", *words]) if "--run-dir" in flag + word):
-        raise UserError(
-            "--run-dir is the folder of all tasks, each in its task-N: it cannot have %a."
-        )
+        raise UserError("--run-dir is the folder of all tasks (task-N): it cannot have %a.")
     options, folder = submission.with_home_expanded(options), None
     jobs: dict[int, JobScript] = {}
     for task in tasks:
@@ -168,15 +166,12 @@ def _submit_array(target: str, words: list[str], options: JobOptions, command: S
             as_recipe=command.as_recipe,
         )
         if is_run(workload.run):
-            raise UserError(
-                f"--array starts new runs, and {shown_path(workload.run)} is an existing one."
-            )
+            raise UserError(f"--array starts new runs, and {shown_path(workload.run)} exists.")
         folder = folder or workload.run
         workload = workload.in_run(folder / f"task-{task}")
         if workload.kind == "recipe" and len(tasks) > 1 and not any("%a" in word for word in words):
             raise UserError(
-                f"--array {command.array}: no argument has %a, so all tasks would be the same "
-                "training.",
+                f"--array {command.array}: no argument has %a, so all tasks would be the same.",
                 remedy="Write %a where the task's number goes: -- --seed %a.",
             )
         if len(jobs) < _ALL_CHECKED:
@@ -220,10 +215,7 @@ def _keep(job: JobScript, command: SubmitFlags) -> int:
     text = script_text(job)
     file = command.script
     if file is not None and file.exists() and not (file.is_file() and _MARK in file.read_bytes()):
-        raise UserError(
-            f"--script {file} exists, and samestep did not write it. Name another file for the "
-            "job's script."
-        )
+        raise UserError(f"--script {file} exists and is not samestep's. Name another file.")
     if command.script is None:
         sys.stdout.write(text)
         if not Path(job.run).is_dir():
