@@ -45,7 +45,7 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
     if not sharded and (hooked := [*hooked_parameters(work.learner.model)]):
         notes.append(
             f"Hooks of {listed(hooked)} get each rank's own gradient: unless they multiply it by "
-            "fixed numbers, as a mask does, on another number of ranks this is another training."
+            "fixed numbers, as a mask does, training differs with the number of ranks."
         )
     of_loss = [*getattr(request.recipe.loss, "named_parameters", dict)()]
     if untrained := [name for name, parameter in of_loss if parameter.requires_grad]:
@@ -87,7 +87,7 @@ def _by_call(buffers: tuple[str, ...], plan: Plan) -> list[str]:
     note = (
         f"Each forward changes the model's buffer {listed(buffers, 3)}, and a step runs "
         f"{plan.accumulate} micro-steps on this many ranks. Where another number of ranks needs "
-        "another number of micro-steps, this is another training. --micro-batch-size "
+        "another number of micro-steps, training differs. --micro-batch-size "
         f"{plan.global_batch_size} takes each step in one on any number of ranks."
     )
     return [note] if buffers and plan.accumulate > 1 and plan.virtual_ranks is None else []
@@ -206,7 +206,7 @@ def plan_notes(plan: Plan, settings: Settings) -> list[str]:
         notes.append(
             f"The {plan.world_size} ranks share {plan.global_batch_size} samples per step. With so "
             "few per rank, more ranks are seldom faster. With --batch-size-per-rank N the batch "
-            "grows with the ranks, which is another training."
+            "grows with the ranks, which is a different training."
         )
     if settings.accumulate not in (None, plan.accumulate):
         notes.append(

@@ -89,7 +89,7 @@ def accepted_changes(
         remedy = "continue with the run's own copy: --recipe-of-run; " if is_file else ""
         raise UserError(
             f"{recipe.file if is_file else 'The recipe'} is not the recipe that {run} began with: "
-            f"{listed(changes, 5)}. Resuming with it would make it another training: {remedy}start "
+            f"{listed(changes, 5)}. Resuming with it would be a different training: {remedy}start "
             "a new run without --resume; or add --allow-change recipe."
         )
     return tuple(changes)

@@ -399,7 +399,7 @@ def _refused_change(name: str, change: Change, *, is_given: bool) -> UserError:
             f"{begun}. It cannot change within a run: omit it, or start a new run without --resume."
         )
     return UserError(
-        f"{begun}. Resuming with this value would make it another training: leave it out, start a "
+        f"{begun}. Resuming with this value would be a different training: leave it out, start a "
         f"new run without --resume, or add --allow-change {name}."
     )
 

@@ -66,6 +66,10 @@ def main(*, runs: Path = Path("runs")) -> int:
         runs: Folder for the two runs, which are kept.
     """
     refuse_inside_launcher("samestep demo", "Start it as one process.")
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--runs {runs} cannot be used: {error.strerror}.") from error
     console, began = rich_console(), time.monotonic()
     one, two = (new_run_path(f"demo-{name}", runs) for name in ("whole", "killed"))
     with _step(console, "1 rank", "trains the spiral: two classes of points, one per arm") as done:
