@@ -261,9 +261,7 @@ def find_job_or_run(text: str) -> JobAndRun:
     if re.fullmatch("[0-9]+(_[0-9]+)?", text):
         return _find_number(text)
     if not (is_run(run) or (run / "job.sbatch").is_file()):
-        raise UserError(
-            f"{text} is neither a job number nor a run's directory.{nearby(run, 'run')}"
-        )
+        raise UserError(f"{text} is neither a job number nor a run.{nearby(run, 'run')}")
     run = run.absolute()
     try:
         jobs = my_jobs(run)

@@ -157,9 +157,7 @@ def unpack(archive: Path, folder: Path) -> None:
                 final.parent.mkdir(parents=True, exist_ok=True)
                 new.replace(final)
     except (tarfile.TarError, EOFError) as problem:
-        raise UserError(
-            f"{archive} cannot be unpacked: {problem}. Delete it and retry."
-        ) from problem
+        raise UserError(f"{archive} is damaged: {problem}. Delete it and retry.") from problem
 
 
 class MirrorError(Exception):

@@ -67,9 +67,7 @@ def load_newest(
 
     loaded = load_first(world, folder, newest_first, problems, mesh, own)
     if problems and loaded is None:
-        raise UserError(
-            "This run has no intact checkpoint. " + " ".join(problems), on_all_ranks=True
-        )
+        raise UserError("No checkpoint is intact. " + " ".join(problems), on_all_ranks=True)
     return loaded
 
 

@@ -265,8 +265,7 @@ NOT_ADDED_UP = Cause(
     "gradients that are not added up",
     "In step {step} the optimizer steps on gradients that differ between the ranks, first in "
     "{parameter}: each rank has those of its own samples. {backward}.",
-    "Call run.backward(loss, model) in place of loss.backward(), and name all that the optimizer "
-    "steps.",
+    "Call run.backward(loss, model), not loss.backward(), and name all that the optimizer steps.",
 )
 RANKS_AVERAGED = Cause(
     "mean of the ranks' means",

@@ -219,9 +219,7 @@ def starting(
 
 def _first_failure(end: Ended, reports: Sequence[RankReport]) -> RankFailure:
     """Return why ranks failed: causes come before their effects, those within a step first."""
-    message = (
-        end.message.partition("; the other ranks")[0] or f"It ended with exit code {end.code}."
-    )
+    message = end.message.partition("; the other ranks")[0] or f"It exited with code {end.code}."
     by_launcher = RankFailure(training=MAIN, step=0, message=message, mistake=end.code == 2)
     failures = [failure for report in reports for failure in report.failures]
     first = min(failures, key=lambda f: (f.lost_peer, not f.step), default=by_launcher)

@@ -194,7 +194,7 @@ def _further_rows(profile: Profile) -> list[tuple[str, str]]:
         lines.append(("gpu", f"idle {measured.gpu_idle:.0%} of a step: {times}"))
     if measured.typical.memory is not None:
         most, phase = measured.typical.memory
-        lines.append(("memory", f"up to {size(most * 2**20)} above that between steps, in {phase}"))
+        lines.append(("memory", f"{size(most * 2**20)} above the level between steps, in {phase}"))
     return [*lines, *(("note", note) for note in verdict.notes)]
 
 

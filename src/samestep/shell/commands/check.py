@@ -188,9 +188,7 @@ def _verify(target: ScriptTarget, command: Any, kind: str) -> int:
     unused = [flag for flag, value in only_of_check.items() if value is not None]
     if unused or (target.words and not takes_words):
         superfluous = unused[0] if unused else "-- and what follows it"
-        raise UserError(
-            f"{target.name} is {kind}: `samestep verify` checks it, without {superfluous}."
-        )
+        raise UserError(f"{target.name} is {kind}: use `samestep verify` without {superfluous}.")
     words = [target.name, "--json"] if command.json else [target.name]
     if command.nproc is not None:
         words += ["--nproc", f"1,{command.nproc}"]

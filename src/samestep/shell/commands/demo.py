@@ -163,9 +163,7 @@ def train_and_kill(run: Path, nproc: int) -> Killed:
             ended = process.poll() is not None
             if ended or time.monotonic() > deadline:
                 why = process.communicate()[1].strip() if ended else "it hangs"
-                raise UserError(
-                    f"The training on {_RANKS} ranks did not reach step {KILL_AT}: {why}"
-                )
+                raise UserError(f"Training on {_RANKS} ranks did not reach step {KILL_AT}: {why}")
             time.sleep(_POLL_EVERY_S)
     finally:
         killed = _kill(process)

@@ -53,9 +53,7 @@ def parse(arguments: list[str], verb: str = "train") -> "tuple[Any, Request]":
     command, request = parse_target(replace(FORM, verb=verb), arguments)
     check_resume(request)
     if command.elastic is None and (not command.elastic_replace or command.elastic_limit != 10):
-        raise UserError(
-            "--elastic-limit and --no-elastic-replace need --elastic.", flags=["elastic"]
-        )
+        raise UserError("--elastic-limit, --no-elastic-replace: add --elastic.", flags=["elastic"])
     if command.smoke and (command.elastic is not None or command.report):
         raise UserError(
             "--smoke keeps nothing and takes seconds: leave --elastic and --report out.",

@@ -72,9 +72,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _verify(arguments: list[str]) -> int:
-    refuse_inside_launcher(
-        "samestep verify", "Start it as one process, in a shell or a job of one task."
-    )
+    refuse_inside_launcher("samestep verify", "Start one process, in a shell or a job of one task.")
     script, (flags, words) = loop_of([*arguments, ""][0]), cut_at_dashes(arguments)
     request: Any = None
     if script is not None:

@@ -129,7 +129,7 @@ def compare_runs(
     paths = with_sweeps_opened(paths)
     if len(paths) < 2 - alone:
         raise UserError(
-            "Name two or more: samestep compare runs/ID runs/ID. --plot needs only one."
+            "Name two or more runs: samestep compare runs/ID runs/ID. --plot needs one."
         )
     if len(paths) > MOST:
         raise UserError(f"{len(paths)} runs are more than can be shown; name at most {MOST}.")

@@ -393,9 +393,7 @@ def send_run(
     settings, recipe = _settings_of(run, overrides, say)
     trackers = tracker_choice.chosen(settings.track)
     if not trackers:
-        raise UserError(
-            f"--to {settings.track}: choose comet, mlflow, tensorboard, trackio, wandb."
-        )
+        raise UserError(f"--to {settings.track}: name comet, mlflow, tensorboard, trackio, wandb.")
     tracker_choice.check_choice(settings)
     tracker_choice.check_installed(trackers)
     with lock_run(run):  # a training that continues is followed by its own trackers
