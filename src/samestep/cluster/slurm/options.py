@@ -161,7 +161,7 @@ class JobOptions:
         if self.elastic is not None and (self.container or self.container_image):
             raise UserError("--elastic starts ranks with srun, which containers do not have.")
         if self.elastic is not None and self.launcher == "torchrun":
-            raise UserError("--elastic needs --launcher srun: torchrun stops all ranks with one.")
+            raise UserError("--elastic needs --launcher srun: in torchrun, one failure stops all.")
 
     @property
     def ranks_per_node(self) -> int:

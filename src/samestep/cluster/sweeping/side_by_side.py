@@ -56,7 +56,9 @@ def num_at_once(
     if not gpus:
         check_ranks(at_once * nproc, oversubscribe=oversubscribe, flag="--at-once × --nproc")
     elif at_once * nproc > gpus and not oversubscribe:
-        raise UserError(f"--at-once {at_once} × --nproc {nproc}: {gpus} GPUs. Add --oversubscribe.")
+        raise UserError(
+            f"--at-once {at_once} × --nproc {nproc} is more than {gpus} GPUs. Add --oversubscribe."
+        )
     return at_once, nproc if at_once * nproc <= gpus else 0
 
 

@@ -155,7 +155,7 @@ def _sentence(verification: Verification) -> str:
         but = f", but for {accepted}: known and accepted" if accepted else ""
         quick = any(check.compared == LEFT_OUT for check in checks)
         bits = ", to the last bit" if verification.facts.virtual_ranks else ""
-        text = f"The same training{bits}{', in the rows of --quick' if quick else ''}{but}."
+        text = f"The same training{bits}{', as far as --quick checks' if quick else ''}{but}."
         allowed = max((c.tolerance or 0.0 for c in checks if c.name == OPTIMIZER_ROW), default=0.0)
         if allowed > _MUCH:
             hides = f"hides differences below {allowed:.1g} after the first update"

@@ -120,7 +120,7 @@ def _plan(
     same = {name: value for name, value in same.items() if name not in lists}
     for name in ("run_dir", "resume", "mirror"):
         if name in settings:
-            raise UserError(f"sweep({name}=…): use folder=; a sweep has several runs and resumes.")
+            raise UserError(f"sweep({name}=…): use folder=; a sweep resumes by itself.")
     if (number := num_points({k: [*map(str, v)] for k, v in lists.items()}, sample)) > MOST:
         raise UserError(f"sweep(): {number:,} trainings. To train a part of them: sample=50.")
     axes = {name.replace("_", "-"): tuple(map(_text, v)) for name, v in lists.items()}
