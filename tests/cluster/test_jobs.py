@@ -210,7 +210,7 @@ def test_ranks_that_hang_end_early_and_without_requeue_it_says_how_to_go_on(sand
     sandbox.run("scontrol", "update", f"jobid={job.job}", "requeue=0")
     job.wait("FAILED")
     last = job.log.splitlines()[-1]
-    assert "had not ended 14 s after the warning" in last
+    assert "had not ended 14 s after the signal" in last
     assert f"sbatch {job.run}/job.sbatch" in last
     assert "restart 1" not in job.log
     shown = samestep(sandbox, tmp_path, "slurm", "status", job.job).stdout

@@ -93,7 +93,7 @@ def test_the_facts_of_this_machine_pass_and_what_is_not_here_has_no_row():
     if hasattr(os, "sched_getaffinity"):
         assert set(machine.cores) == os.sched_getaffinity(0)
     assert not any(
-        f.found.startswith("this check broke") for f in run_checks(checks.CHECKS, machine)
+        f.found.startswith("this check failed") for f in run_checks(checks.CHECKS, machine)
     )
     says(checks.locked_memory(replace(MACHINE, locked_bytes=8 << 20)), "green", "no InfiniBand")
     says(checks.locked_memory(replace(MACHINE, has_rdma=True)), "green", "no limit")
