@@ -92,7 +92,7 @@ def test_what_the_cluster_cannot_give_or_does_not_know_is_refused(sandbox, tmp_p
     told = refused("submit", "tiny.py", "--partition", "debgu")
     assert "Did you mean 'debug'? The partitions are: debug, urgent." in told
     told = refused("submit", "tiny.py", "--nodes=9", "--", "--batch-size", "64")
-    assert "--nodes 9: partition debug has 2 in all." in told
+    assert "--nodes 9: partition debug has only 2." in told
     told = refused("submit", "tiny.py", "--mem", "900G")  # by sbatch itself
     assert "sbatch: error: " in told
     assert "#SBATCH --mem=900G" in told
