@@ -74,7 +74,7 @@ def train(
         nproc: Ranks to start on this machine; auto: one per GPU, else one per core.
         elastic: With `nproc`, continue without ranks that die; 2:4 as long as 2 to 4 are left.
         elastic_replace: With `elastic`, start a new rank for one that died.
-        elastic_limit: With `elastic`, the most deaths per hour.
+        elastic_limit: With `elastic`, most deaths per hour.
         resume: Continue the run from its newest intact checkpoint; with the address of a `mirror`,
             fetch the run from there first. Without `resume` a new run starts.
         allow_change: With `resume`, settings that may change: lr,weight_decay; `recipe` allows an
