@@ -85,7 +85,7 @@ in turn; 2 ranks on 2 cores.
 |---|---:|
 """
 _WINDOW_S = 60.0
-_POLL_S, PATIENCE_S = 0.001, 40.0
+_POLL_EVERY_S, PATIENCE_S = 0.001, 40.0
 
 
 def told(seconds: list[float]) -> str:
@@ -196,7 +196,7 @@ def wait_for(holds: Callable[[], bool], most_s: float) -> None:
     while not holds():
         if time.monotonic() > until:
             raise TimeoutError
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_EVERY_S)
 
 
 def peers(num_ranks: int) -> dict[str, list[str]]:

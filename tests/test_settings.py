@@ -5,8 +5,8 @@ import os
 import pytest
 
 import samestep
-from samestep.base.settings import own_names
-from samestep.shell.commands.target import own_flags
+from samestep.base.settings import canonical_names
+from samestep.shell.commands.target import canonical_flags
 from tests.command_line import call
 
 
@@ -26,7 +26,7 @@ from tests.command_line import call
     ids=str,
 )
 def test_a_setting_has_the_names_of_its_fields(given, own):
-    assert own.items() <= own_names(given, "a test").items()
+    assert own.items() <= canonical_names(given, "a test").items()
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_setting_has_the_names_of_its_fields(given, own):
 )
 def test_what_has_no_unit_or_two_values_is_refused(given):
     with pytest.raises(samestep.UserError, match=r"every|mode"):
-        own_names(given, "a test")
+        canonical_names(given, "a test")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_what_has_no_unit_or_two_values_is_refused(given):
 )
 def test_two_flags_that_set_one_field_differently_are_refused(words):
     with pytest.raises(samestep.UserError, match="both set"):
-        own_flags(["spiral", *words.split()])
+        canonical_flags(["spiral", *words.split()])
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_a_settings_file_that_cannot_be_one_is_refused(here, refused, kind):
 
 def test_flags_that_set_a_field_alike_are_taken_and_some_have_units(here):
     words = "--checkpoint-every 30min --checkpoint-every-minutes 30 --eval-every 2steps"
-    assert "30" in own_flags(["spiral", *words.split()])
+    assert "30" in canonical_flags(["spiral", *words.split()])
     last = "--monitor loss:min --monitor accuracy --eval-every 2steps --eval-every 1epoch"
-    assert own_flags(last.split()) == ["--monitor", "accuracy", "--eval-every-epochs", "1"]
+    assert canonical_flags(last.split()) == ["--monitor", "accuracy", "--eval-every-epochs", "1"]
     (here / "my.toml").write_text('checkpoint_every = "30min"\n[track]\noffline = true\n')
     flags = ("--eval-every=1epoch,2steps", "--monitor", "loss:min", "--max-steps", "2")
     command = ("train", "spiral", "--config", "my.toml", "--num-samples", "200", *flags)

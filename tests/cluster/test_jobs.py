@@ -92,7 +92,7 @@ def test_what_the_cluster_cannot_give_or_does_not_know_is_refused(sandbox, tmp_p
     told = refused("submit", "tiny.py", "--partition", "debgu")
     assert "Did you mean 'debug'? The partitions are: debug, urgent." in told
     told = refused("submit", "tiny.py", "--nodes=9", "--", "--batch-size", "64")
-    assert "--nodes 9: partition debug has 2 in all." in told
+    assert "--nodes 9: partition debug has only 2." in told
     told = refused("submit", "tiny.py", "--mem", "900G")  # by sbatch itself
     assert "sbatch: error: " in told
     assert "#SBATCH --mem=900G" in told
@@ -210,7 +210,7 @@ def test_ranks_that_hang_end_early_and_without_requeue_it_says_how_to_go_on(sand
     sandbox.run("scontrol", "update", f"jobid={job.job}", "requeue=0")
     job.wait("FAILED")
     last = job.log.splitlines()[-1]
-    assert "had not ended 14 s after the warning" in last
+    assert "had not ended 14 s after the signal" in last
     assert f"sbatch {job.run}/job.sbatch" in last
     assert "restart 1" not in job.log
     shown = samestep(sandbox, tmp_path, "slurm", "status", job.job).stdout

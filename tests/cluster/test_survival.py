@@ -166,7 +166,7 @@ def test_a_cancel_that_is_not_to_wait_ends_a_rank_that_hangs_at_once(sandbox, re
     assert done.stdout == f"Job {job.job} is cancelled.\n"
     job.wait("CANCELLED", within_s=100)
     assert job.all_records()[-1]["event"] != "stop"
-    assert re.search(r"newest checkpoint is from step [24]\.", job.log)
+    assert re.search(r"newest checkpoint is of step [24]\.", job.log)
     wait_for(lambda: not job.processes())
 
 

@@ -88,7 +88,7 @@ def test_a_port_that_is_taken_and_what_is_no_run_are_refused(tmp_path, refused, 
     assert "nowhere" in one_message(code, message)
 
 
-@pytest.mark.parametrize(("kind", "says"), [("recipe", "not begun"), ("script", "script")])
+@pytest.mark.parametrize(("kind", "says"), [("recipe", "not started"), ("script", "script")])
 def test_a_jobs_run_without_records_says_what_tells(slurm, here, capfd, monkeypatch, kind, says):
     monkeypatch.setattr("samestep.shell.commands.watch._PATIENCE_S", 0.0)
     run = here / "run"

@@ -106,7 +106,7 @@ def test_an_order_that_is_drawn_is_that_of_seed_and_epoch(tmp_path, sampler):
 @pytest.mark.parametrize(
     ("sampler", "words"),
     [
-        ("Counted()", ["another order each time"]),
+        ("Counted()", ["a different order each time"]),
         ("Endless()", ["has no end"]),
         ("Strangers()", ["67", "from 0 to 66"]),
         ("Uneven()", ["1 to 2 samples", "--batch-tokens"]),

@@ -124,10 +124,10 @@ def test_a_buffer_shuffles_by_seed_and_epoch_and_a_stream_that_differs_is_refuse
     assert all(orders[0] != other for other in (*orders[2:], list(range(60))))
     assert sorted(orders[0][:20]) == list(range(20))
     for stream in (Differs([[]]), Once(20)):
-        with pytest.raises(UserError, match="second time"):
+        with pytest.raises(UserError, match="read again"):
             opened(stream).agree()
     parts = (opened(numbers(5)), Differs([[]]), opened, World())
-    with pytest.raises(UserError, match="second time"):
+    with pytest.raises(UserError, match="read again"):
         _try_out(lambda _source: {}, *parts)
 
 

@@ -208,7 +208,7 @@ def test_one_process_alone_is_well_and_leaves_nothing(capfd, monkeypatch, tmp_pa
 def test_a_rank_that_lost_contact_reports_an_effect_and_another_the_cause():
     failures = {0: "timing: Connection closed by peer", 1: "timing: out of memory"}
     finding = _lost(failures, 3)
-    says(finding, "red: rank 1 lost at timing: out of memory; rank 2 said nothing | NCCL_DEBUG")
+    says(finding, "red: rank 1 lost at timing: out of memory; rank 2 sent nothing | NCCL_DEBUG")
     assert finding.name == "connection"
 
 

@@ -80,7 +80,7 @@ def test_a_version_of_torch_is_told_as_tried_newer_or_neither_and_the_table_has_
     rows = re.findall(r"^\| (2\.\d+\.\d+)", table, re.MULTILINE)
     assert tuple(sorted({*rows})) == checks.TRIED_TORCH
     newest = checks.TRIED_TORCH[-1]
-    said = {f"{newest}+cpu": ": tried", "99.0": f"newer | {newest}", "2.12.0": "not"}
+    said = {f"{newest}+cpu": ": tested", "99.0": f"newer | {newest}", "2.12.0": "not"}
     for version, words in said.items():
         says(checks.torch(replace(MACHINE, torch=version)), f"green: {words}")
 
@@ -93,7 +93,7 @@ def test_the_facts_of_this_machine_pass_and_what_is_not_here_has_no_row():
     if hasattr(os, "sched_getaffinity"):
         assert set(machine.cores) == os.sched_getaffinity(0)
     assert not any(
-        f.found.startswith("this check broke") for f in run_checks(checks.CHECKS, machine)
+        f.found.startswith("this check failed") for f in run_checks(checks.CHECKS, machine)
     )
     says(checks.locked_memory(replace(MACHINE, locked_bytes=8 << 20)), "green", "no InfiniBand")
     says(checks.locked_memory(replace(MACHINE, has_rdma=True)), "green", "no limit")
@@ -239,7 +239,7 @@ GPU_FAULTS = {
     gpu_health.gpu_clocks: [
         ({"clock_mhz": 900, "slowed_by": ("power brake",)}, "yellow: 900 | brake")
     ],
-    gpu_health.gpu_memory: [({"uncorrected": 2}, "red: 2 errors | --exclude")],
+    gpu_health.gpu_memory: [({"uncorrected": 2}, "red: 2 uncorrectable | --exclude")],
     gpu_health.gpu_processes: [({"others": (41, 42)}, "yellow: 2 other | PID 41, 42")],
 }
 # What nvidia-smi of this shape prints; the other GPU is another job's.

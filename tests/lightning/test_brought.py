@@ -338,7 +338,7 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([("self.factor", f"{FREEZES}; self.factor")], "freezes or unfreezes"),
         ([("self.factor", f"{IN_EVAL}; self.factor")], "still into eval mode in one epoch"),
         ([("net = Net()", "net = lambda: Net().double()")], "precision='fp64'"),
-        ([("(net, Data, batch", "(net, Own([1]), batch")], "way of its own"),
+        ([("(net, Data, batch", "(net, Own([1]), batch")], "builds its own batches"),
         ([(RECIPE, FIT), ("max_epochs=3", "overfit_batches=3")], "overfit_batches=3"),
         ([(RECIPE, FIT), ("max_epochs=3", "val_check_interval=9")], "check_val_every_n_epoch=None"),
         ([(RECIPE, FIT), ("stop, keep]", "of.BackboneFinetuning()]")], "callback BackboneFine"),

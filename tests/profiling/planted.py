@@ -158,7 +158,7 @@ SITUATIONS = [
         "a rank whose data is slow", "straggler", "for its data", _SLOW_DATA, nproc=2, slow=True
     ),
     Situation("a tiny model on two ranks", "communication-bound", "latency", {}, nproc=2),
-    Situation("numbers read of every sample", "host-sync", "Add numbers up", script=_READING),
+    Situation("numbers read of every sample", "host-sync", "Sum them", script=_READING),
     Situation("more threads than cores", "oversubscribed", "--threads", _LARGE, flags=_MANY),
     Situation("slow checkpoints", SAVES, "more rarely", _SLOW_SAVING, slow=True),
     Situation("evaluations too often", "evaluation-bound", "more rarely", _EVALUATING, slow=True),

@@ -207,4 +207,4 @@ def test_the_own_times_of_calls_within_each_other_are_the_time_that_they_cover(p
             if outer["ts"] <= call["ts"] < outer["ts"] + outer["dur"]:
                 call["dur"] = min(call["dur"], outer["ts"] + outer["dur"] - call["ts"])
     covered = length(union((e["ts"], e["ts"] + e["dur"]) for e in nested))
-    assert sum(own for _, own in trace_digest.own_times(nested)) == pytest.approx(covered)
+    assert sum(own for _, own in trace_digest.self_times(nested)) == pytest.approx(covered)

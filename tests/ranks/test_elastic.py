@@ -179,7 +179,7 @@ def test_a_rank_that_hangs_is_ended_and_the_others_continue(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("2:3", "--no-elastic-replace"), "1 of 2 ranks are left, and the fewest that may train"),
+        (("2:3", "--no-elastic-replace"), "1 of 2 ranks are left, but --elastic needs at least 2"),
         (("--elastic-limit", "1"), "number 2 within an hour, and --elastic-limit is 1."),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_run_ends_with_one_message_where_too_few_are_left_or_too_many_die(tmp_
         ("3:4", {}, "starts with 2 ranks"),
         ("yes", {}, "MIN:MAX"),
         ("auto", {"engine": "lightning"}, "--engine native"),
-        ("auto", {"batch_size_per_rank": 4}, "give --batch-size"),
+        ("auto", {"batch_size_per_rank": 4}, "use --batch-size"),
     ],
 )
 def test_bounds_and_settings_that_do_not_go_with_it_are_refused_by_name(wanted, settings, says):

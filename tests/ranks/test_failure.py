@@ -286,7 +286,7 @@ def test_a_stop_that_code_on_its_way_drops_is_asked_for_at_the_next_look_at_the_
     with contextlib.suppress(SignalException):
         stop.heed(signal.SIGTERM, None)
     with pytest.raises(SignalException):
-        stop.looking(lambda _agent: None, object())
+        stop.monitored(lambda _agent: None, object())
     stop.heed(signal.SIGUSR1, None)  # it must not raise where something may drop it
 
 

@@ -212,7 +212,7 @@ MISTAKES = {
     ),
     "Open MPI on unequal nodes": (
         ON_TWO_NODES | env("OMPI_COMM_WORLD_LOCAL_SIZE=3"),
-        *("", "Rank 6 of 8", "equally many"),
+        *("", "Rank 6 of 8", "same number"),
     ),
     "Open MPI dealing ranks out node by node": (
         ON_TWO_NODES | env("OMPI_COMM_WORLD_LOCAL_RANK=3"),

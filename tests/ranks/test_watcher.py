@@ -18,7 +18,7 @@ from samestep.cluster.slurm.script import START
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.launch import Launch
 from samestep.launch.ranks.watched import STALLED
-from samestep.launch.ranks.watcher import HEARTBEAT, Node, tell_mismatch
+from samestep.launch.ranks.watcher import HEARTBEAT, Node, record_mismatch
 from samestep.launch.stall.pulse import Pulse, RankPulse
 from tests.command_line import read_json, start, typed
 from tests.processes import TIMEOUT_S, free_port, launch_environment
@@ -131,7 +131,7 @@ def test_the_job_is_told_which_calls_of_its_ranks_did_not_meet(tmp_path, monkeyp
         with suppress(RuntimeError), pulse.inside("all_gather", detail, f"a.py:{pulse.rank}", ""):
             raise RuntimeError("Connection reset by peer")
         pulse.close()
-    told = tell_mismatch(tmp_path)
+    told = record_mismatch(tmp_path)
     ends = [f"srun: error: node1: task {rank}: Aborted" for rank in range(2)]
     assert first_end(ends, [failure for _, failure in read_failures(run)]).said == told
     assert "float32[4] of a.py:0" in told

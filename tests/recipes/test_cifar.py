@@ -109,7 +109,7 @@ SPOILED = {
     "class too many": (lambda cats, _: (cats.parent / "lion").mkdir(), "train/lion"),
     "empty class": (lambda cats, _: [p.unlink() for p in cats.iterdir()], "train/cat has no"),
     "empty file": (lambda _, first: first.write_bytes(b""), "0003.jpg: it is empty"),
-    "other size": (lambda _, first: Image.new("RGB", (40, 32)).save(first), "40 x 32"),
+    "other size": (lambda _, first: Image.new("RGB", (40, 32)).save(first), "40x32"),
 }
 
 

@@ -90,7 +90,7 @@ def test_runs_that_cannot_be_compared_are_not_and_no_reason_is_made_up(tmp_path)
     found = compare_runs([one, other])
     assert found.same_training[0].verdict == "unknown"
     assert found.same_training[0].why.startswith("20 samples per step against 10,")
-    assert "(global batches of 10, 20 samples)" in found.notes[0]
+    assert "(10, 20 samples)" in found.notes[0]
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,8 @@ def test_what_to_do_fits_the_error_and_the_place(tmp_path, monkeypatch, number, 
     assert ("resume" in told.remedy) == (of_run and number != errno.EACCES)
     (tmp_path / "index.json").touch()
     announced = cannot_write(tmp_path / "file", OSError(number, ""))
-    assert "whole" not in told.remedy
-    assert ("whole" in announced.remedy) == ("resume" in told.remedy)
+    assert "intact" not in told.remedy
+    assert ("intact" in announced.remedy) == ("resume" in told.remedy)
     read_only = cannot_write(tmp_path / "file", OSError(errno.EROFS, "")).remedy
     assert ("mount" if of_run else "another directory") in read_only
     not_made = str(cannot_write(tmp_path / "runs" / "new", OSError(number, "")))

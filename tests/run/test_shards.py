@@ -59,7 +59,7 @@ def write(folder: Path, dims: tuple[int, ...]) -> dict:
     import torch.distributed as dist
 
     content, parts = shards.split(sharded(the_state(), dims))
-    copied = shards.with_parts(parts, HostCopies().take(shards.own_parts(parts)))
+    copied = shards.with_parts(parts, HostCopies().take(shards.local_parts(parts)))
     hashes = shards.write(folder, copied, dist.group.WORLD)
     if dist.get_rank() == 0:
         torch.save(content, folder.with_suffix(".pt"))

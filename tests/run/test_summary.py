@@ -173,7 +173,7 @@ def test_a_damaged_or_foreign_summary_is_told_and_the_records_tell_the_rest(tmp_
     live(run, STOP)
     assert told_twice(run).state == "completed", "and the next record mends it"
     (run / "summary.json").write_text('{"accuracy": 0.9}')
-    with pytest.raises(UserError, match="is not samestep's"):
+    with pytest.raises(UserError, match="not written by samestep"):
         Run(run)
 
 

@@ -263,7 +263,7 @@ def test_code_that_is_run_by_its_path_is_told(tmp_path):
     runs = "import runpy\nNet = runpy.run_path(__file__.replace('small', 'm'))['Net']\n"
     file = write(tmp_path, runs + GIVES, {"m.py": NET})
     train_here(str(file), "--run-dir", str(tmp_path / "run"))
-    assert "run_path(), and not" in all_records(tmp_path / "run")[0]["notes"][-1]
+    assert "run_path() instead" in all_records(tmp_path / "run")[0]["notes"][-1]
 
 
 def test_a_job_keeps_what_its_copy_of_the_code_does_not_hold(here, monkeypatch, output_of):

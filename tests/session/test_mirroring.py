@@ -150,7 +150,7 @@ def test_a_new_run_leaves_another_ones_copy_alone_and_a_resume_a_run_that_is_beh
     train_here("a", "--run-dir", "b", "--max-steps", "1")
     assert "step 2" in refused("train", *spiral, "b", "--resume", store)
     said = train_here("b", "--resume", "--max-steps", "3", "--mirror", store)
-    assert "another run is there" in " ".join(said.split())
+    assert "it holds another run" in " ".join(said.split())
     assert (here / "store" / INDEX).read_bytes() == before
 
 
@@ -170,7 +170,7 @@ def test_the_file_of_records_for_the_caller_also_takes_what_is_told_at_the_very_
     screen = ScreenFile(tmp_path / "told")
     for event in ("stop", "tracker"):
         with screen:
-            screen.tell({"event": event})
+            screen.show_message({"event": event})
     assert (tmp_path / "told").read_text().count("event") == 2
 
 

@@ -54,7 +54,7 @@ class Chosen:
         ("size", "tiny", "one of 'small', 'large'"),
         ("amount", "many", "'many': Invalid"),
         ("colours", ["red", "green"], "'green' - at `$[1]`"),
-        ("place", "here", "its declared type does not do. Type unions"),
+        ("place", "here", "its declared type cannot be used. Type unions"),
     ],
 )
 def test_choices_are_named_where_there_is_nothing_else_to_choose(name, value, told):

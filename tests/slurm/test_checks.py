@@ -135,10 +135,10 @@ def test_a_job_that_one_of_its_partitions_may_run_is_let_through(partitions, par
 @pytest.mark.parametrize(
     ("partition", "options", "says"),
     [
-        ("debug", {"nodes": "3-9"}, "--nodes 3-9: partition debug has 2"),
+        ("debug", {"nodes": "3-9"}, "--nodes 3-9: partition debug has only 2"),
         (None, {"gpus_per_node": 10}, "--gpus-per-node 10.* gpu .* 9 GPUs"),
         ("debug", {"gpus_per_node": 1}, "--gpus-per-node 1:.* debug "),
-        (None, {"ntasks_per_node": 129}, "129 cores.* 64"),
+        (None, {"ntasks_per_node": 129}, "= 129, .* 64"),
         ("debug,gpu", {"time": "3-00:00:00"}, "--time 3-00:00:00: .* gpu .* 2-00:00:00"),
         ("debug,gup", {}, "'gup'.*'gpu'"),
     ],

@@ -258,7 +258,7 @@ def test_whatever_trackers_do_the_training_is_the_same(here, faults, flags, unin
     output = " ".join(ranks.output().split())
     assert "Traceback" not in output
     for fault, (name, path) in zip(faults, trackers.items(), strict=True):
-        (told,) = re.findall(rf"warning {name} failed: (.*?)The records are whole", output)
+        (told,) = re.findall(rf"warning {name} failed: (.*?)events.jsonl is complete", output)
         assert f"--to {path}" in output
         (count,) = re.findall(r"It has ([\d,]+) of ([\d,]+) records\. $", told)
         has, of = (int(number.replace(",", "")) for number in count)

@@ -216,7 +216,7 @@ print("early planted-secret")
 os.write(2, b"of C: http://me:pass@host/ planted\\n")
 os.system("echo of a child: planted-secret")
 voice.log_to(Path({str(tmp_path / "log")!r}))
-voice.tell(failed='planted-secret and pä"55word are wrong', offline=True)
+voice.send(failed='planted-secret and pä"55word are wrong', offline=True)
 voice.close()
 """
     done = typed("-c", program)

@@ -122,10 +122,10 @@ def test_the_table_has_a_line_a_class_with_its_commonest_mistakes_first():
     rows = [[5, 1, 0, 4], [0, 3, 0, 0], [0, 0, 0, 0], [3, 3, 2, 2]]
     per_class = {"cat": 0.5, "dog": 1.0, "frog": None, "ship": 0.2}
     assert class_table(per_class, rows) == [
-        "cat   0.5000  taken for ship 4, dog 1",
+        "cat   0.5000  predicted as ship 4, dog 1",
         "dog   1.0000",
         "frog  no samples",
-        "ship  0.2000  taken for cat 3, dog 3, frog 2",
+        "ship  0.2000  predicted as cat 3, dog 3, frog 2",
     ]
     many = {str(number): 1.0 for number in range(21)}
     assert class_table(many, np.eye(21, dtype=int).tolist()) == [], "they are left to the file"

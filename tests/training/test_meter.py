@@ -66,14 +66,14 @@ def test_reading_gives_the_wanted_steps_and_all_samples_before_it_grows_without_
     window.add(10, losses(1.0, 2.0), 4)
     window.add(12, losses(4.0), 3)
     total = Sums(100.0 + 4 * 1.0 + 4 * 2.0 + 3 * 4.0, 9.0 + 4 + 4 + 3)
-    assert window.read(window.take(), [11, 13], 0.1, Sums(100.0, 9.0)) == ([[1.0], [4.0]], total)
-    assert window.read(window.take(), [], 0.1, Sums(7.0)) == ([], Sums(7.0)), (
+    assert window.read(window.drain(), [11, 13], 0.1, Sums(100.0, 9.0)) == ([[1.0], [4.0]], total)
+    assert window.read(window.drain(), [], 0.1, Sums(7.0)) == ([], Sums(7.0)), (
         "it is empty once it was read"
     )
     window.add(13, losses(5.0), 1)
-    assert window.read(window.take(), [14], 0.1, Sums()) == ([[5.0]], Sums(5.0, 1.0))
+    assert window.read(window.drain(), [14], 0.1, Sums()) == ([[5.0]], Sums(5.0, 1.0))
     window.add(14, losses(1.0, 2.0), 4, losses(10.0, 30.0))  # weighed by terms, not by samples
-    assert window.read(window.take(), [16], 0.1, Sums()) == (
+    assert window.read(window.drain(), [16], 0.1, Sums()) == (
         [[2.0]],
         Sums(1.0 * 10 + 2.0 * 30, 40.0),
     )
@@ -82,7 +82,7 @@ def test_reading_gives_the_wanted_steps_and_all_samples_before_it_grows_without_
         window.add(added, losses(*[0.0] * 64), 1)
         added += 64
         assert added < 100_000
-    window.read(window.take(), [], 0.1, Sums())
+    window.read(window.drain(), [], 0.1, Sums())
     assert not window.full
 
 
@@ -91,7 +91,7 @@ def test_the_first_bad_step_is_named_with_the_learning_rate(bad):
     window = Window(World())
     window.add(20, losses(1.0, bad, 1.0, bad), 4)
     with pytest.raises(UserError, match=r"step 22 .*0\.03") as error:
-        window.read(window.take(), [21], 0.03, Sums())
+        window.read(window.drain(), [21], 0.03, Sums())
     assert error.value.on_all_ranks
 
 
@@ -100,10 +100,10 @@ def read_on_two_ranks():
     join(world, timeout_s=60)
     window = Window(world)
     window.add(0, losses(1.0 + world.rank, 10.0), 2)
-    read = window.read(window.take(), [1, 2], 0.1, Sums())
+    read = window.read(window.drain(), [1, 2], 0.1, Sums())
     window.add(2, losses(1.0, math.nan if world.rank else 1.0), 2)
     try:
-        window.read(window.take(), [], 0.1, Sums())
+        window.read(window.drain(), [], 0.1, Sums())
     except UserError as error:
         message = str(error)
     leave(world)

@@ -102,7 +102,7 @@ def test_what_a_recipe_gives_by_weight_it_draws_by_alike_on_all_ranks(tmp_path):
     by_rank = "data.lengths + float(__import__('os').environ['RANK'])"
     recipe = tiny.write_recipe(tmp_path, RECIPE.replace("data.lengths ** 2", by_rank))
     told = refusal("train", str(recipe), "--order", "weighted", world_size=2, folder=tmp_path)
-    assert "Rank 1 has other weights" in told
+    assert "Rank 1 has different weights" in told
     rank = "int(__import__('os').environ['RANK'])"
     other = {"return Splits(": f"x = x + {rank}\n    return Splits("}
     other["train=(x[:n], y[:n])"] = f"train=[*zip(x[{rank}::2][:90], y)]"  # a rank's own part

@@ -342,7 +342,7 @@ def test_what_a_rank_computes_otherwise_is_named_with_the_module(calls, named):
     )
     assert different(evidence) == {"processes": causes.FORWARD_BY_RANK.name}
     why = checks(evidence)["processes"].cause.why
-    assert why.startswith(f"{named} gives rank 1 of 2 ")
+    assert why.startswith(f"{named} returns different values in rank 1 of 2 ")
     other_samples = computed(calls=[*calls, LOSS[2]][:3], samples=["c", "d"])
     assert different(on_rank(undisturbed(), "processes", computed(), other_samples)) == {}
     remembers = undisturbed(state=REMEMBERS)

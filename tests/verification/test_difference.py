@@ -179,7 +179,7 @@ def test_the_last_line_tells_another_training_from_what_is_accepted_or_written(s
     assert words[1] in last
     loose = replace(checks[0], status="note", name="optimizer", tolerance=0.4)
     lines = shown(verification(undisturbed(), checks=[loose]))
-    assert "rounding hides what differs by less than 0.4" in " ".join(lines)
+    assert "rounding hides differences below 0.4" in " ".join(lines)
 
 
 def test_the_table_and_json_have_every_row_and_the_cause_of_several_once():

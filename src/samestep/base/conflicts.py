@@ -21,8 +21,8 @@ _WITH_FSDP: _Allowed = {
     "precision": (
         ("fp32", "bf16", "fp64"),
         (
-            "the gradient scaler of fp16 would look at each rank's own part of the gradients. bf16 "
-            "needs no scaler"
+            "the gradient scaler of fp16 would check each rank's shard of the gradients "
+            "separately. bf16 needs no scaler"
         ),
     ),
     "channels_last": ((False,), "FSDP shards only contiguous weights"),
@@ -35,7 +35,7 @@ _WITH_FSDP: _Allowed = {
     ),
     "static_graph": ((False,), "it is a promise to DDP"),
     "bucket_cap_mb": ((None,), "FSDP reduces gradients block by block, not in buckets"),
-    "sync_batchnorm": ((False,), "they have not been tried together"),
+    "sync_batchnorm": ((False,), "they have not been tested together"),
     "track_checkpoints": ((False,), "a tracker takes one file, and each rank writes its own"),
 }
 _WITH_DDP: _Allowed = {
@@ -61,8 +61,7 @@ def conflict_in(settings: Any) -> Conflict | None:
     virtual = settings.virtual_ranks is not None
     if settings.cudnn_benchmark and (settings.deterministic or virtual):
         return Conflict(
-            "--cudnn-benchmark does not go with --deterministic: it may choose other kernels each "
-            "time.",
+            "--cudnn-benchmark does not go with --deterministic: it may choose other kernels.",
             ("cudnn_benchmark", "deterministic"),
         )
     if settings.momentum and settings.optimizer != "sgd":
@@ -95,9 +94,9 @@ def _schedule_conflict(settings: Any) -> Conflict | None:
         )
     if end > settings.lr:
         return Conflict(
-            f"--lr-end {end} is above --lr {settings.lr}, from which the schedule falls.",
+            f"--lr-end {end} is above --lr {settings.lr}, where the schedule starts.",
             ("lr_end", "lr"),
-            "Give a lower one.",
+            "Choose a lower --lr-end.",
         )
     if settings.lr_power != 1 and schedule != "polynomial":
         return Conflict(
@@ -112,7 +111,7 @@ def _order_conflict(settings: Any) -> Conflict | None:
     order = settings.order
     if settings.group_by_length and order != "shuffled":
         return Conflict(
-            f"--group-by-length does not go with --order {order}: it is one by itself.",
+            f"--group-by-length does not go with --order {order}: it is an order itself.",
             ("group_by_length", "order"),
         )
     if settings.drop_last and order in ("replacement", "weighted"):

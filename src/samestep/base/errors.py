@@ -244,20 +244,20 @@ def blame(what: str, error: Exception, *makers: object, remedy: str = "") -> NoR
 
 
 _KNOWN = {
-    "backward through the graph a second time": "State that is kept from step to step holds the "
-    "graph of the step before: let Recipe(carry=…) carry it, or detach() it.",
-    "does not require grad and does not have a grad_fn": "Evaluations run without gradients. Where "
-    "forward needs some of its own, such as forces, compute them within `with torch.enable_grad():`"
+    "backward through the graph a second time": "State kept from step to step holds the "
+    "graph of the previous step: let Recipe(carry=…) carry it, or detach() it.",
+    "does not require grad and does not have a grad_fn": "Evaluations run without gradients. If "
+    "forward needs gradients, such as forces, compute them within `with torch.enable_grad():`"
     " from inputs that requires_grad_() has marked.",
-    "setStorage: sizes": "With --strategy fsdp, torch.autograd.grad in forward meets weights that "
-    "are freed already. Use --strategy ddp.",
+    "setStorage: sizes": "With --strategy fsdp, torch.autograd.grad in forward finds weights that "
+    "are already freed. Use --strategy ddp.",
     "Expected sparse gradient to be defined": "--find-unused sends zeros for what a step leaves "
     "unused, and PyTorch has none for a sparse gradient. Build the layer with sparse=False.",
     "Expected more than 1 value per channel": "BatchNorm cannot train on one sample. Each rank, "
     "and each of its micro-steps, needs two: choose another --batch-size or --micro-batch-size, "
     "fewer ranks, or --drop-last.",
-    "explicit nodesplitter": "Give WebDataset(…, nodesplitter=None): samestep shares the elements "
-    "out, and would refuse one that each rank divides by itself.",
+    "explicit nodesplitter": "Pass WebDataset(…, nodesplitter=None): samestep divides the "
+    "elements among the ranks itself.",
 }
 """Parts of errors of PyTorch and readers of data, and what to do about them."""
 
@@ -271,8 +271,7 @@ def known_remedy(error: BaseException) -> str:
 def error_text(error: BaseException) -> str:
     """Return an error's class and text, even if its own `__str__` fails.
 
-    A package that imports its parts late, as transformers does, says only which part failed: its
-    first cause is added.
+    A package with lazy imports, as transformers, says only which part failed: the cause is added.
     """
     try:
         text = str(error).strip().rstrip(".")
@@ -316,8 +315,8 @@ def device_error(error: BaseException, what: str = "", place: str = "") -> UserE
     elif refused:
         user_error = UserError(
             f"--deterministic: {what}{text}",
-            remedy="Use another operation there, or leave the setting out; --virtual-ranks needs "
-            "it, too.",
+            remedy="Use another operation there, or leave the setting out; --virtual-ranks "
+            "also needs it.",
             flags=["deterministic"],
         )
     else:

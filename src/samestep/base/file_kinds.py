@@ -39,9 +39,8 @@ def is_recipe_file(path: Path) -> bool:
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:
-        raise UserError(
-            f"There is no file {path} that can be read: {error.strerror}.{nearby(path, 'file')}"
-        ) from error
+        where = nearby(path, "file")
+        raise UserError(f"{path} cannot be read: {error.strerror}.{where}") from error
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         raise UserError(f"{path}:{line}: {getattr(error, 'msg', error)}.") from error

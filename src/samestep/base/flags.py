@@ -140,7 +140,7 @@ def of_type(value: Any, kind: Any, place: str, *, strict: bool = True) -> Any:
         why = f"it must be {must}" if must else f"{error}".rstrip(".")
         raise UserError(f"{place}: {why}.") from error
     except TypeError as error:  # a type that msgspec does not take, such as Path | str
-        raise UserError(f"{place}: its declared type does not do. {error}.") from error
+        raise UserError(f"{place}: its declared type cannot be used. {error}.") from error
 
 
 def _path(kind: type, value: Any) -> Any:

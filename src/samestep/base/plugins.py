@@ -61,5 +61,5 @@ class Names(Mapping[str, str]):
                 raise
             raise UserError(
                 f"{name} of samestep.{self.group} comes from {module}, which cannot be imported: "
-                f"{error_text(error)}. Mend or uninstall the package that brings it."
+                f"{error_text(error)}. Repair or uninstall the package that provides it."
             ) from error

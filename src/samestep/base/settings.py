@@ -106,8 +106,7 @@ class Settings:
     batch_size_per_rank: int | None = None
     """Instead of --batch-size: samples per step on each rank; more ranks then mean larger steps."""
     batch_tokens: int | None = None
-    """Instead of --batch-size: the most tokens per step, padding included. The recipe gives the
-    samples' lengths."""
+    """Instead of --batch-size: the most tokens per step, with padding, by the recipe's lengths."""
     micro_batch_size: int | None = field(default=None, metadata=_BITS_ALONE)
     """The most samples that a rank computes at once; the number of micro-steps follows."""
     accumulate: int | None = field(default=None, metadata=_BITS_ALONE)
@@ -161,7 +160,7 @@ class Settings:
     lr_end: float = 0.0
     """Learning rate at the end of the schedule, before --lr-scaling."""
     lr_power: float = 1.0
-    """Exponent p of --schedule polynomial, which follows (1 - part of the way) ** p."""
+    """Exponent p of --schedule polynomial, which follows (1 - progress) ** p."""
 
     engine: Literal["native", "lightning"] = "native"
     """The training loop: samestep's own, or PyTorch Lightning's Trainer (samestep[lightning])."""
@@ -174,8 +173,8 @@ class Settings:
     matmul_precision: MatmulPrecision | None = None
     """Precision of float32 products and convolutions; highest forbids TF32."""
     newton_schulz: Literal["bf16", "fp32"] = "bf16"
-    """Type in which torch.optim.Muon orthogonalises its updates; its bf16 makes percents of a
-    rounding, fp32 takes the same steps on any ranks and with fsdp."""
+    """Type in which torch.optim.Muon orthogonalises its updates; bf16 turns rounding errors
+    into percents, fp32 takes the same steps on any number of ranks and with fsdp."""
     seed: int = field(default=42, metadata=_COMMON)
     """Seed of all random numbers: initial weights, sample order, augmentation, dropout."""
     init_from: str | None = field(default=None, metadata=_COMMON)
@@ -183,8 +182,7 @@ class Settings:
     state_dict (.safetensors, .pt, .pth, .bin, .ckpt), or a folder that save_pretrained wrote. All
     else is new, also the optimizer."""
     init_strict: bool = True
-    """With --init-from, names and shapes must be those of the model. Off loads what fits, and lists
-    the rest."""
+    """With --init-from, names and shapes must match. Off loads what fits, and lists the rest."""
     device: Device = field(default="auto", metadata=_COMMON | _FREE)
     """Device to train on; auto takes the best one of this machine."""
     backend: Backend = field(default="auto", metadata=_FREE)
@@ -199,7 +197,7 @@ class Settings:
     channels_last: bool = field(default=False, metadata=_BITS_ALONE)
     """Store images in channels-last layout: faster convolutions on many devices."""
     cudnn_benchmark: bool = field(default=False, metadata=_FREE)
-    """Let cuDNN try its convolution algorithms and take the fastest; for inputs of one shape."""
+    """Let cuDNN try its convolution algorithms and use the fastest; for inputs of one shape."""
     deterministic: bool = field(default=False, metadata=_BITS_ALONE)
     """Use only operations that give the same bits each time; slower on GPUs."""
     checkpoint_activations: bool = field(default=False, metadata=_FREE)
@@ -212,8 +210,7 @@ class Settings:
     """Allow more than 4 ranks or loader processes per core, or several ranks on one GPU."""
 
     strategy: Strategy = field(default="ddp", metadata=_FREE)
-    """ddp: each rank holds the whole model; fsdp: each rank holds a shard, for models that do not
-    fit."""
+    """ddp: each rank holds the whole model; fsdp: a shard, for models that do not fit."""
     shard_within: ShardWithin = field(default="all", metadata=_FREE)
     """With fsdp, shard the model over all ranks, or within each node (HSDP)."""
     reshard_after_forward: bool = field(default=True, metadata=_FREE)
@@ -221,8 +218,7 @@ class Settings:
     backward pass: more memory, less communication."""
     gather_dtype: ParamDtype | None = None
     """With fsdp, the type in which weights are gathered; by default their own. bf16 needs
-    --precision bf16. It halves the bytes that are gathered, and also rounds normalization
-    layers."""
+    --precision bf16. It halves the gathered bytes, and also rounds normalization layers."""
     cpu_offload: bool = field(default=False, metadata=_FREE)
     """With fsdp on GPUs, keep weights, gradients and optimizer state in CPU memory."""
     bucket_cap_mb: int | None = field(default=None, metadata=_FREE)
@@ -237,8 +233,7 @@ class Settings:
     run_dir: str | None = field(default=None, metadata=_COMMON | _FREE)
     """Directory of the run; by default a new one in runs/."""
     log_every: int | None = field(default=None, metadata=_FREE)
-    """Steps between two `step` records; by default 200 to 500 records per run, and in long runs
-    one every 50 steps."""
+    """Steps between `step` records; by default 200 to 500 per run, one per 50 steps if long."""
     eval_every_epochs: int = field(default=1, metadata=_FREE)
     """Epochs between two evaluations on the validation set."""
     eval_every_steps: int | None = field(default=None, metadata=_FREE)
@@ -311,9 +306,7 @@ class Settings:
         numbers = (*_POSITIVE, *_NOT_NEGATIVE)
         check_flags(self, numbers, lambda value: value < 2**63, "be below 2^63")
         if self.run_dir is not None and not self.run_dir.strip():
-            raise UserError(
-                "--run-dir is empty; name a directory, or leave it out.", flags=["run_dir"]
-            )
+            raise UserError("--run-dir is empty; name a directory, or omit it.", flags=["run_dir"])
         if self.lr_scaling != "none" and self.base_batch_size is None:
             raise UserError(
                 f"--lr-scaling {self.lr_scaling} needs --base-batch-size: the batch size that "
@@ -426,7 +419,7 @@ ALSO_ACCEPTED = frozenset({*OTHER_NAMES, *MERGED})
 """Names that are not fields, and are accepted wherever a setting is given."""
 
 
-def own_names(table: Mapping[str, Any], where: object) -> dict[str, Any]:
+def canonical_names(table: Mapping[str, Any], where: object) -> dict[str, Any]:
     """Return settings by the names of their fields; `where` begins a message.
 
     `global_batch_size` is `batch_size`; `eval_every = "500steps"` sets `eval_every_steps`; `monitor
@@ -463,8 +456,8 @@ def _fields_set_by(name: str, value: Any, where: object) -> dict[str, Any]:
     for part in parts if isinstance(parts, list | tuple) else [parts]:
         match = _INTERVAL.fullmatch(str(part).strip())
         unit = match[2] if match else ""
-        whole = bool(match) and (unit == "min" or "." not in match[1])  # type: ignore[index]
-        field_name = f"{name}_{_FIELD_OF[unit]}" if whole else ""
+        valid = bool(match) and (unit == "min" or "." not in match[1])  # type: ignore[index]
+        field_name = f"{name}_{_FIELD_OF[unit]}" if valid else ""
         if field_name not in Settings.__dataclass_fields__ or field_name in intervals:
             must = "give numbers with units, each unit once: " + MERGED[name][0].replace("|", ",")
             raise UserError(f"{where}: {name} = {value!r}: {must}.", flags=[name])
@@ -476,7 +469,7 @@ def _fields_set_by(name: str, value: Any, where: object) -> dict[str, Any]:
 def merge_layers(*layers: dict[str, object]) -> dict[str, object]:
     """Merge layers of settings; the later ones win."""
     merged: dict[str, object] = {}
-    for layer in (own_names(layer, "settings") for layer in layers):
+    for layer in (canonical_names(layer, "settings") for layer in layers):
         for names in _ALTERNATIVES:
             named = [name for name in names if layer.get(name) is not None]
             for other in names if len(named) == 1 else ():

@@ -102,8 +102,8 @@ def _before_fork() -> None:
     until = time.monotonic() + _SETTLE_S
     while _MAY_HANG and _threads_run() and time.monotonic() < until:
         time.sleep(0.001)
-    if ours := _our_signals():  # one that comes too early would be lost, and its sender wait
-        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ours)  # type: ignore[assignment]
+    if signals := _our_signals():  # one that comes too early would be lost, and its sender wait
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # type: ignore[assignment]
 
 
 def _after_fork() -> None:
@@ -205,7 +205,7 @@ def drop_output() -> None:
 def hold_warning() -> None:
     """Hold SIGUSR1 for the training, where there is such a signal."""
     if hasattr(signal, "SIGUSR1"):
-        with contextlib.suppress(ValueError):  # not the main thread: nothing is ours to hold
+        with contextlib.suppress(ValueError):  # not the main thread: it holds no signals
             signal.signal(signal.SIGUSR1, lambda signum, _frame: _held.append(signum))
 
 

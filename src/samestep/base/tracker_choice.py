@@ -141,7 +141,7 @@ def _check_file(path: Path) -> None:
     except OSError as error:
         raise UserError(f"--track {path}: it cannot be read: {error.strerror}.") from error
     except (SyntaxError, ValueError) as error:
-        raise UserError(f"--track {path}: it is not Python: {error}.") from error
+        raise UserError(f"--track {path}: it is not valid Python: {error}.") from error
     missing = [name for name in ("start", "record", "finish") if name not in names]
     if missing and b"import *" not in text:
         raise UserError(
@@ -184,7 +184,7 @@ def find_access(tracker: str) -> Access:
     if tracker not in _KEYS or _may_have_key(tracker):
         return Access()
     (variable, *_), login, _ = _KEYS[tracker]
-    return Access(offline=True, why=f"{variable} is not set, nor is there a key of `{login}`")
+    return Access(offline=True, why=f"{variable} is not set, and `{login}` has stored no key")
 
 
 def _may_have_key(tracker: str) -> bool:
@@ -219,8 +219,8 @@ def _mlflow_access() -> Access:
         return Access(offline=True, why=why)
     if scheme in ("", "file"):
         why = (
-            f"MLFLOW_TRACKING_URI names a folder ({uri}), a store that MLflow has given up; "
-            "take sqlite:///FILE, or a server"
+            f"MLFLOW_TRACKING_URI names a folder ({uri}), a store that MLflow no longer supports; "
+            "use sqlite:///FILE, or a server"
         )
         return Access(offline=True, why=why, has_server=False)
     for first, second in (("USERNAME", "PASSWORD"), ("PASSWORD", "USERNAME")):

@@ -250,5 +250,5 @@ def class_table(per_class: Mapping[str, float | None], confusion: list[list[int]
         counted = sorted(zip(row, names, strict=True), key=lambda pair: -pair[0])
         mistakes = [f"{other} {count:,}" for count, other in counted if count and other != name]
         taken = ", ".join(mistakes[:_MOST_MISTAKES])
-        lines.append(f"{name:<{width}}  {shown}{f'  taken for {taken}' if taken else ''}")
+        lines.append(f"{name:<{width}}  {shown}{f'  predicted as {taken}' if taken else ''}")
     return lines

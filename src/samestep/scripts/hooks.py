@@ -155,8 +155,8 @@ class Hooks:
     def _count_own_update(self, updates: int, loss: Tensor) -> None:
         """Count a step if the script has changed the weights of its loss without an optimizer."""
         # FSDP frees weights between the passes: they have no storage to look at.
-        whole = (leaf for leaf in leaves_of(loss) if leaf.untyped_storage().size())
-        few = itertools.islice(whole, _FEW)
+        with_storage = (leaf for leaf in leaves_of(loss) if leaf.untyped_storage().size())
+        few = itertools.islice(with_storage, _FEW)
         now = [own_part(leaf.detach()).reshape(-1)[:_VALUES].clone() for leaf in few]
         pairs = zip(self._some_weights, now, strict=False)
         changed = any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)

@@ -37,7 +37,7 @@ class ScriptFailed(Exception):  # noqa: N818 - what failed is the script
         if isinstance(self.__cause__, Done | Exception):
             was_ended = isinstance(self.__cause__, Done)
             ending = "was ended by SIGTERM" if was_ended else "ended with an error"
-        until = "the profile is of what was measured until then"
+        until = "the profile covers what was measured until then"
         measured = until if self.profile is not None else "nothing was measured"
         return f"{script.name} {ending} after {count(self.steps, 'step')}: {measured}."
 
@@ -132,8 +132,8 @@ class ScriptRanks:
     def _waited(self, what: str) -> UserError:
         return UserError(
             f"Rank {self.rank} waited {self._within_s:.0f} s {what}, at "
-            f"{self._launch.master_addr}:{self._launch.master_port}. Start all "
-            f"{self.world_size} ranks at once, and let all take equally many optimizer steps."
+            f"{self._launch.master_addr}:{self._launch.master_port}. Start all {self.world_size} "
+            "ranks at once; all must take the same number of optimizer steps."
         )
 
 

@@ -88,8 +88,8 @@ def profile_script(
     except RankZeroEnded as ended:
         raise UserError(
             f"Rank 0 of {script} ended after {ended.steps:,} optimizer steps, and rank "
-            f"{ranks.rank} still runs after {hooks.steps:,}: ranks that are profiled together have "
-            "to take equally many. Profile it with --nproc 1, or give all ranks as much data."
+            f"{ranks.rank} still runs after {hooks.steps:,}: ranks profiled together must take "
+            "the same number. Profile it with --nproc 1, or give all ranks the same amount of data."
         ) from ended
     except ScriptFailed as error:
         failure = error
@@ -136,26 +136,26 @@ def _why_nothing(script: Path, hooks: Hooks, epoch: int | None) -> str:
         return (
             f"{script} ended without a single step of a torch.optim optimizer, and its backward "
             "passes changed no weights, so there is nothing to profile. Does it train with these "
-            "arguments (they follow `--`), and in this very process? Let samestep start its ranks "
-            "with --nproc. A recipe file ends with `recipe = Recipe(…)`."
+            "arguments (they follow `--`), and in this process? Let samestep start its ranks with "
+            "--nproc. A recipe file ends with `recipe = Recipe(…)`."
         )
     if epoch is None:
         return (
-            f"{script} took {count(hooks.steps, 'optimizer step')} and ended: too few to tell "
-            "anything. Let it take at least 4, better 100."
+            f"{script} took {count(hooks.steps, 'optimizer step')} and ended: too few to measure. "
+            "Let it take at least 4, better 100."
         )
     if not hooks.epochs:
         return (
-            f"--epoch is {epoch}, and {script} trains without a torch DataLoader, so that its "
-            "epochs are unknown. Leave --epoch out: some steps are traced then."
+            f"--epoch is {epoch}, and {script} trains without a torch DataLoader, so its epochs "
+            "are unknown. Leave --epoch out to trace some steps."
         )
     if epoch <= hooks.epochs:
         return (
-            f"{script} has a profiler of its own on in epoch {epoch}, and there can be only one: "
-            "give --epoch another one, or leave it out."
+            f"{script} runs its own profiler in epoch {epoch}, and only one can run: choose "
+            "another --epoch, or leave it out."
         )
     return (
-        f"{script} has {count(hooks.epochs, 'epoch')}, and --epoch is {epoch}. Give one of them, "
+        f"{script} has {count(hooks.epochs, 'epoch')}, and --epoch is {epoch}. Choose one of them, "
         "or leave --epoch out."
     )
 

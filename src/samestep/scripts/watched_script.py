@@ -14,7 +14,7 @@ from samestep.base.errors import UserError
 from samestep.base.patches import Patch, patched_when_imported
 from samestep.launch.ranks import watched
 from samestep.launch.ranks.launch import detect_launch
-from samestep.launch.ranks.watcher import tell_mismatch
+from samestep.launch.ranks.watcher import record_mismatch
 from samestep.launch.stall.pulse import Pulse
 
 _OURS = (
@@ -37,7 +37,7 @@ def main() -> None:
     try:
         exec(compile(Path(script).read_bytes(), file, "exec"), module.__dict__)  # noqa: S102
     except Exception as error:
-        if pulse is not None and (mismatch := tell_mismatch(pulse.folder)):
+        if pulse is not None and (mismatch := record_mismatch(pulse.folder)):
             error.add_note(f"samestep: {mismatch}")
         trace = None if isinstance(error, SyntaxError) else _without_ours(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)

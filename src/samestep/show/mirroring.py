@@ -34,9 +34,13 @@ class Mirror:
     """Copies a run to a store. Rank 0 has it."""
 
     def __init__(
-        self, settings: Settings, tell: Callable[[Record], None], stopped: Callable[[], bool]
+        self,
+        settings: Settings,
+        show_message: Callable[[Record], None],
+        stopped: Callable[[], bool],
     ) -> None:
-        self._address, self._tell, self._stopped = str(settings.mirror), tell, stopped
+        self._address = str(settings.mirror)
+        self._show_message, self._stopped = show_message, stopped
         self._keeps_all = settings.keep_top_k is settings.keep_newest is settings.keep_hours is None
         self._here, self._run = Path.cwd(), Path()  # a recipe may change the working directory
         self._store: Store | None = None
@@ -113,7 +117,7 @@ class Mirror:
             with (self._run / RECORDS).open("rb") as file:
                 self._refused = file.read(len(head)) != head
             if self._refused:
-                self._why = "another run is there"
+                self._why = "it holds another run"
                 return None
         for name in {*self._there.gone} - {e.path for e in self._there.checkpoints}:
             _remove(store, name)  # what a kill has left
@@ -137,15 +141,15 @@ class Mirror:
             old = replace(index, checkpoints=tuple(e for e in others if e.step <= step))
             newest = old.prune(Retention(newest=1)).checkpoints if lacking else ()
             others = (*newest, *(e for e in others if e.step > step))
-        whole = (*others, *(e for e in index.checkpoints if e not in lacking))
+        entries = (*others, *(e for e in index.checkpoints if e not in lacking))
         for name, file in self._changed().items():
             state, content = _state(file), file.read_bytes()
             end = content.rfind(b"\n") + 1 if file.suffix == ".jsonl" else None  # whole lines
             store.write(name, content[:end])
             self._sent[name] = state
             self._note()
-        whole = tuple(sorted(whole, key=lambda entry: entry.step))
-        self._publish(store, replace(index, checkpoints=whole))
+        entries = tuple(sorted(entries, key=lambda entry: entry.step))
+        self._publish(store, replace(index, checkpoints=entries))
 
     def _publish(self, store: Store, index: Index) -> None:
         """Write the store's index if it has changed, then remove what it names no more."""
@@ -197,15 +201,15 @@ class Mirror:
 
     def _complain(self) -> None:
         """Say once why the store does not have the run."""
-        helps = "--resume copies what is missing; here it is whole."
+        helps = "--resume copies what is missing; the local run is complete."
         if self._refused:
-            helps = "Resume with another --mirror."
+            helps = "Resume with a different --mirror."
         if not self._told:
             self._say("warning", f"not copied to {self._address}: {self._why}. {helps}")
         self._told = True
 
     def _say(self, kind: str, text: str) -> None:
-        self._tell({"event": "tracker", "tracker": "mirror", "kind": kind, "text": text})
+        self._show_message({"event": "tracker", "tracker": "mirror", "kind": kind, "text": text})
 
 
 def _state(file: Path) -> tuple[int, int]:

@@ -177,7 +177,7 @@ class NotebookBar:
 class _Output(Console):
     def on_broken_pipe(self) -> None:
         """Raise what the command line expects, where Rich would exit: `head` has read enough."""
-        raise BrokenPipeError("it is closed, or its reader has gone")
+        raise BrokenPipeError("it is closed, or its reader has exited")
 
 
 def metrics_of(record: Record) -> dict[str, str]:
@@ -242,16 +242,16 @@ class Screen:
         try:
             yield
         except OSError as error:
-            self._lost = f"Standard output takes nothing more: {error.strerror or error}."
+            self._lost = f"Standard output cannot be written: {error.strerror or error}."
             drop_output()
 
     def show(self, record: Record) -> str:
         """Show one record; return, once, why nothing can be shown any more."""
-        self.tell(record)
+        self.show_message(record)
         was_told, self._told = self._told, bool(self._lost)
         return "" if was_told else self._lost
 
-    def tell(self, record: Record) -> None:
+    def show_message(self, record: Record) -> None:
         """Show a message that is not one of the run's records."""
         with self._trying():
             self._show(record)
@@ -336,7 +336,7 @@ class Screen:
         if num_joined := ranks - record["ranks_before"] + len(changes):
             changes.append(f"{count(num_joined, 'rank')} joined")
         going = f"{count(ranks, 'rank')} from step {record['step'] + 1:,} on"
-        text = f"{', '.join(changes) or 'the ranks met again'}: {going}, {record['seconds']:.2f} s"
+        text = f"{', '.join(changes) or 'ranks reconnected'}: {going}, {record['seconds']:.2f} s"
         self._print(f"[yellow]regroup[/] {escape(text)}")
 
     def _show_tracker(self, record: Record) -> None:
@@ -488,11 +488,11 @@ class Nothing:
         pass
 
     def show(self, record: Record) -> str:
-        """Show a record as `tell` does; there is nothing to lose."""
-        self.tell(record)
+        """Show a record as `show_message` does; there is nothing to lose."""
+        self.show_message(record)
         return ""
 
-    def tell(self, record: Record) -> None:
+    def show_message(self, record: Record) -> None:
         """Show nothing of a record."""
 
     def result(self, path: Path, result: dict[str, Any]) -> None:

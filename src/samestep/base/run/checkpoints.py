@@ -83,10 +83,10 @@ class _FileHash:
         sha256, chunk = hashlib.sha256(), memoryview(bytearray(_HASHED_AT_ONCE))
         with self._file:
             while True:
-                whole = self._whole  # asked first: what is written meanwhile is read the next time
+                intact = self._whole  # asked first: what is written meanwhile is read the next time
                 while count := self._file.readinto(chunk):
                     sha256.update(chunk[:count])
-                if whole:
+                if intact:
                     return sha256.hexdigest()
                 self._grown.wait()
                 self._grown.clear()

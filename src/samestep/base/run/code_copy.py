@@ -249,8 +249,8 @@ def _outermost(linked: Mapping[str, str], copied: set[str]) -> dict[str, str]:
 
 def _check_size(root: Path, names: list[str], sizes: Counter[str]) -> None:
     remedy = (
-        "Let .gitignore name what is data (in a git repository it is then linked, not copied), or "
-        "submit without a copy: --no-snapshot."
+        "List data in .gitignore (in a git repository it is then linked, not copied), or submit "
+        "without a copy: --no-snapshot."
     )
     if len(names) > MOST_FILES:
         folders = Counter(name.rpartition("/")[0] or "." for name in names)

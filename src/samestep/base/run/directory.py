@@ -156,9 +156,9 @@ def check_free(path: Path) -> Path:
         return path
     except OSError as error:
         raise cannot_write(path, error, instead=_ANOTHER) from error
-    ours = {"checkpoints", "events.jsonl", "run.lock", "job.json", "rank-0.log"} & {*names}
+    known = {"checkpoints", "events.jsonl", "run.lock", "job.json", "rank-0.log"} & {*names}
     others = [name for name in names if Path(name).suffix not in _OTHERS]
-    if path.resolve() == Path(path.resolve().anchor) or (others and not ours):
+    if path.resolve() == Path(path.resolve().anchor) or (others and not known):
         raise UserError(
             f"--run-dir {path} is not a run, and holds {len(others)} other files or folders: "
             f"{listed(others)}. Name a new directory, such as runs/first."
@@ -170,13 +170,13 @@ def no_run(path: Path) -> UserError:
     """Return the message for a directory that holds no run."""
     if (path / "events.jsonl").is_file():
         return UserError(
-            f"There is no run at {path}: its settings.toml is missing, though it has records. Put "
-            "the file back from a backup; each checkpoint has its text, too, as `made_with`: "
+            f"There is no run at {path}: its settings.toml is missing, though it has records. "
+            "Restore the file from a backup; each checkpoint also has its text: "
             "torch.load(FILE)['made_with']."
         )
     from samestep.base.nearby import nearby  # noqa: PLC0415 - for messages only
 
-    why = "no settings.toml is in it" if path.is_dir() else "no such directory"
+    why = "it has no settings.toml" if path.is_dir() else "no such directory"
     name = "Name the directory of a run, like runs/ID."
     return UserError(f"There is no run at {path}: {why}. {name}{nearby(path, 'run')}")
 
@@ -288,9 +288,7 @@ def lock_run(path: Path) -> BinaryIO:
         _held[path.resolve()] = hold(path / "run.lock")
         return _held[path.resolve()]
     except Held as owner:
-        raise UserError(
-            f"{path} is being written by {owner}. Wait until it ends, or stop it first."
-        ) from None
+        raise UserError(f"{path} is in use by {owner}. Wait for its end, or stop it.") from None
 
 
 def is_written(path: Path) -> bool:

@@ -71,13 +71,12 @@ _WHAT_HELPS = {
     errno.EDQUOT: "Delete files of yours, or ask for a larger quota",
     errno.EIO: "Check the disk, or the connection to the file server",
     errno.ENAMETOOLONG: "Choose a shorter name",
-    errno.EFBIG: "Raise the limit on the size of a file (ulimit -f), or use a disk that takes "
-    "larger ones",
+    errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or use a disk for larger files",
     errno.EMFILE: "Raise the limit on open files (ulimit -n)",
-    errno.EROFS: "Check the disk, and mount it so that it can be written",
+    errno.EROFS: "Check the disk, and mount it writable",
 }
 THEN_RESUME = ", then resume the run"
-_ARE_WHOLE = "; earlier checkpoints are whole"
+_ARE_WHOLE = "; earlier checkpoints are intact"
 _AHEAD_BYTES = 64 << 20
 
 
@@ -254,7 +253,7 @@ def cannot_write(
         return UserError(
             f"{problem} {run} was removed or renamed while the run was open.",
             remedy="If it was renamed, resume it by its new name. Otherwise start again; if "
-            "something cleans up this place, name a run directory elsewhere.",
+            "something cleans up this folder, choose a run directory elsewhere.",
         )
     if there == path.parent:
         return UserError(problem, remedy=f"Check the directory's permissions, or {instead}.")

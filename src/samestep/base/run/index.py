@@ -68,8 +68,7 @@ class Index:
     monitor: str = "accuracy"
     mode: str = "max"
     gone: tuple[str, ...] = ()
-    """Files that were deleted after this index was written, unless a kill came before, or a disk
-    refused it."""
+    """Files deleted after this index was written, unless a kill or a disk prevented it."""
 
     @property
     def last(self) -> Entry | None:
@@ -133,7 +132,7 @@ def announce(
 
 
 def is_left(folder: Path, name: str) -> bool:
-    """Whether a checkpoint of ours that was deleted is still there."""
+    """Whether a checkpoint file that was deleted is still there."""
     there = os.path.exists(folder / name)  # noqa: PTH110 - Path's raises on a disk that fails
     return there and _OURS.fullmatch(name) is not None
 
@@ -198,9 +197,9 @@ def remove_unannounced(folder: Path, announced: Collection[str], since: float) -
     named = {*announced, *known}
     for place in [*folder.glob("checkpoint_*.pt"), *folder.glob("checkpoint_*.shards")]:
         file = place.with_suffix(".pt")
-        ours = _OURS.fullmatch(place.name) and file.name not in named
+        is_checkpoint = _OURS.fullmatch(place.name) and file.name not in named
         # A file and its parts go together, so the second may be gone.
-        if ours and place.exists() and place.stat().st_mtime >= since:
+        if is_checkpoint and place.exists() and place.stat().st_mtime >= since:
             remove(file)
 
 
@@ -219,12 +218,12 @@ def parse_index(text: bytes, path: object) -> Index:
         table = json.loads(text, parse_constant=lambda _: None)  # NaN is not JSON
         index = msgspec.convert(table, Index)
         if not all(map(_is_inside, index.checkpoints)):
-            raise msgspec.ValidationError("it names a file outside of the folder")
+            raise msgspec.ValidationError("it names a file outside the folder")
         return index  # noqa: TRY300 - the checks belong together
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{path} is damaged ({error}). It lists the checkpoints: `samestep train RUN --resume` "
-            "writes it anew, if the run is not sharded."
+            f"{path} is damaged ({error}). It lists the checkpoints; `samestep train RUN --resume` "
+            "rewrites it unless the run is sharded."
         ) from error
 
 

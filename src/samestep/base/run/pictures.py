@@ -67,8 +67,8 @@ class Album:
             self.note(
                 entry["name"],
                 entry["title"],
-                f"It takes {size(length)}, and {size(self._left)} of the {size(LIMIT_BYTES)} for "
-                "all pictures of a run are left: make it smaller.",
+                f"It has {size(length)}, but only {size(self._left)} of the {size(LIMIT_BYTES)} "
+                "for all pictures of a run are left: make it smaller.",
             )
             return
         self._left -= length
@@ -230,21 +230,21 @@ def _picture(entry: Entry, folder: _Folder) -> ShownPicture:
     kind, name = str(entry.get("kind")), str(entry.get("name", ""))
     shown = ShownPicture(name=name, kind=kind, title=str(entry.get("title") or name or "picture"))
     shown.text = str(entry.get("text") or "")
-    whole: object = False
+    complete: object = False
     match kind:
         case "note":
-            whole = True
+            complete = True
         case "figure":
-            whole = shown.source = folder.url(entry.get("file"))
+            complete = shown.source = folder.url(entry.get("file"))
         case "html":
-            whole = shown.html = (folder.read(entry.get("file")) or b"").decode(errors="replace")
+            complete = shown.html = (folder.read(entry.get("file")) or b"").decode(errors="replace")
         case "images":
             shown.right, shown.wrong = (
                 _photographs(entry.get(side), folder) for side in ("right", "wrong")
             )
-            whole = True
+            complete = True
         case "points":
-            whole = shown.scatter = _scatter(entry.get("points"))
+            complete = shown.scatter = _scatter(entry.get("points"))
             if shown.scatter and not shown.text:
                 drawn, of = len(shown.scatter.points), entry.get("of")
                 more = f" of {of:,}" if isinstance(of, int) and of > drawn else ""
@@ -253,12 +253,10 @@ def _picture(entry: Entry, folder: _Folder) -> ShownPicture:
             rows = _objects(entry.get("rows"))
             if head := list(dict.fromkeys(str(key) for row in rows for key in row)):
                 cells = [[number(row.get(key)) for key in head] for row in rows]
-                whole = shown.table = Table(title=shown.title, columns=head, rows=cells)
-    if not whole:
+                complete = shown.table = Table(title=shown.title, columns=head, rows=cells)
+    if not complete:
         shown.kind = "note"
-        shown.text = (
-            f"This picture cannot be shown: its entry in {FOLDER}/{INDEX} or its file is damaged."
-        )
+        shown.text = f"This picture cannot be shown: its file or {FOLDER}/{INDEX} is damaged."
     return shown
 
 

@@ -27,8 +27,7 @@ SYSTEM = Path("tracking", "system.jsonl")
 """In a run directory: what was measured of the machine, while the run was tracked."""
 
 PHASES = ("data", "to_device", "forward", "backward", "all_reduce", "optimizer", "other")
-"""The phases of a training step, in its order. `all_reduce` is the wait for other ranks that
-backward does not hide."""
+"""The phases of a step, in order. `all_reduce` is the wait for ranks not hidden by backward."""
 WHOLE = ("data", "to_device", "step", "other")
 """The phases where forward, backward and update are one graph, or one queue without events."""
 WAITS = ("data", "to_device")
@@ -441,8 +440,7 @@ def read_records(path: str | PathLike[str], *, superseded: bool = False) -> Iter
     superseded: it stays in the file, and is left out unless it is asked for.
 
     Raises:
-        UserError: there is no run here, a line of it is damaged, or its format is newer than this
-            samestep.
+        UserError: there is no run here, a line of it is damaged, or its format is too new.
     """
     path = Path(path)
     file = path / "events.jsonl"
@@ -455,7 +453,7 @@ def read_records(path: str | PathLike[str], *, superseded: bool = False) -> Iter
     if lines.damaged:
         number = lines.damaged[0]
         raise UserError(
-            f"{file} is damaged in line {number}: it holds no record. Put the file back from a "
+            f"{file} is damaged in line {number}: it holds no record. Restore the file from a "
             f"backup, or delete that line: sed -i {number}d {file}"
         )
     yield from records if superseded else as_uninterrupted(records, path)

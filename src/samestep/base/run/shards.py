@@ -58,7 +58,7 @@ def split(content: Any) -> tuple[Any, dict[str, DTensor]]:
     return map_state(mark, content), shards
 
 
-def own_parts(shards: Mapping[str, DTensor]) -> dict[str, Tensor]:
+def local_parts(shards: Mapping[str, DTensor]) -> dict[str, Tensor]:
     """Return this rank's parts of sharded tensors, on their device."""
     return {name: shard.to_local().detach() for name, shard in shards.items()}
 
@@ -274,10 +274,10 @@ def _empty(shape: list[int], dtype: torch.dtype, mesh: DeviceMesh | None) -> Ten
         number = torch.empty(shape, dtype=dtype)
         return DTensor.from_local(number, mesh, [Replicate()] * mesh.ndim, run_check=False)
     placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    whole = torch.empty(shape, dtype=dtype, device="meta")
+    full = torch.empty(shape, dtype=dtype, device="meta")
     rank, size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
     part = Shard.local_shard_size_and_offset(shape[0], size, rank)[0]
     local = torch.empty([part, *shape[1:]], dtype=dtype)
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
     )

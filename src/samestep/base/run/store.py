@@ -46,7 +46,7 @@ def check_address(address: str) -> None:
         )
     if not re.fullmatch(r"(?!memory:)[a-z][\w.+-]*://[^*\[\]]*[^/*\[\]]/*", address):
         raise UserError(
-            f"{address!r} is not the address of a store that outlives this process.",
+            f"{address!r} is not a store that outlives this process.",
             remedy="Write s3://BUCKET/RUN, or file:///FOLDER/RUN for a folder.",
             flags=["mirror", "resume"],
         )

@@ -91,8 +91,8 @@ def check_ours(run: Path) -> None:
     content = read_object(run / SUMMARY)
     if content and not {"format", "state"} <= content.keys():
         raise UserError(
-            f"{run / SUMMARY} is not samestep's, which keeps the state of a run in a file of that "
-            "name. Rename it, and start again."
+            f"{run / SUMMARY} was not written by samestep, which keeps the state of a run in a "
+            "file of that name. Rename it, and start again."
         )
 
 

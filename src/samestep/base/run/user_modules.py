@@ -193,8 +193,8 @@ def modules_note(run: Path) -> list[str]:
     modules = kept_modules(run) or UserModules()
     files = [path for name in ("recipe.py", "script.py") if (path := run / name).is_file()]
     notes = [
-        f"{path.name} runs code by {match[1]}(), and not by an import: the run neither keeps nor "
-        "compares that code. Import it by its name, and edits of it are noticed on a resume."
+        f"{path.name} runs code with {match[1]}() instead of an import: the run neither keeps nor "
+        "compares that code. Import it by name, so that a resume notices edits."
         for path in (*files, *modules.files.values())
         if (match := _BY_PATH.search(path.read_text(encoding="utf-8", errors="replace")))
     ]
@@ -202,8 +202,7 @@ def modules_note(run: Path) -> list[str]:
         return notes
     note = (
         f"Your code imports more than {MOST_FILES} files or {MOST // MB} MB of your own. The run "
-        f"keeps and compares the {len(modules.files)} that are imported first: edits of the others "
-        "are not noticed on a resume."
+        f"keeps the first {len(modules.files)}: a resume does not notice edits of the others."
     )
     return [*notes, note]
 
@@ -220,8 +219,7 @@ def copied_modules(file: Path) -> UserModules | None:
 def keep_modules(run: Path, modules: UserModules, number: int | None = None) -> None:
     """Copy modules into a run's directory; with a number, what it has gets that in its name.
 
-    They lie in `code/` as they are imported. Where a job has a copy of all code, those of it stay
-    where they are.
+    They are in `code/` as they are imported; those in a job's copy of all code stay there.
     """
     facts, code = read_object(run / FACTS), run / CODE
     is_job = "root" in facts

@@ -79,7 +79,7 @@ def master_port(rank: RankFacts) -> Finding | None:
     if not _can_bind(probe, "", port):
         return red(
             f"port {port} on {rank.launch.master_addr} is taken",
-            "Set MASTER_PORT to a free port on every rank; `ss -ltnp` shows who has this one.",
+            "Set MASTER_PORT to a free port on every rank; `ss -ltnp` shows what holds it.",
         )
     return green(f"{port} was free")
 
@@ -118,8 +118,8 @@ def interface(allocation: Allocation) -> Finding | None:
     if not away:
         return green(f"{found}: all ranks are on one host")
     if len(names) > 1:
-        advice = "Use one network for all, by NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."
-        return yellow(f"{found}: not the same on all nodes", advice)
+        advice = "Choose one network for all with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."
+        return yellow(f"{found}: nodes use different interfaces", advice)
     return green(found)
 
 
@@ -138,16 +138,16 @@ def announced_address(allocation: Allocation) -> Finding | None:
     rank = next((r for r in wrong if not r.address.chosen or r.address.gloo_interface), wrong[0])
     address, host = rank.address, rank.machine.host
     name = address.interface if address.interface not in ("", "lo") else "eth0"
-    why = f"resolves to {address.own} there" if address.own else "does not resolve"
+    why = f"resolves to {address.own} on that host" if address.own else "does not resolve"
     if address.gloo_interface:
         why = "has GLOO_SOCKET_IFNAME=lo"
     elif address.chosen:
         return yellow(
-            f"{host} {why}; samestep names Gloo the interface {address.chosen}",
+            f"{host} {why}; samestep makes Gloo use {address.chosen}",
             f"For other programs set GLOO_SOCKET_IFNAME={address.chosen}, or correct /etc/hosts.",
         )
     return red(
-        f"{host} {why}: others cannot reach Gloo by it",
+        f"{host} {why}: other nodes cannot reach Gloo there",
         f"Set GLOO_SOCKET_IFNAME={name} (the interface between the nodes) for every rank, or "
         "correct /etc/hosts.",
     )

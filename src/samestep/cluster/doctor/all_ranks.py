@@ -21,7 +21,7 @@ def nodes(allocation: Allocation) -> Finding | None:
         return green(f"{len(by_node)} × {count(len(few), 'rank')}: {shown}{more}")
     return yellow(
         f"{len(few)} on {few[0].machine.host}, {len(many)} on {many[0].machine.host}",
-        "Start equally many ranks on every node: --ntasks-per-node.",
+        "Start the same number of ranks on every node: --ntasks-per-node.",
     )
 
 
@@ -31,16 +31,16 @@ def device(allocation: Allocation) -> Finding:
     if without := [rank for rank in ranks if rank.device_problem]:
         return red(
             f"{_names(without)}: {without[0].device_problem}",
-            "Start as many ranks as there are GPUs that each of them sees, or use --device cpu.",
+            "Start as many ranks per node as each rank sees GPUs, or use --device cpu.",
             hosts=tuple(dict.fromkeys(rank.machine.host for rank in without)),
         )
     if shared := sharing(ranks):
         return red(
             f"{_names(shared)} share one GPU",
-            "Start one rank for each GPU, without setting CUDA_VISIBLE_DEVICES or --gpu-bind.",
+            "Start one rank per GPU, without CUDA_VISIBLE_DEVICES or --gpu-bind.",
         )
     if odd := _odd_ones(ranks, _kind):
-        return yellow(odd, "Every step waits for the slowest; take nodes of one kind.")
+        return yellow(odd, "Every step waits for the slowest; use nodes of one kind.")
     return green(f"{kind} on all ranks" if len(ranks) > 1 else kind)
 
 
@@ -100,10 +100,10 @@ def recipe(allocation: Allocation) -> Finding | None:
     """Check that the recipe file exists and is the same on every rank."""
     here = allocation.ranks[0].machine.recipe
     if missing := [rank for rank in allocation.ranks if rank.machine.recipe == "missing"]:
-        advice = "Give its path on a file system that all nodes share."
+        advice = "Pass its path on a file system that all nodes share."
         return red(f"the file is not there for {_names(missing)}", advice)
     if odd := _odd_ones(allocation.ranks, attrgetter("machine.recipe")):
-        return red(f"the file differs: {odd}", "Copy it to every node, or share it.")
+        return red(f"the file differs: {odd}", "Copy it to every node, or to a shared file system.")
     return green(f"the same file for every rank ({here})") if here else None
 
 

@@ -39,7 +39,7 @@ T = TypeVar("T")
 _CONNECT_MARGIN_S, _WATCHDOG_MARGIN_S = 2.0, 60.0
 _ORDERS_MARGIN_S = 15.0
 _FAREWELL_S = 3.0
-_POLL_S = 0.05
+_POLL_EVERY_S = 0.05
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ def lead(options: DoctorOptions, world: World, me: RankFacts) -> tuple[Allocatio
     try:
         store = _open_store(options, me.launch)
     except (RuntimeError, TimeoutError) as error:
-        advice = "Set MASTER_PORT to another port on every rank; no firewall may close it."
+        advice = "Set MASTER_PORT to another port on every rank, one that no firewall blocks."
         return alone, [*findings, red(_first_line(error), advice, "roll call")]
     ended = threading.Event()
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -147,7 +147,7 @@ def wait_for_all(
     for rank in ranks:
         key = f"{stage}/{rank}"
         while not (is_there := store.check([key])):
-            if time.monotonic() > deadline or ended.wait(_POLL_S):
+            if time.monotonic() > deadline or ended.wait(_POLL_EVERY_S):
                 break
         values[rank] = bytes(store.get(key)) if is_there else None
     return values
@@ -214,10 +214,10 @@ def _lost(failures: dict[int, str], world_size: int) -> Finding:
     cause = next((rank for rank, why in failures.items() if not LOST_PEER.search(why)), 0)
     who = f"rank {cause} " if cause else ""
     silent = [rank for rank in range(world_size) if rank not in failures]
-    missed = f"; {_numbers(silent)} said nothing" if silent else ""
+    missed = f"; {_numbers(silent)} sent nothing" if silent else ""
     return red(
         f"{who}lost at {failures[cause]}{missed}",
-        "If the rows below are green, see whether a firewall closes ports between the nodes "
+        "If the rows below are green, check whether a firewall blocks ports between the nodes "
         "(Gloo and NCCL use any), whether GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an "
         "interface between them, and what NCCL_DEBUG=INFO prints; silent ranks may have been "
         "killed.",
@@ -235,7 +235,7 @@ def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts,
         except msgspec.MsgspecError:
             foreign.append(number)
     if foreign:
-        problem = f"{_numbers(foreign)} cannot be understood: another samestep runs there"
+        problem = f"{_numbers(foreign)} cannot be understood: a different samestep runs there"
         return tuple(ranks), red(problem, ONE_ENVIRONMENT, "roll call")
     main = ranks[0]
     if missing:
@@ -245,7 +245,7 @@ def _read_roll(received: list[bytes | None], why: str) -> tuple[tuple[RankFacts,
         where = f" (none came from {', '.join(silent[:4])})" if silent else ""
         return tuple(ranks), red(
             f"{_numbers(missing)} of {len(received)} never came {why}{where}",
-            "See their own messages above; check that they were started, and that their nodes "
+            "See their messages above; check that they were started, and that their nodes can "
             f"reach {main.launch.master_addr}:{main.launch.master_port}.",
             "roll call",
             hosts=tuple(silent),

@@ -78,7 +78,7 @@ def diagnose(
         if number.isdecimal() and int(number):
             raise CutOffError(f"[rank {number}] {error}") from error
         what, _, advice = str(error).partition(". ")
-        advice = advice or "Unset what was exported by hand, and start again."
+        advice = advice or "Unset the variables you exported by hand, and start again."
         return Diagnosis(findings=(red(what, advice, "launcher"),))
     try:
         world = find_world(options.device, options.backend, environment)

@@ -27,8 +27,7 @@ class Finding:
     """The result of one check."""
 
     status: Status
-    """green: well. yellow: training works, but worse than it could. red: training will fail, or
-    silently go wrong."""
+    """green: good. yellow: training works, but could be better. red: it fails, or silently errs."""
     found: str
     advice: str = ""  # what to do about it; empty for green findings
     name: str = ""  # the check's name
@@ -54,8 +53,8 @@ def run_checks(checks: Sequence[Check[F]], facts: F) -> list[Finding]:
             finding = check(facts)
         except Exception as error:
             finding = yellow(
-                f"this check broke: {type(error).__name__}: {error}",
-                "This is a fault of samestep: please report it with this line.",
+                f"this check failed itself: {type(error).__name__}: {error}",
+                "This is a bug in samestep: please report it with this line.",
             )
         if finding is not None:
             findings.append(replace(finding, name=check.__name__.replace("_", " ")))

@@ -108,11 +108,11 @@ def gpu_speed(gpu: GpuHealth) -> Finding:
     """Check that a large product of bf16 matrices is about as fast as it should be."""
     found = f"{gpu.bf16_tflop_s:.0f} TFLOP/s in bf16"
     if gpu.peak_tflop_s is None:
-        return green(f"{found}; what this GPU should do is not known")
+        return green(f"{found}; the peak of this GPU is not known")
     part = gpu.bf16_tflop_s / gpu.peak_tflop_s
     return graded(
         f"{found}, {part:.0%} of the {gpu.peak_tflop_s:.0f} of its data sheet",
-        "See what else runs on it and how it is cooled: nvidia-smi -q -d PERFORMANCE,POWER.",
+        "Check what else runs on it, and its cooling: nvidia-smi -q -d PERFORMANCE,POWER.",
         yellow_if=part < _POOR,
     )
 
@@ -126,8 +126,8 @@ def gpu_copies(gpu: GpuHealth) -> Finding:
         found, least = f"{found}; its link carries {gpu.link_gb_s:.0f}", _POOR * gpu.link_gb_s
     return graded(
         found,
-        "Other ranks may copy now; else the link runs with fewer lanes, or this process on the "
-        "other socket's cores: nvidia-smi topo -m shows which are near.",
+        "Other ranks may be copying; otherwise the link has fewer lanes, or this process runs on "
+        "the other socket's cores: see nvidia-smi topo -m.",
         yellow_if=slowest < least,
     )
 
@@ -138,19 +138,19 @@ def gpu_clocks(gpu: GpuHealth) -> Finding | None:
         return None
     found = f"{gpu.clock_mhz:,} of {gpu.most_mhz or gpu.clock_mhz:,} MHz"
     if gpu.slowed_by:
-        advice = "Ask the administrators to look at its cooling and power; leave the node out."
+        advice = "Exclude the node, and ask the administrators to check its cooling and power."
         return yellow(f"{found}, slowed down by {' and '.join(gpu.slowed_by)}", advice)
     return green(found)
 
 
 def gpu_memory(gpu: GpuHealth) -> Finding | None:
-    """Check that the GPU's memory had no error that it could not correct."""
+    """Check that the GPU's memory had no uncorrectable error."""
     if gpu.uncorrected is None:
         return None
     if gpu.uncorrected:
-        advice = "Leave the node out (#SBATCH --exclude), and ask the administrators to replace it."
-        return red(f"{gpu.uncorrected:,} errors that it could not correct", advice)
-    return green("no error that it could not correct")
+        advice = "Exclude the node (#SBATCH --exclude), and ask the administrators to replace it."
+        return red(f"{gpu.uncorrected:,} uncorrectable memory errors", advice)
+    return green("no uncorrectable memory errors")
 
 
 def gpu_processes(gpu: GpuHealth) -> Finding | None:
@@ -160,7 +160,7 @@ def gpu_processes(gpu: GpuHealth) -> Finding | None:
     pids = ", ".join(map(str, gpu.others[:4]))
     return yellow(
         f"{len(gpu.others)} other on it: PID {pids}",
-        "They take turns with training: end them, or take another GPU (CUDA_VISIBLE_DEVICES).",
+        "They slow down the training: end them, or use another GPU (CUDA_VISIBLE_DEVICES).",
     )
 
 

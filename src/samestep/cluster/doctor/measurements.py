@@ -28,8 +28,8 @@ SLOW_LATENCY_US = 20_000.0  # between hosts: 100 times Ethernet's
 JUDGED_BYTES = 1 << 20  # smaller all-reduces measure latency, not bandwidth
 
 _CABLE = (
-    "Name the fast interface on every node (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME); then ask "
-    "the administrators to look at the link."
+    "Set the fast interface on every node (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME); if that is not "
+    "enough, ask the administrators to check the link."
 )
 
 
@@ -146,7 +146,7 @@ def clock(allocation: Allocation) -> Finding | None:
         return green(f"all within {max(size * 1e3, 1):.0f} ms of rank 0's")
     return (red if size > CLOCK_RED_S else yellow)(
         f"{allocation.ranks[rank].label} is {size:,.1f} s {'ahead' if offset > 0 else 'behind'}",
-        "Synchronise its clock with a time server: chronyc tracking shows its state.",
+        "Synchronise its clock with a time server; chronyc tracking shows the state.",
     )
 
 
@@ -162,8 +162,8 @@ def compute(allocation: Allocation) -> Finding | None:
     crowded = cores_together(host) < len(host)  # ranks take turns, so times mean little
     return graded(
         f"slowest is {slowest.label}: {times[rank] * 1e3:.3g} ms, {ratio:.2f} × the median",
-        "See what else runs there (top, nvidia-smi) and whether it throttles (nvidia-smi -q -d "
-        "PERFORMANCE); leave the node out: #SBATCH --exclude.",
+        "Check what else runs there (top, nvidia-smi) and whether it throttles (nvidia-smi -q -d "
+        "PERFORMANCE), or exclude the node: #SBATCH --exclude.",
         red_if=ratio > SLOW_RANK_RED and not crowded,
         yellow_if=ratio > SLOW_RANK_YELLOW,
     )
@@ -185,7 +185,7 @@ def links(allocation: Allocation) -> Finding | None:
     if apart and slowest.gb_s < RED_GB_S:
         return red(f"{text}; less than half of 1 Gbit Ethernet", _CABLE)
     if slowest.gb_s * SLOW_LINK < median:
-        advice = f"Every step waits for it. {_CABLE} Or leave one out: #SBATCH --exclude."
+        advice = f"Every step waits for it. {_CABLE} Or exclude a node: #SBATCH --exclude."
         return yellow(text, advice)
     if apart and slowest.gb_s < YELLOW_GB_S:
         return yellow(f"{text}; less than half of 10 Gbit Ethernet", _CABLE)
@@ -198,7 +198,7 @@ def all_reduce(allocation: Allocation) -> Finding | None:
     if measured is None:
         return None
     if not measured.all_reduce:
-        return red("not even 32 B in the time given", "Give more: --budget-s 60.")
+        return red("not even 32 B within the time budget", "Allow more time: --budget-s 60.")
     first, last = measured.all_reduce[0], measured.all_reduce[-1]
     best = max(measured.all_reduce, key=lambda size: size.bus_gb_s)
     all_sizes = last.bytes == ALL_REDUCE_BYTES[-1]

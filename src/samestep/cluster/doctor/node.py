@@ -180,7 +180,7 @@ def _offline() -> str:
 
 def python(machine: Machine) -> Finding:
     """Check that samestep supports this Python."""
-    advice = "Make an environment with Python 3.11 or newer."
+    advice = "Create an environment with Python 3.11 or newer."
     return graded(machine.python, advice, red_if=_version(machine.python) < OLDEST_PYTHON)
 
 
@@ -188,13 +188,13 @@ def torch(machine: Machine) -> Finding:
     """Check that samestep supports this PyTorch, and tell whether its tests have run with it."""
     advice = "Install PyTorch 2.11 or newer: pip install --upgrade torch."
     release, newest = machine.torch.partition("+")[0], TRIED_TORCH[-1]
-    tried = f"not tried; tried were {', '.join(TRIED_TORCH)}"
+    tested = f"not tested; tested versions: {', '.join(TRIED_TORCH)}"
     if release in TRIED_TORCH:
-        tried = "tried"
+        tested = "tested"
     elif _version(release, 3) > _version(newest, 3):
-        tried = f"newer than the newest tried, {newest}"
-    found = f"{machine.torch}: {tried}"
-    return graded(found, advice, red_if=_version(machine.torch) < OLDEST_TORCH)
+        tested = f"newer than the newest tested, {newest}"
+    shown = f"{machine.torch}: {tested}"
+    return graded(shown, advice, red_if=_version(machine.torch) < OLDEST_TORCH)
 
 
 def samestep(machine: Machine) -> Finding:
@@ -212,12 +212,12 @@ def cuda(machine: Machine) -> Finding:
     if machine.driver and machine.cuda and not machine.gpus:
         return red(
             f"no GPU can be used: driver {machine.driver}, PyTorch for CUDA {machine.cuda}",
-            "Run nvidia-smi. If it fails, no GPU was given to this process (--gpus-per-node) or "
-            "CUDA_VISIBLE_DEVICES hides them; else the driver is too old for this CUDA: install "
-            "a PyTorch built for an older one.",
+            "Run nvidia-smi. If it fails, this process was given no GPU (--gpus-per-node) or "
+            "CUDA_VISIBLE_DEVICES hides them; otherwise the driver is too old: install a PyTorch "
+            "built for an older CUDA.",
         )
     if not machine.gpus:
-        return green("none: training is on the CPU")
+        return green("none: training runs on the CPU")
     return green(f"CUDA {machine.cuda}, driver {machine.driver}, NCCL {machine.nccl}")
 
 
@@ -233,7 +233,7 @@ def gpus(machine: Machine) -> Finding | None:
     if max(used) > MUCH_USED_FRACTION:
         return yellow(
             f"{shown}; {max(used):.0%} of GPU {used.index(max(used))} is in use",
-            "See with nvidia-smi whose it is: another program shares this GPU.",
+            "Another program shares this GPU; nvidia-smi shows which.",
         )
     return green(shown)
 
@@ -245,10 +245,10 @@ def cores(machine: Machine) -> Finding:
     usable = f"{min(allowed, quota or allowed):.3g} of the machine's {machine.machine_cores}"
     found = f"{usable} ({limits})"
     if quota is not None and quota < 1:
-        advice = "Every step waits for the scheduler; give the container or job more CPU."
+        advice = "Every step waits for a core; give the container or job more CPU."
         return red(f"{found}: less than one", advice)
     if quota is not None and quota < allowed:
-        advice = f"Threads beyond the quota are stopped in turn: train with --threads {int(quota)}."
+        advice = f"Threads beyond the quota are throttled: train with --threads {int(quota)}."
         return yellow(f"{found}: PyTorch counts {allowed}", advice)
     return green(found)
 
@@ -261,7 +261,7 @@ def shared_memory(machine: Machine) -> Finding | None:
     found = f"{SHM} has {size_name(free)} free of {size_name(machine.shm_bytes)}"
     advice = "Give the container more: docker run --shm-size=8g, or --ipc=host."
     if machine.shm_bytes > SMALL_SHM_BYTES:
-        advice = f"Something fills it: see ls -lS {SHM} and df {SHM}, and remove leftovers."
+        advice = f"Something fills it: check ls -lS {SHM} and df {SHM}, and remove leftovers."
     if stale:
         size = size_name(machine.shm_stale_bytes)
         found += f"; {count(len(stale), 'file')} of yours ({size}) that no process has open"
@@ -308,8 +308,8 @@ def internet(machine: Machine) -> Finding | None:
     if machine.offline is None:
         return None
     return graded(
-        f"offline: {machine.offline}" if machine.offline else "names outside resolve",
-        "Trackers must work offline (WANDB_MODE=offline); fetch data sets where there is a "
+        f"offline: {machine.offline}" if machine.offline else "external names resolve",
+        "Run trackers offline (WANDB_MODE=offline), and download data sets on a node with a "
         "network: samestep data get.",
         yellow_if=bool(machine.offline),
     )

@@ -55,8 +55,7 @@ class GpuHealth:
     """What a rank's GPU was measured to do, and what nvidia-smi says of it."""
 
     bf16_tflop_s: float
-    """A large product of matrices, in 10¹² operations per second; `peak_tflop_s` is what its data
-    sheet says."""
+    """Of a large matrix product, in 10¹² operations/s; `peak_tflop_s` is from the data sheet."""
     peak_tflop_s: float | None = None
     to_gpu_gb_s: float
     """From pinned memory, in 10⁹ bytes per second; `link_gb_s` is what the link carries at most."""
@@ -257,8 +256,7 @@ def cores_together(ranks: Sequence[RankFacts]) -> float:
 def call_within(seconds: float, function: Callable[[], T]) -> T:
     """Return a function's value or raise its error; raise TimeoutError if it takes too long.
 
-    A hanging system call cannot be interrupted: its thread is left behind and ends with the
-    process.
+    A hanging system call cannot be interrupted: its thread is left to end with the process.
     """
     answer: Future[T] = Future()
 

@@ -27,7 +27,7 @@ FEW_CHECKPOINTS = 3  # assumed without a run: the last, the best, and the one be
 FULL_BYTES = 64 << 20  # a disk with less is full for any run
 NFS_WAIT_S = 5.0
 """NFS may cache for some seconds that a file did not exist (acregmin, acdirmin: man 5 nfs)."""
-_POLL_S = 0.2
+_POLL_EVERY_S = 0.2
 _MARGIN_S = 1.0
 
 
@@ -67,7 +67,7 @@ def _try_to_write(path: Path, base: Path) -> str:
             file = Path(folder) / "file"
             for text in ("old", "new"):
                 write_text(file, text)
-            return "" if file.read_text() == "new" else "a renamed file keeps its old content"
+            return "" if file.read_text() == "new" else "a renamed file still has its old content"
     except UserError as error:
         return str(error.__cause__ or error)
     except OSError as error:
@@ -78,13 +78,13 @@ def _read_run(path: Path) -> dict[str, Any]:
     """Read a run's loader workers, checkpoints and time per epoch; nothing of a damaged run."""
     try:
         settings = tomllib.loads((path / "settings.toml").read_text())
-        epoch_s, whole = None, 0
+        epoch_s, samples_per_epoch = None, 0
         for record in read_records(path):
             if record["event"] == "start":
                 steps = record.get("steps_per_epoch")  # without those that --drop-last leaves out
-                whole = samples_per_step(record) * steps if steps else 0
+                samples_per_epoch = samples_per_step(record) * steps if steps else 0
             elif record["event"] == "epoch":  # of one that was stopped, only a part is trained
-                part = min(1.0, record["samples"] / whole) if whole else 1.0
+                part = min(1.0, record["samples"] / samples_per_epoch) if samples_per_epoch else 1.0
                 epoch_s = record["train_seconds"] / part if part else epoch_s
         files = [f.stat() for f in (path / "checkpoints").glob("*.pt")]
     except (OSError, UserError, ValueError, KeyError):
@@ -116,7 +116,7 @@ def free_space(folder: Folder) -> Finding | None:
         return None
     each = folder.checkpoint_bytes or ESTIMATED_CHECKPOINT_BYTES
     count = folder.num_checkpoints or FEW_CHECKPOINTS
-    measured = "measured" if folder.checkpoint_bytes else "estimated: no run was named"
+    measured = "measured" if folder.checkpoint_bytes else "estimated without --run-dir RUN"
     needed = f"{count} checkpoints of {size(each)} ({measured}) take {size(count * each)}"
     return graded(
         f"{size(folder.free_bytes)} free; {needed}",
@@ -141,7 +141,7 @@ def find_shared_file(world: World, run_dir: Path, wait_s: float) -> tuple[str, .
     places = (path, *path.parents)
     file = places[min(levels, len(places) - 1)] / f"{PREFIX}{token}"
     try:
-        silent = "gets no answer from its file system"
+        silent = "gets no response from its file system"
         seen = value_within(
             wait_s + _MARGIN_S, lambda: _wait_for_token(file, token, wait_s), silent
         )
@@ -172,14 +172,14 @@ def _wait_for_token(file: Path, token: str, wait_s: float) -> str:
             next(file.parent.iterdir(), None)  # makes an NFS client ask its server again
             if file.read_text() == token:
                 return ""
-            problem = "reads it incomplete"
+            problem = "reads only part of it"
         except FileNotFoundError:
             problem = "does not see it"
         except OSError as error:
             problem = f"cannot read it ({error.strerror})"
         if time.monotonic() > deadline:
             return problem
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_EVERY_S)
 
 
 def shared_folder(allocation: Allocation) -> Finding | None:
@@ -194,6 +194,6 @@ def shared_folder(allocation: Allocation) -> Finding | None:
     more = f" ({len(blind)} ranks in all)" if len(blind) > 1 else ""
     return red(
         f"rank 0 wrote a file for {folder.path}; {allocation.ranks[rank].label} {why}{more}",
-        "Give --run-dir as an absolute path on a file system that all nodes share.",
+        "Pass --run-dir an absolute path on a file system that all nodes share.",
         hosts=tuple({allocation.ranks[n].machine.host: None for n, _ in blind}),
     )

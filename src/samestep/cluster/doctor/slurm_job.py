@@ -116,7 +116,7 @@ def slurm_start(rank: RankFacts) -> Finding | None:
     if launch.launcher == "none" and not slurm.in_step and tasks > 1:
         where = "the sbatch script" if slurm.in_script else "a shell of the job"
         found = f"{where}: one process, though job {slurm.job} has {tasks} tasks"
-        advice = "Put srun before the command: srun samestep … starts one rank for each task."
+        advice = "Put srun before the command: srun samestep … starts one rank per task."
         return graded(found, advice, red_if=slurm.in_script, yellow_if=True)
     if launch.launcher == "none" and launch.note:
         return green(f"a shell of job {slurm.job}: one process")
@@ -132,7 +132,7 @@ def torchrun_in_srun(rank: RankFacts) -> Finding | None:
     if slurm.in_step and most > 1:
         ranks = count(launch.local_world_size, "rank")
         return red(
-            f"srun started {most} torchruns on a node, each with {ranks}",
+            f"srun started {most} torchrun agents on a node, each with {ranks}",
             "Use srun samestep … without torchrun, or srun --ntasks-per-node=1 torchrun ….",
         )
     return green("one torchrun on each node")
@@ -152,7 +152,7 @@ def tasks(rank: RankFacts) -> Finding | None:
         )
     if slurm.in_step and rank.launch.num_nodes < nodes:
         found = f"this step uses {rank.launch.num_nodes} of the job's {nodes} nodes"
-        return yellow(found, f"To check them all: srun --nodes={nodes} samestep doctor.")
+        return yellow(found, f"To check all of them: srun --nodes={nodes} samestep doctor.")
     return green(f"{slurm.num_tasks} on {nodes} nodes" if nodes > 1 else f"{slurm.num_tasks}")
 
 
@@ -164,8 +164,8 @@ def gpu_binding(rank: RankFacts) -> Finding | None:
     visible, ranks = len(machine.gpus), launch.local_world_size
     if slurm.gpus_on_node and not visible:
         return red(
-            f"the job has {slurm.gpus_on_node} GPUs on this node, PyTorch sees none",
-            "Ask for them in the step too (srun --gpus-per-node=N); see the row cuda.",
+            f"the job has {slurm.gpus_on_node} GPUs on this node, but PyTorch sees none",
+            "Request them for the step too (srun --gpus-per-node=N); see the row cuda.",
         )
     see_all = (
         "Let every rank see all GPUs of its node: --gpus-per-node=N --gpu-bind=none in place of "
@@ -174,11 +174,11 @@ def gpu_binding(rank: RankFacts) -> Finding | None:
     if visible == 1 < ranks and slurm.gpu_bind and launch.launcher == "srun":
         return yellow(
             f"each rank sees only one GPU ({slurm.gpu_bind})",
-            f"Training works, but NCCL may not copy from GPU to GPU. {see_all}",
+            f"Training works, but NCCL may not be able to copy from GPU to GPU. {see_all}",
         )
     if visible and visible < ranks:
         bound = f" ({slurm.gpu_bind})" if slurm.gpu_bind else ""
-        return red(f"{count(visible, 'GPU')} visible for {ranks} ranks of a node{bound}", see_all)
+        return red(f"{count(visible, 'GPU')} visible to {ranks} ranks on a node{bound}", see_all)
     if visible > ranks:
         advice = f"The others are idle: --ntasks-per-node={visible} uses them."
         return yellow(f"{visible} GPUs for {ranks} ranks of a node", advice)
@@ -190,14 +190,14 @@ def stop_signal(rank: RankFacts) -> Finding | None:
     job = rank.job
     if job is None or not job.is_batch or job.signal is None:
         return None
-    add = "Add #SBATCH --signal=USR1@120: samestep saves and stops when it comes."
+    add = "Add #SBATCH --signal=USR1@120: samestep saves and stops on this signal."
     if not job.signal:
-        return yellow("no --signal in the script: SIGTERM comes only at the time limit", add)
+        return yellow("no --signal in the script: the first is SIGTERM at the time limit", add)
     name, _, notice = job.signal.partition("@")
     to, _, name = name.rpartition(":")
     if "B" in to and not job.traps_signal:
         return yellow(
-            f"--signal={job.signal} goes to the script only, which has no trap for it",
+            f"--signal={job.signal} is sent to the script only, which does not trap it",
             "Write --signal=USR1@120, without B:, so that it goes to all ranks; or trap it in the "
             "script and pass it on.",
         )
@@ -214,7 +214,7 @@ def requeue(rank: RankFacts) -> Finding | None:
         return None
     if not job.requeue:
         advice = "Add #SBATCH --requeue, and train with --run-dir DIR --resume."
-        return yellow("off: a failed node or a preemption ends the job", advice)
+        return yellow("off: a node failure or preemption ends the job", advice)
     return green("on; train with --run-dir DIR --resume")
 
 
@@ -242,7 +242,7 @@ def time_limit(rank: RankFacts) -> Finding | None:
         return green(f"{job.time_limit} (--run-dir RUN compares it with a run's epochs)")
     found = f"{job.time_limit}; an epoch takes {duration(folder.epoch_s)}"
     if folder.epoch_s > limit:
-        advice = "samestep resumes inside an epoch if it saves: --checkpoint-every-minutes 10."
+        advice = "To resume within an epoch, save within it: --checkpoint-every-minutes 10."
         return yellow(f"{found}: longer", advice)
     return green(f"{found}: {limit / max(folder.epoch_s, 1e-9):,.0f} of them fit")
 

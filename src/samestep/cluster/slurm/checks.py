@@ -41,14 +41,14 @@ def check_partitions(options: JobOptions, partition: str | None) -> None:
     for name in names:
         if name not in partitions:
             raise UserError(
-                f"There is no partition {name!r} here. {did_you_mean(name, partitions)}"
+                f"This cluster has no partition {name!r}. {did_you_mean(name, partitions)}"
                 f"The partitions are: {', '.join(sorted(partitions))}."
             )
     # The largest first: the user reads its refusal.
     largest_first = sorted((partitions[name] for name in names), key=lambda p: -p.nodes)
     refusals = [_refusal(options, partition) for partition in largest_first]
     if refusals and all(refusals):
-        others = " No other partition can give it either." if len(refusals) > 1 else ""
+        others = " No other partition allows it either." if len(refusals) > 1 else ""
         raise UserError(f"{refusals[0]}{others}")
 
 
@@ -75,7 +75,7 @@ def _refusal(options: JobOptions, partition: Partition) -> str:
     """Return why a partition can never run the job; empty if it can."""
     name, cpus = partition.name, options.cpus_per_task or 1
     if options.node_range[0] > partition.nodes:  # of a range, Slurm gives what there is
-        return f"--nodes {options.nodes}: partition {name} has {partition.nodes} in all."
+        return f"--nodes {options.nodes}: partition {name} has only {partition.nodes}."
     if options.gpus_per_node > partition.gpus:
         return (
             f"--gpus-per-node {options.gpus_per_node}: sinfo says that nodes of partition {name} "
@@ -83,8 +83,8 @@ def _refusal(options: JobOptions, partition: Partition) -> str:
         )
     if (wanted := options.ranks_per_node * cpus) > partition.cores:
         return (
-            f"{options.ranks_per_node} ranks per node × {cpus} cores = {wanted} cores, and the "
-            f"largest node of partition {name} has {partition.cores}. Lower --ntasks-per-node or "
+            f"{options.ranks_per_node} ranks per node × {cpus} cores = {wanted}, and the largest "
+            f"node of partition {name} has {partition.cores}. Lower --ntasks-per-node or "
             "--cpus-per-task."
         )
     limit_s = read_time(partition.limit)  # None for "infinite"
@@ -98,7 +98,7 @@ def check_place(options: JobOptions, kind: Literal["recipe", "script"]) -> None:
     if options.venv is not None:
         venv = Path(options.venv)
         if not (venv / "bin" / "activate").is_file():
-            raise UserError(f"--venv {venv}: there is no bin/activate in it. Name the environment.")
+            raise UserError(f"--venv {venv}: it has no bin/activate. Pass a virtual environment.")
         if kind == "recipe" and (lacks := _lacking(venv)):
             raise UserError(
                 f"--venv {venv}: {' and '.join(lacks)} cannot be imported there, so no rank would "
@@ -110,13 +110,13 @@ def check_place(options: JobOptions, kind: Literal["recipe", "script"]) -> None:
         file = f"{image.rpartition('/')[2].partition(':')[0] or 'image'}.sif"
         raise UserError(
             f"--container {image}: every rank would download it at each start. Build a file once, "
-            f"on a file system that all nodes share (apptainer build {file} {image}), and give "
+            f"on a file system that all nodes share (apptainer build {file} {image}), and pass "
             f"--container {file}."
         )
     if image and not Path(image).exists():
         raise UserError(
-            f"--container {image}: there is no such file here. Give the path of an Apptainer "
-            "image (.sif) on a file system that this machine and all nodes share."
+            f"--container {image}: there is no such file. Pass the path of an Apptainer image "
+            "(.sif) on a file system that this machine and all nodes share."
         )
 
 
@@ -126,8 +126,7 @@ def check_ranks(options: JobOptions, settings: Settings) -> None:
     if virtual is not None and virtual < most:
         raise UserError(
             f"--virtual-ranks {virtual}: the job may have {most} ranks ({options.size}), and each "
-            f"computes at least one virtual rank. Give --virtual-ranks {most} or more, or ask for "
-            "fewer nodes."
+            f"computes at least one. Use --virtual-ranks {most} or more, or request fewer nodes."
         )
     if options.has_range and virtual is None and settings.batch_size_per_rank is not None:
         raise UserError(
@@ -143,7 +142,7 @@ def check_ranks(options: JobOptions, settings: Settings) -> None:
     if settings.batch_size is not None and settings.batch_size < most:
         raise UserError(
             f"--batch-size {settings.batch_size}: the job may have {most} ranks ({options.size}), "
-            "and each needs a sample of every step. Give more, or ask for fewer nodes."
+            "and each needs a sample in every step. Use a larger batch, or request fewer nodes."
         )
 
 
@@ -153,8 +152,8 @@ def check_after(options: JobOptions) -> None:
         number = int(re.split("[:_]", after)[0])
         if find_job(number) is None:
             raise UserError(
-                f"--after {after}: Slurm knows no job {number} (it forgets a job some minutes "
-                "after its end). samestep slurm status lists yours; leave --after out if it ended."
+                f"--after {after}: Slurm does not know job {number} (it forgets jobs some minutes "
+                "after they end). samestep slurm status lists yours; omit --after if it has ended."
             )
 
 
@@ -170,23 +169,23 @@ def advice(
     if options.gpus_per_node and not (options.cpus_per_task or _GIVES_CORES.search(more)):
         notes.append(
             "Without --cpus-per-task Slurm gives each rank one core, and loader workers starve. "
-            "Give each rank a node's cores ÷ its ranks, such as --cpus-per-task 8."
+            "Set it to a node's cores ÷ its ranks, such as --cpus-per-task 8."
         )
     if not (options.time or _GIVES_TIME.search(more) or environment.get("SBATCH_TIMELIMIT")):
         notes.append(
-            "Without --time the partition's limit holds (sinfo -o '%P %L %l' shows it), and Slurm "
-            "cannot fit the job into gaps. Give the time of one start: a job continues after it."
+            "Without --time the partition's limit applies (sinfo -o '%P %L %l' shows it), and "
+            "Slurm cannot backfill the job. Set the time of one start: the job continues after it."
         )
     if options.gpus_per_node and not (options.mem or _GIVES_MEMORY.search(more)):
         notes.append(
-            "Without --mem the partition's default memory holds, which may be small (scontrol show "
-            "config | grep DefMem). Loader workers and checkpoints need their share of it."
+            "Without --mem the partition's default memory applies, which may be small (scontrol "
+            "show config | grep DefMem). Loader workers and checkpoints need memory too."
         )
     here = {path.name for path in interfaces.glob("*")}
     if here and (absent := [n for n in interface_names(options.interface) if n not in here]):
         notes.append(
             f"--interface {absent[0]}: this machine has no such interface, only "
-            f"{', '.join(sorted(here))}. The job ends at once if its first node lacks it, too."
+            f"{', '.join(sorted(here))}. The job fails at once if its first node lacks it too."
         )
     if kind == "script" and options.venv and "torch" in _lacking(Path(options.venv)):
         notes.append(f"--venv {options.venv}: torch cannot be imported there.")

@@ -102,11 +102,9 @@ class JobOptions:
     max_restarts: int = 1
     """With --launcher torchrun, how often it restarts all ranks within one start of the job."""
     elastic: Annotated[str | None, InShell("[MIN:MAX]")] = None
-    """Let a recipe's other ranks continue when one dies or a node is lost, from MIN to MAX ranks;
-    by default from 1 to all."""
+    """Let a recipe continue without lost ranks or nodes, on MIN to MAX ranks; default 1 to all."""
     preflight: bool = False
-    """Run `samestep doctor` on all nodes before each start of the ranks, and exclude nodes that
-    fail."""
+    """Run `samestep doctor` on all nodes before each start, and exclude nodes that fail."""
     snapshot: bool = True
     """Copy the code into the run directory now, and run that copy."""
     allow_edit: bool = False
@@ -131,19 +129,17 @@ class JobOptions:
             if limit_s <= self.signal_s:
                 raise UserError(
                     f"--time {self.time} is no longer than --signal-s {self.signal_s}: the ranks "
-                    "would get the signal before they begin. Ask for more time or warn later."
+                    "would get the signal before they start. Raise --time or lower --signal-s."
                 )
         if self.mem is not None and not _MEMORY.fullmatch(self.mem):
-            raise UserError(
-                f"--mem {self.mem} should be a whole number with K, M, G or T, such as 64G."
-            )
+            raise UserError(f"--mem {self.mem} should be a number with K, M, G or T, such as 64G.")
         if sum(getattr(self, name) is not None for name in ENVIRONMENTS) > 1:
             flags = ", ".join(map(_flag, ENVIRONMENTS[:-1]))
             raise UserError(f"Give one of {flags} and {_flag(ENVIRONMENTS[-1])}, not several.")
         if self.interface is not None and not _INTERFACES.fullmatch(self.interface):
             raise UserError(
                 f"--interface {self.interface!r}: write a name (ib0), several (ib0,ib1), or ^ and "
-                "the names to leave out (^docker,lo)."
+                "the names to exclude (^docker,lo)."
             )
         self._check_words()
 
@@ -163,9 +159,9 @@ class JobOptions:
             if "\n" in (getattr(self, name) or ""):
                 raise UserError(f"{_flag(name)} must be one line.")
         if self.elastic is not None and (self.container or self.container_image):
-            raise UserError("--elastic starts ranks by srun, which is not in a container.")
+            raise UserError("--elastic starts ranks with srun, which containers do not have.")
         if self.elastic is not None and self.launcher == "torchrun":
-            raise UserError("--elastic needs --launcher srun: torchrun ends all ranks with one.")
+            raise UserError("--elastic needs --launcher srun: in torchrun, one failure stops all.")
 
     @property
     def ranks_per_node(self) -> int:
@@ -227,8 +223,8 @@ def _nodes(text: str) -> tuple[int, int]:
     fewest, most = map(int, (match[1], match[2] or match[1])) if match else (1, 0)
     if fewest > most:
         raise UserError(
-            f"--nodes {text} should be a number of 1 or more (4), or the fewest and the most nodes "
-            "with a hyphen between them (1-4)."
+            f"--nodes {text} should be a number of 1 or more (4), or the minimum and maximum "
+            "number of nodes (1-4)."
         )
     return fewest, most
 
@@ -263,8 +259,8 @@ def _check_sbatch(option: str) -> None:
         )
     if _COMMENT.search(option):
         raise UserError(
-            "--sbatch=--comment: samestep keeps the run directory in the job's comment; status, "
-            "logs and cancel find the job by it. Name the job with --job-name instead."
+            "--sbatch=--comment: samestep stores the run directory in the job's comment, by which "
+            "status, logs and cancel find the job. Use --job-name instead."
         )
     if not option.startswith("-") or "\n" in option:
         name = re.split("[=\\s]", option)[0]  # the rest may be a secret
@@ -361,13 +357,13 @@ def apply_flags(
         if not paths:
             raise
         files = ", ".join(map(str, paths))
-        raise UserError(f"{error} (Values of {files} count here, too.)") from error
+        raise UserError(f"{error} (Values from {files} also apply.)") from error
 
 
 def _layer(path: Path) -> dict[str, Any]:
     document = toml_of(path)
     if unknown := sorted(document.keys() - {"slurm"}):
-        raise UserError(f"{path}: {unknown[0]!r} is unknown here; the only table is [slurm].")
+        raise UserError(f"{path}: unknown key {unknown[0]!r}; the only table is [slurm].")
     table = document.get("slurm", {})
     if not isinstance(table, dict):
         raise UserError(f"{path}: slurm must be a table: [slurm].")

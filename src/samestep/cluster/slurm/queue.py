@@ -19,7 +19,7 @@ from samestep.cluster.slurm.restarts import BEGUN, last_start
 from samestep.cluster.slurm.script import MARK
 
 _TIMEOUT_S = 60.0
-_BEGINS_WITHIN_S, _LOOK_EVERY_S = 15.0, 0.2
+_BEGINS_WITHIN_S, _POLL_EVERY_S = 15.0, 0.2
 
 # Variables that Slurm, MPI and torchrun set for the processes of a job.
 _OF_A_JOB = re.compile(
@@ -65,7 +65,7 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
     """Run one of Slurm's programs without some variables; a refusal is a `ProgramError`."""
     if shutil.which(name) is None:
         raise UserError(
-            f"There is no Slurm here: {name} is not on the PATH. On a cluster's login node it is "
+            f"There is no Slurm here: {name} is not on the PATH. Use a cluster's login node "
             "(perhaps after `module load slurm`); on Debian or Ubuntu, `apt install slurm-wlm "
             "munge` installs it and `samestep slurm sandbox up` starts one. `samestep slurm submit "
             "… --dry-run` prints the job script without it."
@@ -73,9 +73,9 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
     conf = os.environ.get("SLURM_CONF", "")
     if conf and not Path(conf).exists():
         raise UserError(
-            f"SLURM_CONF is {conf}, and there is no such file; perhaps it belonged to a sandbox "
-            "that is down. `unset SLURM_CONF` uses this machine's own Slurm; `samestep slurm "
-            "sandbox up` starts a sandbox."
+            f"SLURM_CONF is {conf}, which does not exist; perhaps it belonged to a sandbox that is "
+            "down. `unset SLURM_CONF` uses this machine's own Slurm; `samestep slurm sandbox up` "
+            "starts a sandbox."
         )
     # Variables that narrow the user's own lists (SQUEUE_PARTITION, …) must not hide a job from us.
     narrows = () if name == "sbatch" else (f"{name.upper()}_",)
@@ -100,8 +100,8 @@ def call(name: str, *arguments: str, without: Collection[str] = ()) -> str:
             )
         if "configuration source" in message and not conf:
             raise UserError(
-                "Slurm's programs find no configuration in this terminal. For a sandbox, set "
-                "SLURM_CONF as `samestep slurm sandbox up` has printed it."
+                "Slurm's programs find no configuration in this shell. For a sandbox, set "
+                "SLURM_CONF as `samestep slurm sandbox up` printed it."
             )
         raise ProgramError(name, arguments, message)
     return done.stdout
@@ -155,7 +155,7 @@ class JobAndRun:
     def note(self) -> str:
         """The error as a sentence; empty if there was none."""
         why = " ".join(str(self.queue_error).split())
-        return f"The queue could not be asked: {why}" if self.queue_error else ""
+        return f"The queue could not be read: {why}" if self.queue_error else ""
 
 
 def find_job(job: int | str) -> QueuedJob | None:
@@ -255,16 +255,13 @@ def ended_runs(folder: Path, queued: Collection[Path | None], most: int = 20) ->
 def find_job_or_run(text: str) -> JobAndRun:
     """Return the job and the run of a number or run directory.
 
-    Of a run's jobs, one that runs comes before one that waits, and that before the one that began
-    last; then the newest.
+    Of a run's jobs, a running one comes first, then a waiting one, then the last that began.
     """
     run = Path(text)
     if re.fullmatch("[0-9]+(_[0-9]+)?", text):
         return _find_number(text)
     if not (is_run(run) or (run / "job.sbatch").is_file()):
-        raise UserError(
-            f"{text} is neither a job's number nor the directory of a run.{nearby(run, 'run')}"
-        )
+        raise UserError(f"{text} is neither a job number nor a run.{nearby(run, 'run')}")
     run = run.absolute()
     try:
         jobs = my_jobs(run)
@@ -283,13 +280,13 @@ def _find_number(number: str) -> JobAndRun:
         queue_error = error
     if job is not None:
         if job.uid not in (os.getuid(), None):  # $USER may differ from the kernel's name
-            raise UserError(f"Job {job.job} belongs to user {job.user}; samestep shows your own.")
+            raise UserError(f"Job {job.job} belongs to user {job.user}; samestep shows only yours.")
         return JobAndRun(job=job, run=job.run)
     if logs := list(Path("runs").glob(f"*/slurm-{number}.out")):
         return JobAndRun(run=logs[0].parent.absolute(), queue_error=queue_error)
     raise queue_error or UserError(
-        f"Slurm knows no job {number}, and no run in ./runs has its log. It forgets a job some "
-        "minutes after its end; then give the run directory, runs/ID, in its place."
+        f"Slurm does not know job {number}, and no run in ./runs has its log. Slurm forgets jobs "
+        "some minutes after they end: name the run directory, runs/ID, instead."
     )
 
 
@@ -306,7 +303,7 @@ def ask_to_stop(job: QueuedJob, run: Path) -> bool:
     """
     deadline = time.monotonic() + _BEGINS_WITHIN_S
     while not (listens := has_begun(job, run)) and time.monotonic() < deadline:
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
     # To the script only: it signals the ranks, waits for them, and does not start again.
     call("scancel", "--batch", "--signal=USR2", job.target)
     return listens

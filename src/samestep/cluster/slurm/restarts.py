@@ -126,12 +126,12 @@ def decide(
     if ending.code == 0:
         text = "completed."
         if ending.received == "USR1" and ending.step is None:
-            text += " It was warned of the time limit: to be started again, exit with 1, not 0."
+            text += " It got the signal before the time limit: to be restarted, exit with 1, not 0."
         return Decision(word="completed", text=text, restarts=before)
     if ending.received in _ENDED:
         word, text = _ENDED[ending.received]
-        unsaved = "its ranks got the signal" if ending.step is None else "nothing is saved"
-        newest = "saved at" if ending.stopped else "the newest checkpoint is from"
+        unsaved = "its ranks got the signal" if ending.step is None else "no checkpoint was saved"
+        newest = "saved at" if ending.stopped else "the newest checkpoint is of"
         saved = f"{newest} step {ending.step:,}" if ending.step else unsaved
         return Decision(word=word, text=f"{text}; {saved}.", restarts=before)
     signalled = ending.received == "USR1" or ending.stopped
@@ -139,7 +139,7 @@ def decide(
     if (ending.mistake or not (ending.stepped or unfit)) and not signalled:
         text = f"failed: {ending.why}"
         if not ending.mistake:
-            text = f"{text.rstrip('.')}. Not started again: no start ever took a step."
+            text = f"{text.rstrip('.')}. Not restarted: no start ever took a step."
         return Decision(word="failed", text=text, restarts=before)
     # A user's script shows no progress, and one that the warning signal killed saved nothing.
     progressed = (
@@ -155,10 +155,7 @@ def decide(
     count = 0 if progressed else before.without_progress + (not (unfit and without))
     if count > limit:
         starts = "1 start" if count == 1 else f"{count} starts in a row"
-        text = (
-            f"failed: {ending.why.rstrip('.')}. Not started again: there was no newer checkpoint "
-            f"in {starts}."
-        )
+        text = f"failed: {ending.why.rstrip('.')}. Not restarted: no newer checkpoint in {starts}."
         return Decision(word="failed", text=text, restarts=before)
     restarts = replace(
         before,
@@ -170,7 +167,7 @@ def decide(
     if ending.step:
         follows = "continues from there" if signalled else f"continues from step {ending.step:,}"
     else:  # a script's checkpoints are unknown
-        follows = "starts again" if ending.step is None else "begins again, without a checkpoint"
+        follows = "starts again" if ending.step is None else "starts over, without a checkpoint"
     if without:
         follows += f", and excludes {', '.join(without)}"
     text = f"{cause}; the job {follows} (restart {restarts.restarts})."
@@ -236,8 +233,7 @@ def read_ending(
         silent = [f"longest silent: {sign.sentence}" for sign in last_signs(run, begun_at)[:1]]
         mistake = ""
         why = "; ".join([late.removeprefix(_OURS).partition(",")[0], *silent])
-    # Exit code 2 is a mistake of the user's. What their code raised after some steps may not happen
-    # again.
+    # Exit code 2 is a user's mistake. What their code raised after some steps may not recur.
     again = bool(mistake) or code == 2 or (cause is not None and cause.comes_again)
     raised = stepped and any(failure.get("raised") for failure in failures)
     frames = cause.frames if cause and not mistake else ()

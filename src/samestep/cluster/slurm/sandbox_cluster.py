@@ -74,15 +74,15 @@ def check_folder(folder: Path, *, nodes: int) -> None:
     """Refuse a folder whose path is too long for a socket or not possible in `slurm.conf`."""
     if strange := sorted(set(re.sub(r"[\w./@+~-]", "", str(folder)))):
         raise UserError(
-            f"A sandbox cannot live in {folder}: `slurm.conf` cannot hold a path with "
-            f"{' '.join(repr(character) for character in strange)}. Give another with --dir."
+            f"A sandbox cannot be in {folder}: `slurm.conf` cannot hold a path with "
+            f"{' '.join(repr(character) for character in strange)}. Choose another with --dir."
         )
     # slurmstepd's socket is the longest: SPOOL/NODE_JOB.STEP
     longest = f"{folder}/spool/node{nodes}/node{nodes}_9999999.{2**32 - 1}"
     if len(longest.encode()) > LONGEST_SOCKET_BYTES:
         raise UserError(
-            f"A sandbox cannot live in {folder}: a socket in it would have a path of "
-            f"{len(longest.encode())} bytes, and Linux allows {LONGEST_SOCKET_BYTES}. Give a "
+            f"A sandbox cannot be in {folder}: a socket in it would have a path of "
+            f"{len(longest.encode())} bytes, and Linux allows {LONGEST_SOCKET_BYTES}. Choose a "
             "shorter one, as in `--dir /tmp/sandbox`."
         )
 
@@ -115,14 +115,12 @@ def make_folder(folder: Path) -> None:
     """Make the folder, readable by this user only; refuse one with other files in it."""
     try:
         if folder.is_dir() and not is_sandbox(folder) and any(folder.iterdir()):
-            raise UserError(
-                f"{folder} holds files and is not a sandbox. Give a new or empty folder with --dir."
-            )
+            raise UserError(f"{folder} has files and is not a sandbox. Choose an empty --dir.")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
     except OSError as error:
         raise UserError(
-            f"{folder} cannot hold a sandbox: {error.strerror}. Give another with --dir."
+            f"{folder} cannot hold a sandbox: {error.strerror}. Choose another with --dir."
         ) from error
 
 
@@ -131,9 +129,7 @@ def write_files(folder: Path, *, nodes: int, cpus: int, first_job: int = 1) -> N
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
-        raise UserError(
-            f"This user (uid {os.getuid()}) has no name in /etc/passwd; Slurm needs one."
-        ) from None
+        raise UserError(f"Slurm needs a name in /etc/passwd for uid {os.getuid()}.") from None
     host, (port, *ports) = socket.gethostname().partition(".")[0], free_ports(nodes + 1)
     text = slurm_conf(
         folder,
@@ -243,7 +239,7 @@ def down(folder: Path) -> bool:
     try:
         is_there = folder.is_dir()
     except PermissionError:
-        raise UserError(f"{folder} cannot be looked into: it is another user's.") from None
+        raise UserError(f"{folder} cannot be read: it belongs to another user.") from None
     if not is_there:
         return _end_all(folder)
     with _locked(folder):
@@ -310,8 +306,6 @@ def _locked(folder: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise UserError(
-            f"Another `samestep slurm sandbox` is at work in {folder}; wait for it to end."
-        ) from None
+        raise UserError(f"Another `samestep slurm sandbox` uses {folder}; wait for it.") from None
     finally:
         os.close(descriptor)

@@ -26,7 +26,7 @@ from samestep.cluster.slurm.queue import outside_of_any_job
 MARK, MARK_DAEMON = "SAMESTEP_SANDBOX", "SAMESTEP_SANDBOX_DAEMON"
 
 _DAEMONS = ("munged", "slurmctld", "slurmd")
-_POLL_S = 0.05
+_POLL_EVERY_S = 0.05
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "squeue", "scancel")
 _ADMIN_FOLDERS = "/usr/sbin:/usr/local/sbin:/sbin"
 _START_WITHIN_S = 20.0
@@ -99,7 +99,7 @@ def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_EVERY_S)
     return True
 
 

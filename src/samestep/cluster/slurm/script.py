@@ -95,11 +95,11 @@ def script_text(job: JobScript) -> str:
     options, patience_s = job.options, job.options.signal_s
     python = "python" if job.enters_environment else job.python
     enter = _apptainer(job, *(["--nv"] if options.gpus_per_node else []))
-    ours = [shlex.quote(job.python), "-m", "samestep"]
+    from_python = [shlex.quote(job.python), "-m", "samestep"]
     words = (f"{job.run}/{STARTER}", *job.command) if job.kind == "script" else job.command
-    verdict = ["samestep"] if job.enters_environment else ours
+    verdict = ["samestep"] if job.enters_environment else from_python
     if options.container_image:  # this script runs outside of it
-        verdict = ours
+        verdict = from_python
     return environment.get_template("job.sh.j2").render(
         job=job,
         directives=directives(sbatch_options(job), options.sbatch),
@@ -107,7 +107,7 @@ def script_text(job: JobScript) -> str:
         srun=partial(_srun, job),
         one_rank=f"{_SRUN_OF_ONE} --cpus-per-task={_cpus_per_node(options)}",
         enter=enter,
-        samestep=["samestep"] if job.enters_environment else ours,
+        samestep=["samestep"] if job.enters_environment else from_python,
         verdict=" ".join([*(_apptainer(job) if options.container else ()), *verdict]),
         rank_python=shlex.quote(python),
         words=[shlex.quote(word) for word in words],

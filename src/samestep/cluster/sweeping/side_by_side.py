@@ -20,7 +20,7 @@ from samestep.base.words import measured
 from samestep.cluster.sweeping.sweep_plan import LOGS, OptunaChoice, SweepPlan
 from samestep.launch.ranks.nproc import check_ranks, cores, ranks_to_start
 
-_LOOK_EVERY_S = 0.1
+_POLL_EVERY_S = 0.1
 _SHOWN_LINES = 12
 
 Command = Callable[[str], tuple[list[str], Mapping[str, str]]]
@@ -57,8 +57,7 @@ def num_at_once(
         check_ranks(at_once * nproc, oversubscribe=oversubscribe, flag="--at-once × --nproc")
     elif at_once * nproc > gpus and not oversubscribe:
         raise UserError(
-            f"--at-once {at_once} × --nproc {nproc}: {gpus} GPUs are here. Insist with "
-            "--oversubscribe."
+            f"--at-once {at_once} × --nproc {nproc} is more than {gpus} GPUs. Add --oversubscribe."
         )
     return at_once, nproc if at_once * nproc <= gpus else 0
 
@@ -105,7 +104,7 @@ def run_here(
                     running[name].process.send_signal(received[-1])
             if not running:
                 break
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
             for name, training in [*running.items()]:
                 if (code := training.process.poll()) is not None:
                     del running[name]

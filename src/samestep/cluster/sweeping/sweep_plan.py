@@ -50,7 +50,7 @@ class SweepPlan:
 
     def __post_init__(self) -> None:
         if not self.axes:
-            raise UserError("No setting has several values, so there is nothing to sweep.")
+            raise UserError("No setting has several values. Separate them by commas: --lr 0.1,0.2.")
         if self.optuna and self.sample is None:
             raise UserError("Optuna needs --sample, the number of trainings.")
         if self.optuna and num_points(self.axes) > _MOST_TO_CHOOSE:
@@ -267,8 +267,7 @@ class OptunaChoice:
 
     It takes `sweep.num_trainings` of the points by a tree-structured Parzen estimator, in which
     each flag is a categorical parameter: Bergstra et al. 2011, "Algorithms for Hyper-Parameter
-    Optimization". It needs no database: after a kill, the study is made again from the directories
-    of the runs.
+    Optimization". It needs no database: after a kill, the study is rebuilt from the runs.
 
     Raises UserError if Optuna is not installed.
     """

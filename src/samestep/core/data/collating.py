@@ -63,7 +63,7 @@ class Collating:
             raise UserError(
                 f"The collate{defined_at(collate)} {verb} {abs(rows - len(samples))} of "
                 f"{len(samples)} samples: its batch has {rows} rows. Each sample belongs to one "
-                "step, so every one must be in the batch once. Leave samples out in the data set."
+                "step, so each must be in the batch once. Leave samples out in the data set."
             )
         return batch
 
@@ -100,9 +100,9 @@ class Collating:
         except Exception as error:
             kinds = list(dict.fromkeys(map(describe, samples)))
             raise UserError(
-                f"{name_of(self._dataset)} gives samples that cannot be put into one batch: "
-                f"{'; '.join(kinds[:3])}. Write a collate into the recipe, or give all tensors, "
-                f"arrays or numbers of the same shape ({type(error).__name__}: "
+                f"{name_of(self._dataset)} returns samples that cannot be put into one batch: "
+                f"{'; '.join(kinds[:3])}. Add a collate to the recipe, or return tensors, arrays "
+                f"or numbers of one shape ({type(error).__name__}: "
                 f"{str(error).partition(': found')[0]})."
             ) from error
         return (batch, None) if self._whole else as_pair(self._dataset, batch)
@@ -122,9 +122,8 @@ def as_pair(
         raise _no_pair(dataset, batch, collate)
     if collate is None and not all(isinstance(leaf, Tensor) for leaf in tree_leaves(list(batch))):
         raise UserError(
-            f"{name_of(dataset)} gives {describe(list(batch))} as inputs and targets of a batch; "
-            "both must be tensors, or trees of them. Turn names into numbers, and None into a "
-            "value or into nothing."
+            f"{name_of(dataset)} returns {describe(list(batch))} as inputs and targets of a batch; "
+            "both must be tensors, or trees of them. Convert names to numbers, and remove None."
         )
     return batch[0], batch[1]
 
@@ -136,20 +135,20 @@ def name_of(dataset: object) -> str:
 
 def _no_pair(dataset: object, sample: Any, collate: Callable[..., Any] | None = None) -> UserError:
     if isinstance(sample, dict):
-        what = f"a dict with the keys {', '.join(map(repr, sample))}"
+        returned = f"a dict with the keys {', '.join(map(repr, sample))}"
     elif isinstance(sample, tuple | list):
-        what = f"{len(sample)} values ({describe(sample)})"
+        returned = f"{len(sample)} values ({describe(sample)})"
     else:
-        what = describe(sample)
-    whole = "or give the recipe a forward(model, batch), and a loss that takes (outputs, batch)."
+        returned = describe(sample)
+    advice = "or add a forward(model, batch) to the recipe, and a loss that takes (outputs, batch)."
     if collate is not None:
         return UserError(
-            f"The collate{defined_at(collate)} returned {what}; without a forward a batch "
-            f"must be a pair (inputs, targets). Return such a pair, {whole}"
+            f"The collate{defined_at(collate)} returned {returned}; without a forward a batch "
+            f"must be a pair (inputs, targets). Return such a pair, {advice}"
         )
     return UserError(
-        f"{name_of(dataset)} gives {what}; a sample must be a pair (input, target), each a tensor "
-        f"or a tree of tensors. Return such a pair from __getitem__, {whole}"
+        f"{name_of(dataset)} returns {returned}; a sample must be a pair (input, target), each a "
+        f"tensor or a tree of tensors. Return such a pair from __getitem__, {advice}"
     )
 
 

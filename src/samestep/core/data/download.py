@@ -77,8 +77,8 @@ def download(
                 paths.append(transfer.path)
     except OSError as problem:
         raise UserError(
-            f"The data folder {folder} cannot be used: {problem.strerror or problem}.\n"
-            "Make room there or make it writable, or name another one with --data-dir."
+            f"The data folder {folder} cannot be used: {problem.strerror or problem}.\nFree some "
+            "space, make it writable, or choose another with --data-dir."
         ) from problem
     return paths
 
@@ -101,9 +101,9 @@ def _fetch(dataset: RemoteDataset, transfer: "Transfer", bases: Sequence[str]) -
         f"{file.name} of {dataset.name} could not be downloaded to {folder}:\n"
         + "\n".join(problems)
         + "\nCheck the network (on a cluster, often only the login nodes have one) and run the "
-        "same command again: it resumes from what has arrived.\n"
-        f"Or fetch the file by hand, for example from {by_hand}, and put it into {folder}\n"
-        f"Or name a mirror of yours, the address of a folder with the files: {own_mirror}"
+        "same command again: it resumes the download.\nOr download the file by hand, for "
+        f"example from {by_hand}, and put it into {folder}\nOr name a mirror of yours, the address "
+        f"of a folder with the files: {own_mirror}"
     )
 
 
@@ -158,7 +158,7 @@ def unpack(archive: Path, folder: Path) -> None:
                 new.replace(final)
     except (tarfile.TarError, EOFError) as problem:
         raise UserError(
-            f"{archive} cannot be unpacked: {problem}. Delete it and download it again."
+            f"{archive} is damaged: {problem}. Delete it and download it again."
         ) from problem
 
 

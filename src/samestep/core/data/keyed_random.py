@@ -207,10 +207,10 @@ def without_draws(read: Callable[[], T]) -> T | None:
     one check serves a whole batch. Looking at a generator's state or seed counts as drawing: a
     state that is saved and put back leaves no trace of what was drawn in between.
     """
-    looked: list[object] = []
-    untouched, noted = _untouched(), partial(_noted, looked)
-    originals = [getattr(place, name) for place, name in _LOOKS]
-    for (place, name), original in zip(_LOOKS, originals, strict=True):
+    reads: list[object] = []
+    untouched, noted = _untouched(), partial(_noted, reads)
+    originals = [getattr(place, name) for place, name in _STATE_READERS]
+    for (place, name), original in zip(_STATE_READERS, originals, strict=True):
         setattr(place, name, partial(noted, original))
     seed_reading(_UNTOUCHED)
     try:
@@ -218,18 +218,18 @@ def without_draws(read: Callable[[], T]) -> T | None:
     except Exception:
         return None
     finally:
-        for (place, name), original in zip(_LOOKS, originals, strict=True):
+        for (place, name), original in zip(_STATE_READERS, originals, strict=True):
             setattr(place, name, original)
-    return None if looked or _drawn() != untouched else result
+    return None if reads or _drawn() != untouched else result
 
 
-def _noted(looked: list[object], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    looked.append(original)
+def _noted(reads: list[object], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    reads.append(original)
     return original(*args, **kwargs)
 
 
 _UNTOUCHED = 0x2545F491
-_LOOKS = (
+_STATE_READERS = (
     (torch, "get_rng_state"),
     (torch, "initial_seed"),
     (torch.random, "get_rng_state"),

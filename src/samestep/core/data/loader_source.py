@@ -204,8 +204,7 @@ def starting_workers() -> Iterator[None]:
 def blame_worker(iterator: Any, dataset: str, error: Exception, samples: str = "") -> None:
     """Raise an error that names the cause if a worker of the loader has ended; else return.
 
-    An exit code is the user's mistake: the code that the worker ran has called for it. A signal is
-    not.
+    An exit code is the user's mistake: code that the worker ran called for it. A signal is not.
     """
     workers = getattr(iterator, "_workers", ())
     for worker in workers if isinstance(error, OSError | EOFError) else ():
@@ -220,18 +219,18 @@ def blame_worker(iterator: Any, dataset: str, error: Exception, samples: str = "
     text = f"{dataset} was being read, {at}when its loader worker {ending}."
     if code > 0:
         raise UserError(
-            f"{text} Code of the data set, or a library that it calls, has ended the process: "
-            "find the sample with --num-workers 0."
+            f"{text} The data set, or a library that it calls, ended the process: find the sample "
+            "with --num-workers 0."
         ) from error
     raise RuntimeError(f"{text} {_REMEDIES.get(-code, _CRASHED)}") from error
 
 
 _GONE_S = 0.2
-_CRASHED = "Most likely a library that it calls has crashed: --num-workers 0 shows where."
+_CRASHED = "Most likely a library that it calls crashed: --num-workers 0 shows where."
 _REMEDIES = {
-    int(signal.SIGKILL): "Most likely the system ended it for lack of memory: use fewer "
-    "--num-workers, or a smaller batch or --shuffle-buffer.",
-    int(signal.SIGBUS): "There is too little shared memory: make /dev/shm larger (docker run "
+    int(signal.SIGKILL): "Most likely the system ran out of memory: use fewer --num-workers, a "
+    "smaller batch or --shuffle-buffer.",
+    int(signal.SIGBUS): "There is too little shared memory: enlarge /dev/shm (docker run "
     "--shm-size), or use fewer --num-workers.",
 }
 
@@ -239,8 +238,7 @@ _REMEDIES = {
 def ignore_stop_signals(_worker: int) -> None:
     """Leave a stop to the ranks: their workers serve until the step is done.
 
-    PyTorch's handlers of a crash go, too: they print a line that ends in a NUL byte, and the rank
-    says the same.
+    PyTorch's crash handlers go, too: they print a NUL byte, and the rank says the same.
     """
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)

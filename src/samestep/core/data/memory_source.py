@@ -39,13 +39,11 @@ class MemorySource(OrderedSource):
             if tensor.layout != torch.strided:
                 layout = str(tensor.layout).removeprefix("torch.")
                 raise UserError(
-                    f"{reading.data} has {name} of layout {layout}, and rows cannot be taken "
-                    f"from it. Give {name}.to_dense(), or a Dataset whose samples are dense."
+                    f"{reading.data} has {name} of layout {layout}, which cannot be indexed by "
+                    f"row. Return {name}.to_dense(), or a Dataset whose samples are dense."
                 )
             if tensor.dim() == 0:
-                raise UserError(
-                    f"{reading.data} has {name} without a row for each sample: a single number."
-                )
+                raise UserError(f"{reading.data} has {name} without a row per sample: one number.")
         if len(inputs) != len(targets):
             raise UserError(
                 f"{reading.data} has {len(inputs)} inputs and {len(targets)} targets; "

@@ -76,7 +76,7 @@ class Ordering:
             raise UserError(
                 f"--batch-tokens {self.batch_tokens} is less than the longest training sample, "
                 f"{lengths[-1]:g} tokens ({longer:,} of {len(lengths):,} are longer than that "
-                f"limit). Give at least --batch-tokens {math.ceil(lengths[-1])}, or cut such "
+                f"limit). Use at least --batch-tokens {math.ceil(lengths[-1])}, or truncate such "
                 "samples in the data."
             )
         sizes, start = [], 0
@@ -318,8 +318,7 @@ class Block:
     rows: int
     """Rows of this rank in each step."""
     weight: float
-    """1, or 0 where the rows only stand in for an empty share, so that every rank takes part in
-    the step's collectives."""
+    """1, or 0 where rows stand in for an empty share, so that every rank joins the collectives."""
     global_size: int
     """Samples of each step over all ranks."""
     parts: "tuple[Block, ...]" = ()

@@ -34,8 +34,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 def on_device(pairs: Iterable[Pair], device: torch.device, lap: Lap) -> Iterator[Pair]:
     """Yield batches on the device, in order; what fails is raised in place of its own batch.
 
-    `lap` is called when the host has read a batch ("data"), and when the device has it and can
-    compute ("to_device").
+    `lap` is called when the host has read a batch ("data"), and the device has it ("to_device").
     """
     if (copier := _copier(device)) is not None:
         yield from _one_ahead(iter(pairs), copier, lap)

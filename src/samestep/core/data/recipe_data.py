@@ -98,8 +98,8 @@ def in_one_order(splits: Splits, world: World) -> Splits:
         if {*names} != {*ranks[0]}:
             ours, theirs = (", ".join(map(repr, those)) or "none" for those in (ranks[0], names))
             raise UserError(
-                f"Rank {rank} has the validation sets {theirs}, and rank 0 has {ours}. Give all "
-                "ranks the same: samestep shares the samples out.",
+                f"Rank {rank} has the validation sets {theirs}, and rank 0 has {ours}. All ranks "
+                "need the same: samestep divides the samples among them.",
                 on_all_ranks=True,
             )
     by_name = {name: splits.by_name[name] for name in ranks[0]}
@@ -144,9 +144,8 @@ class Unpacked(Dataset[Any]):
         asked += ["--batch-tokens"] if settings.batch_tokens is not None else []
         if asked:
             raise UserError(
-                f"{asked[0]}: the order is that of the training loader's sampler, "
-                f"{type(self.sampler).__name__}. Leave the setting out, or give "
-                "DataLoader(…, shuffle=True)."
+                f"{asked[0]}: the training loader's sampler, {type(self.sampler).__name__}, "
+                "decides the order. Omit the setting, or use DataLoader(…, shuffle=True)."
             )
         if type(self.sampler) is SequentialSampler:
             return Ordering(order="sequential")
@@ -163,9 +162,9 @@ def as_pytorch(loader: DataLoader[Any], where: str) -> DataLoader[Any]:
         if type(loader).__iter__ is DataLoader.__iter__:
             return loader
     raise UserError(
-        f"{where} makes its batches in a way of its own ({type(loader).__name__}, batch_size="
-        f"{loader.batch_size}), and samestep makes those of each rank: give "
-        "DataLoader(dataset, batch_size=…), with what puts its samples together as collate_fn."
+        f"{where} builds its own batches ({type(loader).__name__}, "
+        f"batch_size={loader.batch_size}), but samestep builds those of each rank: use "
+        "DataLoader(dataset, batch_size=…), with a collate_fn that puts samples together."
     )
 
 
@@ -234,7 +233,7 @@ def _taken_apart(loader: DataLoader[Any], split: str, collate: Collate | None) -
     if isinstance(loader.dataset, IterableDataset):
         if own:
             raise UserError(
-                f"{where} reads a stream and has a collate_fn: give the stream itself, and "
+                f"{where} reads a stream and has a collate_fn: return the stream itself, and use "
                 "Recipe(collate=…)."
             )
         return loader.dataset
@@ -248,8 +247,8 @@ def _taken_apart(loader: DataLoader[Any], split: str, collate: Collate | None) -
     elif type(sampler) is DistributedSampler:  # which ranks are whose is not its matter here
         sampler = None if sampler.shuffle else SequentialSampler(dataset)
     elif type(sampler) is RandomSampler:
-        whole = sampler.num_samples == len(dataset)
-        sampler = None if whole and not sampler.replacement else sampler
+        covers_all = sampler.num_samples == len(dataset)
+        sampler = None if covers_all and not sampler.replacement else sampler
     elif type(sampler) is SequentialSampler and split != "training":
         sampler = None
     return Unpacked(dataset, collate, sampler, loader.batch_size, loader.drop_last)
@@ -271,8 +270,8 @@ def _needed(name: str, recipe: Recipe, flag: str) -> PerSample:
     value: PerSample | None = getattr(recipe, name)
     if value is None:
         raise UserError(
-            f"--{flag}: the recipe has no {name}. Give it Recipe({name}=…): a number for each "
-            "training sample, or a function of the training data that returns them."
+            f"--{flag}: the recipe has no {name}. Add Recipe({name}=…): a number for each training "
+            "sample, or a function of the training data that returns them."
         )
     return value
 
@@ -285,7 +284,7 @@ def per_sample(name: str, given: PerSample, data: Any, giver: str = "Recipe") ->
         values = given(data) if callable(given) else given
         numbers = torch.as_tensor(values).detach().cpu().double().contiguous()
     except Exception as error:
-        remedy = f"It must give a number for each of the {size:,} training samples."
+        remedy = f"It must return a number for each of the {size:,} training samples."
         blame(f"{field} failed", error, given, remedy=remedy)
     if numbers.shape != (size,):
         shape = " × ".join(map(str, numbers.shape)) or "one"
@@ -302,8 +301,8 @@ def per_sample(name: str, given: PerSample, data: Any, giver: str = "Recipe") ->
         )
     if name == "weights" and not bool(numbers.any()):
         raise UserError(
-            f"{field}{at}: all {size:,} weights are 0, so no sample can be drawn. Give some of "
-            "them a weight."
+            f"{field}{at}: all {size:,} weights are 0, so no sample can be drawn. Make some "
+            "of them positive."
         )
     return numbers
 
@@ -361,9 +360,8 @@ def open_source(
 
         return LoaderSource(data, reading, num_workers)
     raise UserError(
-        f"{reading.data} is {shown(data)}; it must be (inputs, targets) tensors, "
-        "a map-style Dataset with __len__ and __getitem__, an IterableDataset, or a DataLoader of "
-        "either."
+        f"{reading.data} is {shown(data)}; it must be (inputs, targets) tensors, a Dataset with "
+        "__len__ and __getitem__, an IterableDataset, or a DataLoader of either."
     )
 
 

@@ -46,16 +46,16 @@ class SamplerOrder:
         """Return the samples of an epoch in their order, (samples,) int64."""
         if self.batch_size and global_batch % self.batch_size:
             raise UserError(
-                f"{self._name} makes batches of {self.batch_size} samples, and a step has "
-                f"{global_batch} on all ranks together: use --batch-size {self.batch_size}, or a "
-                "multiple of it."
+                f"{self._name} makes batches of {self.batch_size} samples, but a step has "
+                f"{global_batch} over all ranks: use --batch-size {self.batch_size} or a multiple."
             )
         if epoch != self._newest[0]:
             self._newest = epoch, self._ask(epoch)
             if (num_given := len(self._newest[1])) != self.num_drawn:
                 raise UserError(
-                    f"{self._name} gives {num_given} samples in epoch {epoch} and {self.num_drawn} "
-                    "in epoch 0. Let it give equally many, so that an epoch has the same steps."
+                    f"{self._name} yields {num_given} samples in epoch {epoch} and "
+                    f"{self.num_drawn} in epoch 0. Each epoch needs the same number, so that it "
+                    "has the same steps."
                 )
             self._check_again()
         return self._newest[1]
@@ -63,10 +63,10 @@ class SamplerOrder:
     def _check_again(self) -> None:
         if _digest(self._ask(0)) != self.digest:
             raise UserError(
-                f"{self._name} gives another order each time it is asked for the same epoch, so a "
-                "run could not be resumed. Let it draw from torch, NumPy or random, or from a "
-                "generator in one of its attributes, all of which are seeded before it is asked; "
-                "or give it set_epoch(epoch), and keep nothing else from one epoch to the next."
+                f"{self._name} yields a different order each time for the same epoch, so a run "
+                "could not be resumed. Let it draw from torch, NumPy or random, or from a "
+                "generator in one of its attributes, which samestep seeds; or add "
+                "set_epoch(epoch), and keep no other state between epochs."
             )
 
     def _ask(self, epoch: int) -> Tensor:
@@ -82,16 +82,13 @@ class SamplerOrder:
         except Exception as error:
             blame(f"{self._name} failed", error, self._sampler)
         if len(indices) > limit:
-            problem = "has no end" if most is None else f"says that it has {most} and gives more"
-            raise UserError(
-                f"{self._name} {problem}: an epoch must have its number of samples. Give it a "
-                "__len__ that is right."
-            )
+            problem = "has no end" if most is None else f"has length {most} but yields more"
+            raise UserError(f"{self._name} {problem}. Give it the right __len__.")
         if indices and isinstance(indices[0], list | tuple):
             indices = self._of_batches([[*batch] for batch in indices])
         order = torch.tensor([self._place(index) for index in indices], dtype=torch.int64)
         if not len(order):
-            raise UserError(f"{self._name} gives no samples.")
+            raise UserError(f"{self._name} yields no samples.")
         return order
 
     def _of_batches(self, batches: list[list[Any]]) -> list[Any]:
@@ -100,8 +97,8 @@ class SamplerOrder:
         if {*full} - {self.batch_size} or last > self.batch_size:
             raise UserError(
                 f"{self._name} makes batches of {min(full)} to {max(*full, last)} samples: all but "
-                "the last must be of equal size. For batches of about equally many tokens give "
-                "Recipe(lengths=…) and use --batch-tokens."
+                "the last must be of equal size. For batches with about the same number of tokens, "
+                "use Recipe(lengths=…) and --batch-tokens."
             )
         return [index for batch in batches for index in batch]
 
@@ -112,7 +109,7 @@ class SamplerOrder:
             place = -1
         if not 0 <= place < self._size:
             raise UserError(
-                f"{self._name} gives {index!r:.80}: it must give numbers of samples, from 0 to "
+                f"{self._name} yields {index!r:.80}: it must yield sample indices, from 0 to "
                 f"{self._size - 1}."
             )
         return place

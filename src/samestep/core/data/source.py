@@ -266,8 +266,8 @@ class OrderedSource(Source):
             )
         if num_samples > _MOST_SAMPLES:
             raise UserError(
-                f"{reading.data} says that it has {num_samples:,} samples. One that repeats itself "
-                "without end has no epochs: leave out the repetition, and give --epochs."
+                f"{reading.data} says that it has {num_samples:,} samples. One that repeats "
+                "forever has no epochs: remove the repetition, and set --epochs."
             )
         super().__init__(reading)
         sampler = reading.ordering.sampler

@@ -69,7 +69,7 @@ class Route:
         start, stop = (-(-place * self.global_batch // self.lanes) for place in (lane, lane + 1))
         return range(start, stop)
 
-    def own_lanes(self) -> range:
+    def lanes_of_rank(self) -> range:
         """Return the lanes that fill slots of this rank."""
         if not len(self.mine):
             return range(0)
@@ -82,8 +82,7 @@ class Route:
 class Lane:
     """One lane of a stream, read from a place on.
 
-    What an element draws is seeded by (seed, epoch, lane, place), so it does not depend on who
-    reads it.
+    What an element draws is seeded by (seed, epoch, lane, place), whichever rank reads it.
     """
 
     def __init__(self, stream: Any, route: Route, number: int) -> None:
@@ -110,8 +109,7 @@ class Lane:
             if not self._read_into([]):
                 raise UserError(
                     f"{self._name} ended after {self._at:,} elements{self._lane}; {start:,} had "
-                    "been read when the checkpoint was written. Give it the same data as before, "
-                    "or start a new run."
+                    "been read at the checkpoint. Use the same data as before, or start a new run."
                 )
         left = route.first_step * len(route.slots(number)) - start
         while left > 0 and (dropped := len(self.take(min(left, _DROPPED)))):
@@ -205,8 +203,8 @@ class Lane:
 _COMPARED = 8
 """Elements at a stream's beginning by which ranks see that they read the same."""
 EACH_ALL = (
-    "Each rank must be given the same stream: samestep shares it out. Take out what divides it by "
-    "rank (split_by_node, split_dataset_by_node, a nodesplitter) and what draws without a seed."
+    "Each rank needs the same stream: samestep divides it among the ranks. Remove what splits it "
+    "by rank (split_by_node, split_dataset_by_node, a nodesplitter) and what draws without a seed."
 )
 
 
@@ -222,7 +220,7 @@ def check_same(stream: Any, route: Route, world: World) -> None:
         own = world.on_every(lambda: _beginning(stream, route))
         if all(other == own for other in world.gather(own)):
             return
-        wrong = "begins with other elements on each rank"
+        wrong = "starts with different elements on each rank"
     raise UserError(f"{name_of(stream)} {wrong}. {EACH_ALL}", on_all_ranks=True)
 
 
@@ -235,9 +233,9 @@ def _beginning(stream: Any, route: Route) -> list[str]:
     )
     if first != again:
         raise UserError(
-            f"{name_of(stream)} begins with other elements when it is read a second time. Each "
-            "epoch, and a resumed run, begins it again: let __iter__ begin anew, and seed "
-            "what it draws; what depends on the epoch belongs into set_epoch(epoch)."
+            f"{name_of(stream)} starts with different elements when it is read again. Each epoch, "
+            "and a resumed run, restarts it: let __iter__ start over, and seed what it draws; what "
+            "depends on the epoch belongs in set_epoch(epoch)."
         )
     return first
 

@@ -72,7 +72,7 @@ class StreamBatches(IterableDataset[Item]):
 
     def _read(self, worker: int, workers: int) -> Iterator[Item]:
         route = self._route
-        lanes = [(route.slots(n), n, Lane(self._stream, route, n)) for n in route.own_lanes()]
+        lanes = [(route.slots(n), n, Lane(self._stream, route, n)) for n in route.lanes_of_rank()]
         number = 0
         while True:
             slots: list[int] = []
@@ -124,8 +124,8 @@ class StreamSource(Source):
         super().__init__(reading)
         if hasattr(stream, "__next__") and not isinstance(stream, IterableDataset):
             raise UserError(
-                f"The recipe's data is a {type(stream).__name__}, which can be read only once. "
-                "Give an object whose __iter__ begins anew: an IterableDataset."
+                f"The recipe's data is a {type(stream).__name__}, which can be read only once. Use "
+                "an object whose __iter__ starts over: an IterableDataset."
             )
         self._stream = stream
         self.num_shards = num_shards(stream)
@@ -225,7 +225,7 @@ class StreamSource(Source):
         """
         held: tuple[Block, list[Block]] | None = None
         # Lanes that had ended before a resume are in no batch.
-        marks = {n: route.marks[n] for n in route.own_lanes() if n in route.marks}
+        marks = {n: route.marks[n] for n in route.lanes_of_rank() if n in route.marks}
         stand_in: Item = _NOTHING
         for step in count(route.first_step):
             item = next(items, _NOTHING)
@@ -279,8 +279,8 @@ class StreamSource(Source):
             problem = next(text for text in world.gather(facts.failed) if text)
         elif whole and len(set(seen)) > 1:
             problem = (
-                f"{name_of(self._stream)} is not equally long on all ranks: of global batch {step} "
-                f"they read {seen} elements. {EACH_ALL}"
+                f"{name_of(self._stream)} has different lengths on the ranks: of global batch "
+                f"{step} they read {seen} elements. {EACH_ALL}"
             )
         return sizes, any(lack), problem
 
@@ -297,14 +297,14 @@ class StreamSource(Source):
         name = name_of(self._stream)
         if size:
             return (
-                f"--drop-last leaves no step: {name} gave {size} elements, fewer than the global "
+                f"--drop-last leaves no step: {name} has {size} elements, fewer than the global "
                 f"batch of {route.global_batch}. Use a smaller batch or leave out --drop-last."
             )
         if route.epoch == 0:
             return f"{name} has no elements."
         return (
-            f"{name} gave no element in epoch {route.epoch + 1}: it seems that it can be read only "
-            "once. Let __iter__ begin anew each time."
+            f"{name} had no element in epoch {route.epoch + 1}: it seems that it can be read only "
+            "once. Let __iter__ start over each time."
         )
 
     def _read(self, unread: Iterator[Block], epoch: int) -> Read:  # noqa: ARG002
@@ -322,7 +322,7 @@ class StreamSource(Source):
         if self._reading.loss_batch is not None:
             raise UserError(
                 f'{self._reading.data} is a stream, and Recipe(loss_over="batch") is evaluated '
-                "over fixed batches: give tensors or a map-style Dataset there."
+                "over fixed batches: use tensors or a map-style Dataset there."
             )
         route = replace(self._route(batch_size * self._world.world_size, 0), states=False)
         items = self._items(route)

@@ -117,10 +117,10 @@ def build(
     model, takes, restores, initial = _build_model(request, world, dtype, moment := Moment())
     seed_rank(settings.seed, world.rank)
     threads = _share_cores(request, model, world, train)
-    loss, judged = _placed_losses(recipe, world.device, dtype)
+    loss, evaluation_loss = _placed_losses(recipe, world.device, dtype)
     validation, by_name = _held_out(splits, source)
-    how = (settings, world, takes, None if holds_norms else of_one_sample(plan, settings))
-    trial = partial(dry_run, model, loss, judged, recipe, splits, train, *how)
+    arguments = (settings, world, takes, None if holds_norms else of_one_sample(plan, settings))
+    trial = partial(dry_run, model, loss, evaluation_loss, recipe, splits, train, *arguments)
     tried = Tried(recipe.metrics)
     if tries:
         tried = _try_out(trial, validation, splits.test, source, world)
@@ -128,16 +128,16 @@ def build(
             _try_out(trial, other, None, source, world)
         unkept = tried.unkept._replace(**of_data(train, splits.train, recipe, settings, world))
         tried = tried._replace(unkept=unkept)
-    metrics, parts, judged_parts = tried.metrics, tried.parts, tried.evaluation_parts
-    own = _own_parts(recipe, train) + ("losses by name",) * bool(parts)
+    metrics, parts, evaluation_parts = tried.metrics, tried.parts, tried.evaluation_parts
+    own = _own_parts(recipe, train, by_name=bool(parts))
     compiles = what_compiles(settings, world, model, own=own)
-    judged, loss = evaluating(recipe, judged, moment, judged_parts), timed(loss, moment)
+    evaluation_loss = evaluating(recipe, evaluation_loss, moment, evaluation_parts)
+    loss = timed(loss, moment)
     loss = summed(loss, recipe.loss_weights, parts) if parts else loss
     recipe = replace(recipe, loss=loss, metrics=metrics)
     learner, wrapped = _make_learner(
         recipe, takes, model, settings, world, plan, compiles, wrap_model, train, tried
     )
-    mixes = recipe.batch_transform is not None
     learner = replace(learner, own=own, moment=moment)
     make = partial(make_step, compiles, settings=settings, world=world, plan=plan)
     most = train.steps_per_block(plan.global_batch_size)
@@ -152,12 +152,12 @@ def build(
         learner=learner,
         step=step,
         after_epoch=after_epoch,
-        batch_transform=_batch_transform(recipe, settings, world) if mixes else None,
+        batch_transform=_batch_transform(recipe, settings, world),
         train=train,
         validation=validation,
         by_name=by_name,
-        evaluation_loss=judged,
-        evaluation_parts=judged_parts,
+        evaluation_loss=evaluation_loss,
+        evaluation_parts=evaluation_parts,
         metrics=metrics,
         measure=measure_of(recipe, model, tried.measured),
         trial=restores,
@@ -168,7 +168,7 @@ def build(
     state = State(
         **_watches(settings, recipe, splits, tried),
         measured=EpochMetrics(
-            {} if mixes else metrics,
+            {} if recipe.batch_transform else metrics,
             world.device,
             held_parts(world),
             by_step=world.virtual_ranks > 0,
@@ -211,7 +211,9 @@ def _build_model(
     return model, takes, restores, initial
 
 
-def _batch_transform(recipe: Recipe, settings: Settings, world: World) -> "BatchTransform":
+def _batch_transform(recipe: Recipe, settings: Settings, world: World) -> "BatchTransform | None":
+    if recipe.batch_transform is None:
+        return None
     from samestep.core.learner.batch_transform import BatchTransform  # noqa: PLC0415
 
     return BatchTransform(recipe, settings, world)
@@ -242,10 +244,11 @@ def planned(request: Request, train: Source | Plan, world_size: int) -> Plan:
     return make_plan(request.settings, train.num_samples, world_size, **options)
 
 
-def _own_parts(recipe: Recipe, train: Source) -> tuple[str, ...]:
+def _own_parts(recipe: Recipe, train: Source, *, by_name: bool) -> tuple[str, ...]:
     """Return the names of parts that compiled whole steps cannot take."""
     collates = train.collates and recipe.collate is None  # by the function of a loader
-    return recipe.own_parts() + ("stream",) * train.is_stream + ("collate",) * collates
+    more = {"stream": train.is_stream, "collate": collates, "losses by name": by_name}
+    return (*recipe.own_parts(), *(name for name, has in more.items() if has))
 
 
 def _make_learner(
@@ -277,11 +280,10 @@ def _make_learner(
     terms = terms_of(recipe)
     numbers = int(terms is not None) + (1 + len(tried.parts) if world.elastic else 0)
     counter = make_counter(world, settings, numbers)
-    # Code that runs between two steps of an epoch may change what model and loss read. Functions of
-    # this package do not.
+    # Code between two steps may change what model and loss read. This package's functions do not.
     between = [recipe.schedule, recipe.transform, recipe.augment, *recipe.metrics.values()]
     functions = [f.func if isinstance(f, partial) else f for f in between if f is not None]
-    ours = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
+    built_in = all(getattr(f, "__module__", "").startswith("samestep.") for f in functions)
     optimizer = world.on_every(lambda: optimizer_of(recipe, model, settings, plan.lr, world.device))
     initial = () if recipe.optimizer is None else groups_of(optimizer)  # what no scheduler has set
     carried, share = None, share_of_scale(world.world_size, world.virtual_ranks)
@@ -302,7 +304,7 @@ def _make_learner(
         # Of mixed samples they would say nothing.
         measured=bool(in_training(recipe.metrics)) and recipe.batch_transform is None,
         sharded=sharded,
-        alone=ours and isinstance(train, MemorySource),
+        alone=built_in and isinstance(train, MemorySource),
         average=average_of(model, settings, optimizer, frozen=recipe.after_epoch is not None),
         scaler=make_scaler(settings.precision, world.device, share),
         loss=recipe.loss,
@@ -379,8 +381,8 @@ def _check_followed(
     place = defined_at(plan.schedule)
     if splits.validation is None and (plateaus or "metrics" in plan.schedule_asks):
         raise UserError(
-            f"The recipe's schedule{place} follows what is validated, and the recipe has no "
-            "validation data. Give its Splits(validation=…), or take another schedule."
+            f"The recipe's schedule{place} follows a validation metric, but the recipe has no "
+            "validation data. Add it with Splits(validation=…), or use another schedule."
         )
     for name in {followed for _, followed in plateaus if followed} - {*names}:
         raise UserError(
@@ -414,8 +416,10 @@ def _try_out(
         _agree_on_stream(other)
         tried = world.on_every(lambda: trial(other if validation is None else validation))
     # A dict's order may differ between the ranks, which add up what it holds in one order.
-    parts, judged, measured = world.broadcast((tried.parts, tried.evaluation_parts, tried.measured))
-    return tried._replace(parts=parts, evaluation_parts=judged, measured=measured)
+    parts, evaluation_loss, measured = world.broadcast(
+        (tried.parts, tried.evaluation_parts, tried.measured)
+    )
+    return tried._replace(parts=parts, evaluation_parts=evaluation_loss, measured=measured)
 
 
 def _share_cores(request: Request, model: nn.Module, world: World, train: Source) -> int:
@@ -441,14 +445,14 @@ def _agree_on_size(source: Source, world: World) -> None:
     if len(set(sizes)) > 1:
         raise UserError(
             f"The ranks loaded data of different sizes: {sizes}. Each must load all of it; "
-            "samestep shares it out.",
+            "samestep divides it among the ranks.",
             on_all_ranks=True,
         )
     for rank, (_, order) in enumerate(ranks):
         if differing := [name for name in order if order[name] != ranks[0][1].get(name)]:
             raise UserError(
-                f"Rank {rank} has other {differing[0]} of the training samples than rank 0. Make "
-                "them only from the data, or with a generator that is seeded.",
+                f"Rank {rank} has different {differing[0]} of the training samples from rank 0. "
+                "Compute them only from the data, or with a seeded generator.",
                 on_all_ranks=True,
             )
     if world.connected and isinstance(source, MemorySource):

@@ -18,7 +18,7 @@ import tomli_w
 from samestep.base.errors import UserError, defined_at, did_you_mean
 from samestep.base.flags import of_type
 from samestep.base.run.files import toml_of, yaml_of
-from samestep.base.settings import ALSO_ACCEPTED, Settings, merge_layers, own_names
+from samestep.base.settings import ALSO_ACCEPTED, Settings, canonical_names, merge_layers
 from samestep.core.recipe import Recipe
 from samestep.core.recipes import RECIPES
 
@@ -51,7 +51,7 @@ def known_of_run(run: Path) -> tuple[Settings, list[str]] | None:
     table.pop(SCRIPT_ARGS, None)
     names = {f.name for f in fields(Settings)} | ALSO_ACCEPTED
     types = _field_types(Settings)
-    named = own_names({k: v for k, v in table.items() if k in names}, file).items()
+    named = canonical_names({k: v for k, v in table.items() if k in names}, file).items()
     ours = {key: of_type(value, types[key], f"{file}: {key} = {value!r}") for key, value in named}
     return Settings(**merge_layers(ours)), [k for k in table if k not in names]  # type: ignore[arg-type]
 
@@ -63,7 +63,7 @@ def typed(
     types, own = _field_types(Settings), _field_types(recipe.options) if recipe.options else {}
     ours: dict[str, object] = {}
     theirs: dict[str, object] = {}
-    for key, value in own_names(table, where).items():
+    for key, value in canonical_names(table, where).items():
         if key not in types and key not in own:
             options = f" The options of {recipe.name}: {', '.join(own)}." if own else ""
             raise UserError(

@@ -200,8 +200,8 @@ def keep_rows(
     Before it stands which sample it is, its text if it is stored as one, and its class.
     """
     if rows:
-        whole = [{**_about(some, place, classes), **row} for place, row in enumerate(rows)]
-        short = [{name: _shortened(value) for name, value in row.items()} for row in whole]
+        labelled = [{**_about(some, place, classes), **row} for place, row in enumerate(rows)]
+        short = [{name: _shortened(value) for name, value in row.items()} for row in labelled]
         album.add({"name": "samples", "kind": "rows", "title": "Samples", "rows": short})
 
 
@@ -234,7 +234,7 @@ _DPI = 120
 _MOST_PIXELS = 2000
 """Of the longer side."""
 _MOST_SVG_BYTES = 1_000_000
-_NO_MATPLOTLIB = "It is drawn by matplotlib, which cannot be imported: pip install 'samestep[plot]'"
+_NO_MATPLOTLIB = "It needs matplotlib, which cannot be imported: pip install 'samestep[plot]'"
 
 
 def title_of(name: str) -> str:

@@ -50,7 +50,7 @@ def _fetch(store: Store, path: Path) -> None:
             raise UserError(
                 f"{store.address} is at step {there.step:,}, and {path} only at step "
                 f"{0 if here is None else here.step:,}. Fetch it into a new --run-dir, or continue "
-                "what is here: --resume without the address."
+                "the local run: --resume without the address."
             )
         return
     try:
@@ -63,14 +63,14 @@ def _fetch(store: Store, path: Path) -> None:
     )
     fetched = _fetch_kept(store, folder, index, rules)
     if not fetched:
-        _say(f"{store.address} has no checkpoint, so the training begins anew.")
+        _say(f"{store.address} has no checkpoint, so the training starts over.")
         return
     write_text(path / INDEX, index_text(replace(index, checkpoints=fetched, gone=())))
     names = sorted(store.files(), key=lambda name: name == FILES[0])
     for name in names:  # settings.toml, which makes it a run, is the last
         _get(store, name, path / name)
     if not is_run(path):
-        raise UserError(f"{store.address} has no {FILES[0]}: it is not a whole copy of a run.")
+        raise UserError(f"{store.address} has no {FILES[0]}: it is not a complete copy of a run.")
     _say(f"fetched {path} from {store.address}, step {fetched[-1].step:,}.")
 
 
@@ -79,9 +79,9 @@ def _fetch_kept(store: Store, folder: Path, index: Index, rules: Retention) -> t
 
     One without its hash is left out, and then the next one counts.
     """
-    whole: dict[str, Entry] = {}
+    intact: dict[str, Entry] = {}
     rules = Retention(newest=1) if rules.keeps_all else rules
-    while missing := [e for e in index.prune(rules).checkpoints if e.path not in whole]:
+    while missing := [e for e in index.prune(rules).checkpoints if e.path not in intact]:
         entry = missing[-1]
         try:
             for name in (entry.path, *entry.files):
@@ -94,8 +94,8 @@ def _fetch_kept(store: Store, folder: Path, index: Index, rules: Retention) -> t
             others = tuple(other for other in index.checkpoints if other != entry)
             index = replace(index, checkpoints=others)
         else:
-            whole[entry.path] = entry
-    return tuple(sorted(whole.values(), key=lambda entry: entry.step))
+            intact[entry.path] = entry
+    return tuple(sorted(intact.values(), key=lambda entry: entry.step))
 
 
 def _get(store: Store, name: str, file: Path) -> None:

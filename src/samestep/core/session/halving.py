@@ -21,7 +21,7 @@ def check_halving(run: Path) -> None:
     """Raise UserError if a run that halves is not a training of a sweep."""
     if not (run.parent / SWEEP).is_file():
         raise UserError(
-            f"--halving compares the trainings of a sweep, and {run} is none. Start it with "
+            f"--halving compares the trainings of a sweep, and {run} is not part of one. Use "
             "`samestep sweep`, or leave --halving out.",
             flags=["halving"],
         )

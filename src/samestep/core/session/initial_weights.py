@@ -56,8 +56,8 @@ class InitialWeights:
         before = first_start(run).get("init_from") or {}
         if before and before["sha256"] != self.sha256:
             raise UserError(
-                f"--init-from {self.path} is not what {run} began with: its SHA-256 was "
-                f"{before['sha256'][:12]}…, now it is {self.sha256[:12]}…. Put the file back, or "
+                f"--init-from {self.path} is not what {run} started with: its SHA-256 was "
+                f"{before['sha256'][:12]}…, now it is {self.sha256[:12]}…. Restore the file, or "
                 "start a new run without --resume."
             )
 
@@ -166,7 +166,7 @@ def _fill(model: nn.Module, weights: dict[str, Any], flag: str, *, strict: bool)
         if not fits:
             raise UserError(f"{flag}: nothing in it fits the model: {listed(wrong, _MOST, '; ')}.")
         loaded = {name: loaded[name] if name in fits else value for name, value in own.items()}
-    remedy = "Build the model that they are of, or add --no-init-strict to load what fits."
+    remedy = "Build the model that they belong to, or add --no-init-strict to load what fits."
     load_model(model, {"model": loaded}, f"{flag}: the weights do", remedy, most=_MOST)
     return () if strict else tuple(wrong)
 

@@ -45,15 +45,15 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
     if not sharded and (hooked := [*hooked_parameters(work.learner.model)]):
         notes.append(
             f"Hooks of {listed(hooked)} get each rank's own gradient: unless they multiply it by "
-            "fixed numbers, as a mask does, on another number of ranks this is another training."
+            "fixed numbers, as a mask does, training differs with the number of ranks."
         )
     of_loss = [*getattr(request.recipe.loss, "named_parameters", dict)()]
     if untrained := [name for name, parameter in of_loss if parameter.requires_grad]:
-        notes.append(f"The loss's {listed(untrained)} is not trained: the model's parameters are.")
+        notes.append(f"The loss's {listed(untrained)} is not trained, only the model is.")
     if work.world.elastic and (asked := asks_for_ranks(request.recipe.data)):
         notes.append(
-            f"data() asks for {asked}, which change when a rank dies or joins (--elastic). It is "
-            "called once by each rank: let it return all samples, and samestep share them out."
+            f"data() asks for {asked}, which change when a rank dies or joins (--elastic). Each "
+            "rank calls it once: let it return all samples; samestep divides them among the ranks."
         )
     if isinstance(train := built.splits.train, Unpacked):
         notes += train.notes(settings)
@@ -71,18 +71,14 @@ def notes_of(request: Request, built: Built, path: Path, *, resumed: bool) -> li
         )
     if request.recipe_changes:
         changes = listed(request.recipe_changes, 5)
-        notes.append(
-            f"The run continues with the recipe as it is now; what has changed: {changes}."
-        )
+        notes.append(f"The run continues with the recipe as it is now. Changed: {changes}.")
     notes += _own_code(request, path, resumed=resumed) if request.source.endswith(".py") else []
     average = work.learner.average
     extra = () if average is None else average.state().values()
     held = state_bytes([work.learner.model], [work.learner.optimizer], extra)
     notes += room_notes(path, held)
     if resumed and is_done(work, built.state):
-        notes.append(
-            "The run is finished. To train further, give a larger --epochs or --max-steps."
-        )
+        notes.append("The run is finished. To train further, set a larger --epochs or --max-steps.")
     return notes
 
 
@@ -91,7 +87,7 @@ def _by_call(buffers: tuple[str, ...], plan: Plan) -> list[str]:
     note = (
         f"Each forward changes the model's buffer {listed(buffers, 3)}, and a step runs "
         f"{plan.accumulate} micro-steps on this many ranks. Where another number of ranks needs "
-        "another number of micro-steps, this is another training. --micro-batch-size "
+        "another number of micro-steps, training differs. --micro-batch-size "
         f"{plan.global_batch_size} takes each step in one on any number of ranks."
     )
     return [note] if buffers and plan.accumulate > 1 and plan.virtual_ranks is None else []
@@ -102,8 +98,8 @@ def _own_code(request: Request, path: Path, *, resumed: bool) -> list[str]:
     from samestep.base.run.user_modules import modules_note  # noqa: PLC0415 - of users' files only
     from samestep.core.session.recipe_changes import recipe_changes  # noqa: PLC0415
 
-    looks = resumed and not request.recipe_changes
-    changes = listed(recipe_changes(path, request.source), 5) if looks else ""
+    compares = resumed and not request.recipe_changes
+    changes = listed(recipe_changes(path, request.source), 5) if compares else ""
     changed = f"{request.source} has changed ({changes}); the run continues with its own copy."
     return [*([changed] if changes else []), *modules_note(path)]
 
@@ -151,19 +147,19 @@ def _without_effect(work: Work) -> list[str]:
         "--shuffle-buffer has no effect: the data is not a stream, and is shuffled as a whole.": (
             settings.shuffle_buffer and not is_stream
         ),
-        "The stream's state_dict does not lead back to the same element, or cannot be saved: a run "
-        "that continues will read the earlier elements again, and skip them.": (
+        "The stream's state_dict does not restore its position, or cannot be saved: a resumed run "
+        "reads the earlier elements again, and skips them.": (
             getattr(train, "loses_its_place", False)
         ),
         "With --max-steps and no epochs, a stream that does not end is saved and evaluated only "
         "after the last step. --checkpoint-every-steps and --eval-every-steps do it before.": (
             work.plan.is_stream and not work.plan.epochs and never_saved
         ),
-        "No pictures are drawn of a model that the ranks share out (--strategy fsdp).": (
+        "No pictures are drawn of a sharded model (--strategy fsdp).": (
             settings.pictures and settings.strategy == "fsdp" and world.connected
         ),
         f"The model has BatchNorm ({listed(norms, 1)}), which normalises over the samples of each "
-        f"rank by itself: this is another training than on one rank. {over_all_ranks}": (
+        f"rank by itself: this is a different training from that on one rank. {over_all_ranks}": (
             norms and not (alone or settings.sync_batchnorm or settings.virtual_ranks)
         ),
         "--sync-batchnorm has no effect on one rank: it sees the whole batch.": (
@@ -196,22 +192,21 @@ def plan_notes(plan: Plan, settings: Settings) -> list[str]:
     if 0 < plan.num_samples < plan.global_batch_size:
         notes.append(
             f"The global batch of {plan.global_batch_size:,} is larger than the "
-            f"{plan.num_samples:,} training samples: every step takes all of them, an epoch is one "
-            "step."
+            f"{plan.num_samples:,} training samples: every step takes all, an epoch is one step."
         )
     if plan.by_tokens is not None and (short := sum(n < parts for n in plan.by_tokens.sizes)):
         ranks = "virtual ranks" if plan.virtual_ranks else "ranks"
         notes.append(
             f"--batch-tokens {settings.batch_tokens}: {short:,} of {plan.steps_per_epoch:,} "
-            f"batches have fewer samples than the {parts} {ranks}, some of which then wait. More "
-            "tokens per step or fewer ranks use them better; the result is the same."
+            f"batches have fewer samples than the {parts} {ranks}, some of which then wait. Use "
+            "more tokens per step or fewer ranks; the result is the same."
         )
     few = plan.global_batch_size < _FEW * plan.world_size
     if plan.world_size > 1 and few and settings.batch_size_per_rank is None:
         notes.append(
             f"The {plan.world_size} ranks share {plan.global_batch_size} samples per step. With so "
             "few per rank, more ranks are seldom faster. With --batch-size-per-rank N the batch "
-            "grows with the ranks, which is another training."
+            "grows with the ranks, which is a different training."
         )
     if settings.accumulate not in (None, plan.accumulate):
         notes.append(

@@ -140,7 +140,7 @@ def _checked(recipe: Recipe, rows: Any) -> Baselines:
     except Exception as error:  # whatever the recipe's own dict raises
         raise UserError(
             f"The recipe's baselines(){defined_at(recipe.baselines)} returned {rows!r:.80}; it "
-            "must return {name: {metric: number}}, or a sentence in place of the metrics."
+            "must return {name: {metric: number}}, or a sentence instead of the metrics."
         ) from error
 
 

@@ -63,9 +63,9 @@ def open_predictions(
         UserError: both are named, one is not there, or the recipe cannot read files.
     """
     if split not in (None, *get_args(Split)):
-        raise UserError(f"There is no split {split!r}. It is train, validation or test.")
+        raise UserError(f"There is no split {split!r}. Choose train, validation or test.")
     if split is not None and files:
-        raise UserError(f"--split {split} and files ({files[0]}): name one or the other.")
+        raise UserError(f"--split {split} and files ({files[0]}): use one or the other.")
     for flag, value in (("data_dir", data_dir), ("skip_bad", skip_bad)):
         if split is None and value is not None:
             raise UserError(f"--{flag_name(flag)} goes with --split.", flags=[flag])
@@ -80,7 +80,7 @@ def open_predictions(
     if model.recipe.read is None:
         raise UserError(
             f"Recipe {model.recipe.name} does not say how to read a file, so it cannot predict "
-            "any: give it Recipe(read=…), a function of the options and a path."
+            "any: add Recipe(read=…), a function of the options and a path."
         )
     threads = choose_threads(model.settings.threads, model.model, len(usable_cores()), 1)
     torch.set_num_threads(threads)
@@ -218,8 +218,8 @@ def check_draws(opened: TrainedModel) -> None:
     """Check that the recipe can draw what is predicted."""
     if opened.recipe.plot is None:
         raise UserError(
-            f"--plot: recipe {opened.recipe.name} does not say what to draw: give it "
-            "Recipe(plot=…), a function of the options, the file, the rows and a figure."
+            f"--plot: recipe {opened.recipe.name} does not say what to draw: add Recipe(plot=…), a "
+            "function of the options, the file, the rows and a figure."
         )
 
 

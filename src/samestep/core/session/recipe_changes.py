@@ -42,7 +42,7 @@ def recipe_changes(run: Path, source: str, recipe: Recipe | None = None) -> list
         if not copy.is_file():
             return []
         if recipe is not None and not recipe.file:
-            return [f"it was made in Python, and the run's is the file {source}"]
+            return [f"it was built in Python, and the run's is the file {source}"]
         file = Path(recipe.file if recipe is not None else source)
         return _file_changes(run, copy, file) if file.is_file() else []
     in_python = recipe is not None and source.startswith(FROM_PYTHON)
@@ -74,9 +74,8 @@ def check_recipe_unchanged(run: Path, source: str) -> None:
     """Check that the recipe that a run names is the one that it was trained with."""
     if changes := recipe_changes(run, source):
         raise UserError(
-            f"{source} has changed since {run} began: {listed(changes, 5)}. Use the "
-            f"recipe as it was: --recipe {run / RECIPE_COPY}; or as it is now: "
-            f"--recipe {source}"
+            f"{source} has changed since {run} started: {listed(changes, 5)}. Use the recipe as it "
+            f"was: --recipe {run / RECIPE_COPY}; or as it is now: --recipe {source}"
         )
 
 
@@ -90,8 +89,8 @@ def accepted_changes(
         remedy = "continue with the run's own copy: --recipe-of-run; " if is_file else ""
         raise UserError(
             f"{recipe.file if is_file else 'The recipe'} is not the recipe that {run} began with: "
-            f"{listed(changes, 5)}. Resuming with it would make it another training: "
-            f"{remedy}start a new run without --resume; or insist with --allow-change recipe."
+            f"{listed(changes, 5)}. Resuming with it would be a different training: {remedy}start "
+            "a new run without --resume; or add --allow-change recipe."
         )
     return tuple(changes)
 

@@ -103,8 +103,8 @@ def _together(ranks: list[tuple[dict[str, Any], tuple[int, ...]]], world: World)
         by_part = {
             n: m for own, parts in ranks for n, m in zip(parts, own["measured"], strict=False)
         }
-        whole = sorted(by_part) == [*range(world.num_parts)]
-        measured = [by_part[part] for part in sorted(by_part)] if whole else []
+        complete = sorted(by_part) == [*range(world.num_parts)]
+        measured = [by_part[part] for part in sorted(by_part)] if complete else []
     return {**first, "measured": measured, "stream": [s for own, _ in ranks for s in own["stream"]]}
 
 

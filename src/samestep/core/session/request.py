@@ -128,15 +128,15 @@ def draft(
         if "recipe" not in of_run and not any("recipe" in table for _, table in tables):
             raise UserError(
                 f"{file} names no recipe: {run} comes from a loop of your own, and only its script "
-                f'can continue it or evaluate it. The weights: samestep.load("{run}", model=…).'
+                f'can continue or evaluate it. For the weights: samestep.load("{run}", model=…).'
             )
         source = str(of_run.get("recipe") or tables[0][1]["recipe"])
         tables.insert(0, (file, of_run))
     for path, table in tables[run is not None :]:
         if (named := str(table.get("recipe", source))) != source:
             raise UserError(
-                f"{path} is for recipe {named!r}, and {source!r} was asked for. Name that recipe, "
-                "or take the key `recipe` out of the file."
+                f"{path} is for recipe {named!r}, not for {source!r}. Name that recipe, or remove "
+                "the key `recipe` from the file."
             )
     script_args = words_of(script_args, [table for _, table in tables], run)
     if recipe is not None:  # another file, as the run's own copy, may have it under another name
@@ -182,9 +182,9 @@ def _recipe_of_run(run: Path, source: str) -> Recipe:
     """Return a run's recipe: its file where it was, or the copy that the run keeps."""
     if source.startswith(FROM_PYTHON):
         raise UserError(
-            f"The recipe of {run} was made in Python, and no file has it. Give it there, too: "
-            f"samestep.load({str(run)!r}, recipe=…), and so for train, evaluate and predict; or "
-            "write it into a file, and give recipe= that file."
+            f"The recipe of {run} was built in Python, and no file has it. Pass it again: "
+            f"samestep.load({str(run)!r}, recipe=…), likewise to train, evaluate and predict; or "
+            "write it to a file, and pass that as recipe=."
         )
     from samestep.core.session.recipe_changes import copy_of_run  # noqa: PLC0415 - of runs only
 
@@ -192,7 +192,7 @@ def _recipe_of_run(run: Path, source: str) -> Recipe:
     return (copy_of_run(run, source) if gone else None) or find_recipe(source)
 
 
-def own_recipe(target: str | None, run_dir: object) -> Recipe | None:
+def recipe_copy_of(target: str | None, run_dir: object) -> Recipe | None:
     """Return a run's own copy of its recipe: of the run `target`, or else of `run_dir`."""
     from samestep.core.session.recipe_changes import copy_of_run  # noqa: PLC0415 - of runs only
 
@@ -393,15 +393,14 @@ def _refused_change(name: str, change: Change, *, is_given: bool) -> UserError:
     before, now = map(_shown, change)
     value = "" if change[1] is True else f" {now}"
     changed = f"--{flag_name(name)}{value}" if is_given else f"{name} = {now} in the settings"
-    begun = f"{changed}: the run was begun with {before}"
+    begun = f"{changed}: the run was started with {before}"
     if name in _FIXED:
         return UserError(
-            f"{begun}. It cannot change within a run: leave it out, or start a new run without "
-            "--resume."
+            f"{begun}. It cannot change within a run: omit it, or start a new run without --resume."
         )
     return UserError(
-        f"{begun}. Resuming with this value would make it another training: leave it out, start "
-        f"a new run without --resume, or insist with --allow-change {name}."
+        f"{begun}. Resuming with this value would be a different training: leave it out, start a "
+        f"new run without --resume, or add --allow-change {name}."
     )
 
 

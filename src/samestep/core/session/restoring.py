@@ -67,9 +67,7 @@ def load_newest(
 
     loaded = load_first(world, folder, newest_first, problems, mesh, own)
     if problems and loaded is None:
-        raise UserError(
-            "No checkpoint of this run is whole. " + " ".join(problems), on_all_ranks=True
-        )
+        raise UserError("No checkpoint is intact. " + " ".join(problems), on_all_ranks=True)
     return loaded
 
 
@@ -92,7 +90,7 @@ def _index_of(path: Path, problems: list[str]) -> Index:
             remedy="Restore it from a backup, or start a new run.",
         )
     write_text(file, index_text(index))
-    problems.append(f"{file} is missing or damaged: it was written anew from the records.")
+    problems.append(f"{file} was missing or damaged: it was rewritten from the records.")
     return index
 
 

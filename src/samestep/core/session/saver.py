@@ -121,9 +121,9 @@ class Saver:
         entry = Entry(path=name, step=position.step, epoch=epoch, sha256="", metric=metric)
         record: Record = {"event": "checkpoint", "step": position.step}
         record["path"] = f"checkpoints/{name}"
-        judged: dict[str, Any] = {}
+        criterion: dict[str, Any] = {}
         if watch is not None:
-            judged = {"monitor": watch.metric, "mode": watch.mode}
+            criterion = {"monitor": watch.metric, "mode": watch.mode}
 
         records = self._folder.parent / "events.jsonl"
 
@@ -145,10 +145,10 @@ class Saver:
                     sync_path(records)  # what leads up to it, before it is announced
                 except OSError as error:
                     raise cannot_write(records, error) from error
-                index = replace(self._index, **judged)
-                whole = replace(entry, sha256=digest, files=files)
-                self._index = announce(self._folder, index, whole, retention, self._spared)
-            self._tell_undeleted()
+                index = replace(self._index, **criterion)
+                complete = replace(entry, sha256=digest, files=files)
+                self._index = announce(self._folder, index, complete, retention, self._spared)
+            self._warn_undeleted()
             record["sha256"] = digest
             if "weights_sha256" in content:
                 record["weights_sha256"] = content["weights_sha256"]
@@ -162,7 +162,7 @@ class Saver:
         record["blocked_seconds"] = time.perf_counter() - began
         self.writing = _Writing(write, record)
 
-    def _tell_undeleted(self) -> None:
+    def _warn_undeleted(self) -> None:
         """Say once that checkpoints which are no longer kept are still on the disk."""
         left = [name for name in self._index.gone if is_left(self._folder, name)]
         if left and not self._told_undeleted:
@@ -189,11 +189,11 @@ class Saver:
             return content if sync else self._copies.take(content), {}
         from samestep.base.run import shards  # noqa: PLC0415 - half a second, only for FSDP
 
-        self._group = self._group or self._world.own_group()
+        self._group = self._group or self._world.gloo_group()
         content, parts = shards.split(content)
         if sync:
             return content, parts
-        held = {"content": content if self._world.is_main else {}, "own": shards.own_parts(parts)}
+        held = {"content": content if self._world.is_main else {}, "own": shards.local_parts(parts)}
         held = self._copies.take(held)
         return held["content"], shards.with_parts(parts, held["own"])
 
@@ -217,8 +217,8 @@ class Saver:
         elif isinstance(error, UserError):
             if not self._unwritten:
                 helps = f"{error.remedy.partition(THEN_RESUME)[0].rstrip('.')}."
-                whole = "; earlier checkpoints are whole" if self._index.checkpoints else ""
-                more = f"The training continues{whole}. {helps}"
+                remark = "; earlier checkpoints are intact" if self._index.checkpoints else ""
+                more = f"The training continues{remark}. {helps}"
                 say(self._world, f"warning: {error.what} {more}")
             self._unwritten.append(error)
         else:

@@ -99,7 +99,7 @@ class Session:
         self._early: list[Record] = []
         self.saver = Saver(path / "checkpoints", world, self.emit)
         world.on_main(self._open)
-        world.on_every(lambda: _tell(on_open, path))
+        world.on_every(lambda: _call_on_open(on_open, path))
         watched.in_run(path)
         job = os.environ.get(JOB_RUN) if world.is_main else None
         self._heartbeat = Heartbeat(Path(job).absolute()) if job else None
@@ -151,8 +151,7 @@ class Session:
     def go_on(self, record: Record, step: int, watch: Watch, newest: Iterable[Record]) -> None:
         """Continue in another group of ranks: write the `regroup` record.
 
-        `newest` are the records of the newest step. Those that the rank before has written are not
-        written again.
+        `newest` are the records of the newest step; those already written are not written again.
         """
         self.saver.begin(step, watch)
         self.begun = True
@@ -194,7 +193,7 @@ def _key(record: Record) -> tuple[Any, ...]:
     return event, record.get("step"), record.get("split"), record.get("name")
 
 
-def _tell(on_open: Callable[[Path], None], path: Path) -> None:
+def _call_on_open(on_open: Callable[[Path], None], path: Path) -> None:
     try:
         on_open(path)
     except OSError as error:

@@ -167,13 +167,13 @@ def open_data(
         others = [f"--split {name}" for name in SPLITS if getattr(splits, name) is not None]
         raise UserError(
             f"Recipe {recipe.name} has no {split} data.",
-            remedy=f"Name another: {listed(others, between=' or ')}.",
+            remedy=f"Choose {listed(others, between=' or ')}.",
         )
     if isinstance(data, Sized) and not len(data):
         place = f" in {data_dir}" if data_dir is not None else ""
         raise UserError(
-            f"There are no {split} samples{place}. Where the run was trained on all of it, name "
-            "other data with --data-dir; where all of it is new, use --split test."
+            f"There are no {split} samples{place}. If the run was trained on all of it, name other "
+            "data with --data-dir; if all of it is new, use --split test."
         )
     torch.set_num_threads(choose_threads(settings.threads, opened.model, len(usable_cores()), 1))
     source = open_split(data, world, recipe, settings, opened.dtype)

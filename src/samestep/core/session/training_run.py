@@ -205,7 +205,7 @@ def _run(
             holding = replace(holding, splits=built.splits)
             session = Session(path, world, shown.begin, shown.sinks)
             if membership is not None:
-                membership.tell_run(path)
+                membership.announce_run(path)
             run = _Run(request, built, session, named, membership, holding)
             return _train(run, received, shown.started_at, engine)
         except Exception as error:

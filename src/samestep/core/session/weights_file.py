@@ -56,7 +56,7 @@ def write_weights(
         raise UserError(f"{file} exists already. Name another file{more}.")
     folder = file.resolve().parent
     if folder.name == "checkpoints" and is_run(folder.parent):
-        raise UserError(f"{file} would lie among the checkpoints of a run. Name another file.")
+        raise UserError(f"{file} is in a run's folder of checkpoints. Name another file.")
     entry = find_checkpoint(run / "checkpoints", checkpoint)
     weights = weights_in(load(run / "checkpoints", entry))
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -108,7 +108,7 @@ def load_into(
         raise UserError(
             f"{entry.path} has no weights named {part!r}; it has {', '.join(modules) or 'none'}."
         )
-    remedy = "Build the model as the script of the run does."
+    remedy = "Build the same model as the run's script."
     load_model(model, {"model": modules[part]}, f"{part!r} of {entry.path} does", remedy)
     return model.eval()
 
@@ -158,8 +158,7 @@ def _by_safetensors() -> Callable[[dict[str, Tensor], BinaryIO], None]:
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             kinds = sorted({str(tensor.dtype) for tensor in own.values()})
             raise UserError(
-                f"safetensors cannot write tensors of {listed(kinds)}: {error}. Name a file that "
-                "ends in .pt."
+                f"safetensors cannot write {listed(kinds)}: {error}. Name a file that ends in .pt."
             ) from error
 
     return save

@@ -60,8 +60,8 @@ class ModelStep:
         self._phases = phases
         self._to_compile = True
         added = "all-reduce" if settings.virtual_ranks is None else "tree of sums"
-        what = "the model's" if settings.strategy == "ddp" else "each block's"
-        self.what = f"{what} forward and backward; optimizer and {added} are not compiled"
+        subject = "the model's" if settings.strategy == "ddp" else "each block's"
+        self.what = f"{subject} forward and backward; optimizer and {added} are not compiled"
         if why:
             self.what += f"; whole steps are not, since {why}"
 
@@ -114,8 +114,8 @@ class WholeStep(EagerStep):
                 seen=[outputs for result in results for outputs in result.seen],
                 notes=tuple(note for result in results for note in result.notes),
             )
-        whole = block.rows == self._plan.global_batch_size
-        if block.num_steps != self.steps_per_call or not whole:
+        is_full_batch = block.rows == self._plan.global_batch_size
+        if block.num_steps != self.steps_per_call or not is_full_batch:
             return super().__call__(block, step, lrs, want_norm=want_norm)
         if self._graph is None and (why := self._why_not(block, step)):
             # From now on compile only the model.
@@ -196,7 +196,7 @@ def explained() -> Iterator[None]:
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         raise UserError(
             f"--compile on: this model or loss cannot be compiled ({type(error).__name__}: "
-            f"{reason.strip()}). Use --compile off, or take out what depends on values of tensors."
+            f"{reason.strip()}). Use --compile off, or remove code that depends on tensor values."
         ) from error
 
 

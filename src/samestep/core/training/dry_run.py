@@ -71,7 +71,7 @@ class Tried(NamedTuple):
 def dry_run(
     model: nn.Module,
     loss: Callable[[Any, Any], Tensor],
-    judged: Callable[[Any, Any], Tensor],
+    evaluation_loss: Callable[[Any, Any], Tensor],
     recipe: Recipe,
     splits: Splits,
     train: Source,
@@ -83,24 +83,24 @@ def dry_run(
 ) -> Tried:
     """Try a few samples on copies of model, loss and metrics; return what fits, and its names.
 
-    `judged` is the loss of evaluations; where it is another, that of the training is tried apart.
-    `takes` is what takes the inputs: the model, or the model by the recipe's `forward`; `alone` is
-    raised where it would have to train on one sample and batch normalisation refuses that. A model
-    that the ranks share out cannot be copied, and is tried itself; all ranks call it then.
+    If `evaluation_loss` is not `loss`, each is tried by itself. `takes` is what takes the inputs:
+    the model, or the model by the recipe's `forward`; `alone` is raised where it would have to
+    train on one sample and batch normalisation refuses that. A sharded model cannot be copied, and
+    is tried itself; all ranks call it then.
 
     Where nothing is evaluated (`evaluated` is None) the samples are of the training set, and
     without metrics the first step reports what fails, before it changes anything.
     """
     made_by(recipe.model)(check_extra_state)(model)
     precision = settings.precision
-    apart = judged is not loss or recipe.batch_transform is not None
+    apart = evaluation_loss is not loss or recipe.batch_transform is not None
     told_later = evaluated is None and (apart or not recipe.metrics)
     measures = evaluated is not None and recipe.evaluate_batch is not None
     evaluated = train if evaluated is None else evaluated
     with random_numbers(0):
         batch = evaluated.peek(_SAMPLES)
     metrics = fitting_metrics(recipe.metrics, batch.targets)
-    trial = _copied(model, loss, judged, metrics, takes, recipe, measures=measures)
+    trial = _copied(model, loss, evaluation_loss, metrics, takes, recipe, measures=measures)
     if trial is None:
         return Tried(metrics)
     tried = trial.applied
@@ -124,8 +124,8 @@ def dry_run(
         for name, source in (("training", train), ("evaluated", evaluated)):
             _check_labels(name, source, outputs, loss)
         with autocast(precision, world.device):
-            loss_of = evaluating(recipe, trial.judged)
-            _check_pairs(loss_of, outputs, batch.targets, judged)
+            loss_of = evaluating(recipe, trial.evaluation_loss)
+            _check_pairs(loss_of, outputs, batch.targets, evaluation_loss)
             if loss_state is None:
                 loss_state = of_loss(trial.loss, loss_of, outputs, batch.targets)
             of_model = partial(_of_model, trial, recipe, train, evaluated, settings, world)
@@ -139,9 +139,9 @@ def dry_run(
             totals.add(outputs, batch)
             computed = tuple(totals.objects.check())
         unkept = Unkept(loss_state, **of_model())
-    judged_parts, measured = tuple(totals.parts), tuple(totals.measured)
-    parts = judged_parts if parts is None else parts
-    tried_out = Tried(metrics, parts, judged_parts, measured, flops, unkept, computed)
+    evaluation_parts, measured = tuple(totals.parts), tuple(totals.measured)
+    parts = evaluation_parts if parts is None else parts
+    tried_out = Tried(metrics, parts, evaluation_parts, measured, flops, unkept, computed)
     _check_names(recipe, tried_out)
     return tried_out
 
@@ -151,7 +151,7 @@ class _Trial(NamedTuple):
     applied: nn.Module
     """What takes the inputs."""
     loss: Callable[[Any, Any], Any]
-    judged: Callable[[Any, Any], Any]
+    evaluation_loss: Callable[[Any, Any], Any]
     """The loss of evaluations."""
     metrics: Metrics
 
@@ -159,7 +159,7 @@ class _Trial(NamedTuple):
 def _copied(
     model: nn.Module,
     loss: Callable[[Any, Any], Any],
-    judged: Callable[[Any, Any], Any],
+    evaluation_loss: Callable[[Any, Any], Any],
     metrics: Metrics,
     takes: nn.Module,
     recipe: Recipe,
@@ -171,7 +171,7 @@ def _copied(
         uncopied = (takes, model) if any_sharded(model) else model.parameters()
         shared: dict[int, object] = {id(part): part for part in uncopied}
         twin = copied(model, shared)
-        others: Any = copy.deepcopy((loss, judged, dict(metrics)), shared)
+        others: Any = copy.deepcopy((loss, evaluation_loss, dict(metrics)), shared)
         takes = takes if twin is model else applied(twin, recipe)
         return _Trial(twin, takes, *others)
     except Exception as error:
@@ -230,18 +230,18 @@ def of_one_sample(plan: Plan, settings: Settings) -> UserError | None:
     """Return the error for a model that cannot train on one sample, if a rank is given one."""
     if settings.sync_batchnorm or plan.is_stream:
         return None  # it may see those of other ranks, or comes of what is unknown
-    sizes, whole, remedy = [plan.global_batch_size], "Each step", "Use fewer ranks, "
+    sizes, subject, remedy = [plan.global_batch_size], "Each step", "Use fewer ranks, "
     if plan.by_tokens is not None:
-        sizes, whole = [*{*plan.by_tokens.sizes}], "A step"
+        sizes, subject = [*{*plan.by_tokens.sizes}], "A step"
     elif plan.total_steps >= plan.steps_per_epoch and 1 not in plan.full_micro_steps():
         last = step_range(plan.num_samples, plan.global_batch_size, plan.steps_per_epoch - 1)
-        sizes, whole, remedy = [len(last)], "The last step of an epoch", "Add --drop-last, "
+        sizes, subject, remedy = [len(last)], "The last step of an epoch", "Add --drop-last, "
     if not any(1 in plan.micro_steps_of(size) for size in sizes):
         return None
     cut = f"{plan.num_samples:,} samples in batches of {plan.global_batch_size:,}"
     ranks = f" on {plan.world_size} ranks" if plan.world_size > 1 else ""
     return UserError(
-        f"{whole} ({cut}{ranks}) gives a rank a single sample, on which BatchNorm cannot train.",
+        f"{subject} ({cut}{ranks}) gives a rank a single sample, on which BatchNorm cannot train.",
         remedy=f"{remedy}or choose another --batch-size or --micro-batch-size.",
         flags=["batch_size"],
     )
@@ -426,11 +426,11 @@ def _check_pairs(
         blank = float(trial(spread, torch.zeros_like(targets)))
     except Exception:
         return  # it fails by itself, or takes other outputs than these
-    looks = first != 0 and abs(first - blank) > 1e-6 * abs(first)  # at its targets at all
-    if looks and abs(first - other) <= 1e-6 * abs(first):
+    reads_targets = first != 0 and abs(first - blank) > 1e-6 * abs(first)
+    if reads_targets and abs(first - other) <= 1e-6 * abs(first):
         raise UserError(
-            f"The recipe's loss{defined_at(loss)} does not tell which target belongs to which "
-            f"output: outputs are {tuple(outputs.shape)} and targets {tuple(targets.shape)}, so "
-            "each output is compared with every target. Give both the same shape: "
-            "targets.unsqueeze(1), or outputs.squeeze(1)."
+            f"The recipe's loss{defined_at(loss)} does not match targets to outputs one to one: "
+            f"outputs are {tuple(outputs.shape)} and targets {tuple(targets.shape)}, so each "
+            "output is compared with every target. Give both the same shape: targets.unsqueeze(1), "
+            "or outputs.squeeze(1)."
         )

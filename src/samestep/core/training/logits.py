@@ -41,8 +41,7 @@ class HowTaken:
         if len(self.outside) > 1 and bool(torch.stack(self.outside).any()):
             raise UserError(
                 f"The recipe's metric {name!r} gives torchmetrics several predictions in one "
-                "update, and some have values outside [0, 1]. Give it probabilities: .sigmoid() or "
-                ".softmax(1)."
+                "update, and some have values outside [0, 1]. Pass it .sigmoid() or .softmax(1)."
             )
         return self.outside[0] if len(self.outside) == 1 else None
 

@@ -71,11 +71,9 @@ class RunControl:
     """On a stop signal, and on a checkpoint where --checkpoint-every-minutes have passed."""
     minutes: SaveTimer
     save: Callable[[float | None], None]
-    """Take a checkpoint with this value of the monitored metric; its record comes once it is
-    reported."""
+    """Take a checkpoint with this monitored value; its record comes once it is reported."""
     is_hopeless: Callable[[int, float], bool]
-    """Number of an evaluation after an epoch, its monitored metric → whether to stop by --halving;
-    all ranks call it."""
+    """Evaluation's number, monitored metric → whether to stop by --halving; all ranks call it."""
 
 
 class RoomNeeded(Exception):  # noqa: N818 - nothing is wrong

@@ -63,7 +63,7 @@ class Clock:
 _LONGEST = 1024
 
 
-class Taken(NamedTuple):
+class Drained(NamedTuple):
     """What a `Window` held, on its way to the host."""
 
     first: int
@@ -112,9 +112,9 @@ class Window:
         self._sizes.extend([size] * len(losses))
         self._terms.extend(terms or ())
 
-    def take(
+    def drain(
         self, norms: Sequence[Tensor] | Tensor | None = None, *, waits: bool = True
-    ) -> "Taken":
+    ) -> "Drained":
         """Empty the window, with the gradient norms of its newest steps.
 
         Unless it `waits` a CUDA device copies them later, once it has computed them.
@@ -127,28 +127,28 @@ class Window:
         copied = None
         if not waits and losses is not None and self._losses[0].is_cuda:
             copied = torch.cuda.current_stream(self._losses[0].device).record_event()
-        taken = Taken(self._first_step + 1, self._sizes, losses, terms, norms_, copied)
+        drained = Drained(self._first_step + 1, self._sizes, losses, terms, norms_, copied)
         self._losses, self._sizes, self._terms = [], [], []
-        return taken
+        return drained
 
     def read(
-        self, taken: "Taken", wanted: Sequence[int], lr: float, sums: Sums
+        self, drained: "Drained", wanted: Sequence[int], lr: float, sums: Sums
     ) -> tuple[list[list[float]], Sums]:
         """Return the mean losses of each wanted step, and the updated sums; all ranks call it.
 
         A step has one loss, followed by those by name that it is the sum of. Steps are counted from
         1. A NaN or infinite loss on any rank raises on all of them.
         """
-        if taken.losses is None:
+        if drained.losses is None:
             return [], sums
         # The one place where the host waits for the device.
-        if taken.copied is not None:
-            taken.copied.synchronize()
-        rows = taken.losses.to(torch.float64).view(len(taken.losses), -1).tolist()
-        first = taken.first
-        sizes: Sequence[float] = taken.sizes
-        if taken.terms is not None:
-            sizes = taken.terms.to(torch.float64).tolist()
+        if drained.copied is not None:
+            drained.copied.synchronize()
+        rows = drained.losses.to(torch.float64).view(len(drained.losses), -1).tolist()
+        first = drained.first
+        sizes: Sequence[float] = drained.sizes
+        if drained.terms is not None:
+            sizes = drained.terms.to(torch.float64).tolist()
         loss_sum, terms, parts = sums
         # Those of an epoch that began without names are not of all of it.
         parts = parts if terms else (0.0,) * (len(rows[0]) - 1)
@@ -213,7 +213,7 @@ class Meter:
             records += self._read()
         self._window.add(first, result.losses, size, result.terms)
         if logged or self._window.full:
-            on_way = self._window.take(result.grad_norms, waits=not self._lags)
+            on_way = self._window.drain(result.grad_norms, waits=not self._lags)
             samples = [position.samples - later * size for later in reversed(range(len(lrs)))]
             self._unread = lambda: self._records(on_way, first, logged, lrs, samples)
             if not self._lags:
@@ -239,7 +239,7 @@ class Meter:
 
     def _records(
         self,
-        taken: Taken,
+        drained: Drained,
         first: int,
         logged: Sequence[int],
         lrs: Sequence[float],
@@ -251,12 +251,12 @@ class Meter:
         records = []
         names = ("loss", *learner.parts)
         rates = partial(rates_of, learner.optimizer, scheduled=learner.scheduler is not None)
-        losses, state.sums = self._window.read(taken, logged, lrs[-1], state.sums)
+        losses, state.sums = self._window.read(drained, logged, lrs[-1], state.sums)
         for step, values in zip(logged, losses, strict=True):
             place = step - first - 1
             record = {"event": "step", "step": step, "epoch": state.position.epoch + 1}
             record |= zip(names, values, strict=True)
-            record["grad_norm"] = None if taken.norms is None else float(taken.norms[place])
+            record["grad_norm"] = None if drained.norms is None else float(drained.norms[place])
             record |= {"lr": lrs[place], **rates(lrs[place]), "samples": samples[place]}
             records.append(record | self._clock.rate(samples[-1]))
         if logged:
@@ -271,7 +271,7 @@ class Meter:
         work, position = self._work, self._state.position
         records = self._read()
         lr = newest_lr(work, self._state)
-        _, self._state.sums = self._window.read(self._window.take(), [], lr, self._state.sums)
+        _, self._state.sums = self._window.read(self._window.drain(), [], lr, self._state.sums)
         self._state.measured.settle()
         work.phases.lap("other")
         position.seconds = self._clock.seconds()

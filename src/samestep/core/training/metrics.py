@@ -44,9 +44,9 @@ def values_of(name: str, metric: Callable[..., Any], outputs: Any, targets: Any,
     value = explained(f"metric {name!r}", metric, outputs, targets)
     if not isinstance(value, Tensor) or value.shape != (count,):
         raise UserError(
-            f"The recipe's metric {name!r}{defined_at(metric)} returned {describe(value)} "
-            f"for {count} samples; it must be one value a sample, ({count},): sums and counts are "
-            "reduced here. A metric that needs all predictions at once is a torchmetrics.Metric."
+            f"The recipe's metric {name!r}{defined_at(metric)} returned {describe(value)} for "
+            f"{count} samples; it must be one value per sample, ({count},): samestep reduces sums "
+            "and counts. If it needs all predictions at once, use a torchmetrics.Metric."
         )
     return value
 
@@ -62,12 +62,12 @@ def explained(field: str, function: Callable[..., Any], outputs: Any, targets: A
 
 
 _OTHER_SHAPE = (
-    "Their shapes differ: give both the shape that it takes, or give the recipe a function "
-    "(outputs, targets) that does."
+    "Their shapes differ: give both the shape that it takes, or write a function (outputs, "
+    "targets) that does."
 )
 _NO_CLASSES = (
-    "Classes are whole numbers: targets.long(). For targets that are measured, take another loss, "
-    "such as nn.functional.mse_loss."
+    "Classes are whole numbers: targets.long(). For continuous targets, use another loss, such as "
+    "nn.functional.mse_loss."
 )
 
 
@@ -90,7 +90,7 @@ def remedy_of(error: Exception, outputs: Any, targets: Any, function: object) ->
         num = outputs.shape[1:2].numel()
         return f"The model has {num} outputs, so classes are 0 to {num - 1}."
     if targets.shape[1:] == (1,):
-        return "Classes are one number a sample, (batch,): targets.squeeze(1)."
+        return "Classes are one number per sample, (batch,): targets.squeeze(1)."
     return "" if same or targets.dtype == torch.int64 else _NO_CLASSES
 
 
@@ -110,8 +110,8 @@ class Objects:
             if not getattr(metric, "_reductions", None):
                 raise UserError(
                     f"The recipe's metric {name!r} is a {type(metric).__name__} without a state "
-                    "that ranks could put together. Use a torchmetrics.Metric whose add_state() "
-                    "names its states, or a function (outputs, targets) → one value a sample."
+                    "that ranks can combine. Use a torchmetrics.Metric whose add_state() names its "
+                    "states, or a function (outputs, targets) → one value per sample."
                 )
             metric.to(device)
         if self._metrics:
@@ -232,13 +232,13 @@ def put_into(metric: Any, ranks: Sequence[dict[str, Any]]) -> None:
     for name, reduction in metric._reductions.items() if ranks else ():  # noqa: SLF001
         values = [states[name] for states in ranks]
         if isinstance(values[0], list):
-            whole: Any = [tensor for value in values for tensor in value]
+            combined: Any = [tensor for value in values for tensor in value]
         elif len(values) == 1:
-            (whole,) = values
+            (combined,) = values
         else:
             stacked = torch.stack(values)
-            whole = stacked if reduction is None else reduction(stacked)
-        setattr(metric, name, _on(whole, metric.device))
+            combined = stacked if reduction is None else reduction(stacked)
+        setattr(metric, name, _on(combined, metric.device))
     metric._update_count = len(ranks)  # noqa: SLF001 - it has been updated, on other ranks
 
 
@@ -343,9 +343,9 @@ class EpochMetrics:
         for part in self._parts:
             part.late = late
         sums = dict(zip(some.functions, totals, strict=False))
-        whole = {n: total / samples for n, total in sums.items() if n not in late}
+        means = {n: total / samples for n, total in sums.items() if n not in late}
         states = [state for part in self._parts for state in part.objects.states()]
-        return {**whole, **some.objects.values(world, late, states)}
+        return {**means, **some.objects.values(world, late, states)}
 
     def state(self) -> list[dict[str, Any]]:
         """Return each part's state for a checkpoint, after `settle`."""

@@ -102,10 +102,10 @@ def _check_stepped(learner: Learner, step: int) -> None:
     named = learner.model.named_parameters()
     if new := [name for name, p in named if p.requires_grad and id(p) not in stepped]:
         raise UserError(
-            f"After step {step} the model{defined_at(*learner.makers[:1])} has parameters "
-            f"that no optimizer step changes: {listed(new)}. They have replaced those that it "
-            "began with, as by an assignment in forward.",
-            remedy="Make all layers as the model is made, and choose between them in forward.",
+            f"After step {step} the model{defined_at(*learner.makers[:1])} has parameters that no "
+            f"optimizer step changes: {listed(new)}. They replaced those it started with, for "
+            "example by an assignment in forward.",
+            remedy="Create all layers when the model is built, and choose between them in forward.",
         )
 
 
@@ -120,7 +120,7 @@ def check_alike(work: Work, step: int) -> None:
     }
     if work.settings.virtual_ranks is not None:
         named |= dict(model.named_buffers())
-    added = "something changes it after the ranks have added it up, such as a hook"
+    added = "something changes it after the ranks have reduced it, such as a hook"
     draws = may_draw(work.learner.optimizer)
     check_weights(named, work.world, step, added, draws=draws, optimizers=[work.learner.optimizer])
 

@@ -295,7 +295,7 @@ def check_unchanged(hooked: Mapping[str, Tensor], versions: Sequence[int]) -> No
         raise UserError(
             f"A hook{defined_at(*hooks)} changes {listed(names)} in the backward pass, by one "
             "rank's gradients. If it steps an optimizer, as LOMO's does, return one from "
-            "Recipe(optimizer=…) that steps after that pass, so that checkpoints hold its state."
+            "Recipe(optimizer=…) that steps after backward, so that checkpoints hold its state."
         )
 
 
@@ -323,6 +323,5 @@ def check_trainable(value: Any, loss: object) -> None:
     if not value.requires_grad:
         raise UserError(
             f"The recipe's loss{defined_at(loss)} has no gradient: it does not depend on any "
-            "weight. Leave out .detach(), .item(), .argmax() and NumPy between the weights and the "
-            "loss."
+            "weight. Use no .detach(), .item(), .argmax() or NumPy between weights and loss."
         )

@@ -450,7 +450,7 @@ def why_only_eager(learner: Learner, inputs: Any, targets: Any, precision: Preci
         loss = loss_of(call(model, inputs), targets)
     check_loss(loss, learner.loss)
     if device.type == "cpu" and not torch.equal(state, torch.get_rng_state()):
-        return "the model draws random numbers outside nn.Dropout, maybe used before they are drawn"
+        return "the model draws random numbers outside nn.Dropout, maybe using them too early"
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     for name, gradient in zip(trained, gradients, strict=True):
         if gradient is None:
@@ -458,7 +458,7 @@ def why_only_eager(learner: Learner, inputs: Any, targets: Any, precision: Preci
     after = _buffers_and_attributes(model)
     for name in before | after:
         if before.get(name) is not after.get(name):
-            return f"forward assigns {name} anew"
+            return f"forward reassigns {name}"
     written = differing(prints, model_prints(model, loss_of) | closure_prints(loss_of))
     return f"a step changes {written[0]}" if written else ""
 

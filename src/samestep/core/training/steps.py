@@ -54,7 +54,7 @@ def _why_not_whole_steps(
     reasons = {
         "the data is a stream": "stream" in own,
         f"the recipe has its own {', '.join(own)}": bool(own),
-        "--ema takes in the weights after each step": settings.ema is not None,
+        "--ema reads the weights after each step": settings.ema is not None,
         "ranks reduce gradients between backward and update": world.connected,
         "the scaler of fp16 decides on the host whether to update": settings.precision == "fp16",
         # The graph's rates are of the weights' type.

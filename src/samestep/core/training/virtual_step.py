@@ -65,8 +65,8 @@ class SelfCheck:
             both = zip(micro_steps, held, strict=True)
             self._kept = part, tuple(replace(m, inputs=i, targets=t) for m, (i, t) in both)
 
-    def take(self, share: Tensors) -> None:
-        """Take the result of the first share, before anything is added to it."""
+    def keep_result(self, share: Tensors) -> None:
+        """Keep the result of the first share, before anything is added to it."""
         if self._bits is None:
             self._bits, self._prints = bits_of(share), self._print()
 
@@ -167,7 +167,7 @@ class VirtualStep(EagerStep):
             else:
                 share = self._share(part, micro_steps)
                 if checks is not None:
-                    checks.take(share)
+                    checks.keep_result(share)
                 tree.push(share, part)
         self._to_check = False
         if checks is not None:  # the first share again, once all ranks have theirs
@@ -229,9 +229,9 @@ class VirtualStep(EagerStep):
                     place = refused_operation(self._learner.model, error, again)
                     operation = str(error).split(" does not have")[0]
                     raise UserError(
-                        f"--virtual-ranks: PyTorch's {operation} gives other bits each time; it "
-                        f"is called{place}. Use another operation there, or leave --virtual-ranks "
-                        "out."
+                        f"--virtual-ranks: PyTorch's {operation} returns different bits each time; "
+                        f"it is called{place}. Use another operation there, or leave "
+                        "--virtual-ranks out."
                     ) from error
                 objective.explain(error, micro_step.inputs, micro_step.targets)
         loss = sum(losses[1:], start=losses[0])

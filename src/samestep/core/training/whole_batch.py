@@ -128,8 +128,7 @@ class WholeBatchLoss(Objective):
     def _gathered(self, parts: Sequence[Block], outputs: Sequence[Any]) -> tuple[list[Tensor], int]:
         """Return outputs and targets of all ranks, and the place of this rank's first row in them.
 
-        All ranks call it. A part without a weight only stands in, so that its rank takes part in
-        collectives.
+        All ranks call it. A part without a weight stands in, so that its rank joins collectives.
         """
         pairs = [(part, output) for part, output in zip(parts, outputs, strict=True) if part.weight]
         columns = [
@@ -154,14 +153,16 @@ class WholeBatchLoss(Objective):
             return [self._nothing(output) for output in outputs]
         tensors = iter(gathered)
         leaves = [leaf for leaf in tree_leaves(real[1]) if isinstance(leaf, Tensor)]
-        whole = [next(tensors) for _ in leaves]
-        whole = [t.requires_grad_() if t.is_floating_point() else t for t in whole]
-        loss = self._loss_of_all(rebuilt(real[1], iter(whole)), rebuilt(real[0].targets, tensors))
+        full_batch = [next(tensors) for _ in leaves]
+        full_batch = [t.requires_grad_() if t.is_floating_point() else t for t in full_batch]
+        loss = self._loss_of_all(
+            rebuilt(real[1], iter(full_batch)), rebuilt(real[0].targets, tensors)
+        )
         if not self.agreed:
             _refuse_weights(loss, dict(self._learner.model.named_parameters()))
-        needed = [leaf for leaf in whole if leaf.requires_grad]
+        needed = [leaf for leaf in full_batch if leaf.requires_grad]
         computed = iter(torch.autograd.grad(self._scaled(loss), needed, allow_unused=True))
-        gradients = [next(computed) if leaf.requires_grad else None for leaf in whole]
+        gradients = [next(computed) if leaf.requires_grad else None for leaf in full_batch]
         due = []
         reported = with_parts(loss) if parts_of(loss) else loss.detach()
         for part, output in pairs:
@@ -210,7 +211,7 @@ def _refuse_weights(loss: Tensor, named: Mapping[str, Tensor]) -> None:
     gradients = torch.autograd.grad(loss, [*trained.values()], retain_graph=True, allow_unused=True)
     if read := [name for name, g in zip(trained, gradients, strict=True) if g is not None]:
         raise UserError(
-            f'Recipe(loss_over="batch"): the loss reads {listed(read)} of the model by itself, and '
-            "its gradient goes back only through the outputs. Let the model return what the loss "
-            "needs of it, with its outputs: one number for the batch, or a row for each sample."
+            f'Recipe(loss_over="batch"): the loss reads {listed(read)} of the model directly, but '
+            "its gradient flows back only through the outputs. Let the model return what the loss "
+            "needs with its outputs: one number for the batch, or a row per sample."
         )

@@ -139,8 +139,7 @@ class Step(Protocol):
     def __call__(self, block: Block, step: int, lrs: list[float], *, want_norm: bool) -> StepResult:
         """Take the steps of a block, this rank's samples, after `step` steps of the run.
 
-        `lrs` has the learning rate of each; `want_norm` asks for the gradient norm even if nothing
-        is clipped.
+        `lrs` has the learning rate of each; `want_norm` asks for the norm even without clipping.
         """
 
 

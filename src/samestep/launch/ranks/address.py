@@ -28,7 +28,7 @@ def resolve_master(name: str) -> str:
                 raise UserError(
                     f"The master address {name} does not resolve on {socket.gethostname()} "
                     f"({error.strerror or error}). Set MASTER_ADDR on every rank to an address or "
-                    "a name of rank 0's host that means the same on all nodes."
+                    "name of rank 0's host that resolves on all nodes."
                 ) from error
         time.sleep(1.0)  # the name server of a node that has just come up may need a moment
     raise AssertionError

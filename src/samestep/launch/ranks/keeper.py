@@ -29,7 +29,7 @@ from samestep.launch.ranks.regroup import FAILED, PREFIX, Group, Keys, ready_key
 from samestep.launch.ranks.watcher import VERDICT
 from samestep.launch.stall.pulse import PULSE
 
-_LOOK_EVERY_S = 0.01
+_POLL_EVERY_S = 0.01
 _ASK_EVERY_S = 0.1
 _LOST_S = 3.0
 """A rank has lost contact, and this much later no rank is seen to have died."""
@@ -70,13 +70,13 @@ def elastic_of(
     """
     if settings.engine != "native":
         raise UserError(
-            "--elastic needs --engine native: Lightning ends all ranks with the first.",
+            "--elastic needs --engine native: Lightning stops all ranks when one fails.",
             flags=["elastic", "engine"],
         )
     if settings.batch_size_per_rank is not None:
         raise UserError(
-            "--elastic keeps the batch as it is on any number of ranks: give --batch-size, the "
-            "samples per step over all ranks, in place of --batch-size-per-rank.",
+            "--elastic keeps the batch size on any number of ranks: use --batch-size, the samples "
+            "per step over all ranks, instead of --batch-size-per-rank.",
             flags=["elastic", "batch_size_per_rank"],
         )
     if limit < 1:
@@ -87,8 +87,8 @@ def elastic_of(
     least, most = map(int, match.groups()) if match else (0, 0)
     if not 1 <= least <= most:
         raise UserError(
-            f"--elastic {wanted}: it should be MIN:MAX, the fewest and the most ranks that may "
-            "train, such as 2:4; the fewest is 1 or more."
+            f"--elastic {wanted}: it should be MIN:MAX, the minimum and maximum number of ranks, "
+            "such as 2:4; MIN is 1 or more."
         )
     if not least <= num_ranks <= most:
         raise UserError(
@@ -155,7 +155,7 @@ class Keeper:
             if self.finished and not any(m in self.living for m in self.group.members):
                 break
             try:
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_POLL_EVERY_S)
                 if not self.stopping:
                     self.ask()
                 self._bury()
@@ -221,8 +221,8 @@ class Keeper:
             left = sum(member in self.living for member in self.group.members)
             if left < self.elastic.least and not self.elastic.replaces:
                 raise RunEnding(
-                    f"{deaths}: {left} of {len(self.group.members)} ranks are left, and the fewest "
-                    f"that may train are {self.elastic.least} (--elastic)."
+                    f"{deaths}: {left} of {len(self.group.members)} ranks are left, but --elastic "
+                    f"needs at least {self.elastic.least}."
                 )
         elif not (self.finished or any(m in self.living for m in self.group.members)):
             # No rank trains: successors that die, too, must not be followed by others for ever.
@@ -335,7 +335,7 @@ class Keeper:
         while time.monotonic() < until:
             if all(rank.process.poll() is not None for rank in self.living.values()):
                 break
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
         self._kill_all()
 
     def _kill_all(self) -> None:

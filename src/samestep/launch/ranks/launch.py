@@ -87,14 +87,14 @@ def binds_gpus(environment: Environment) -> bool:
 def expand_node_list(node_list: str) -> list[str]:
     """Expand Slurm's short form of host names: `gpu[01-02],login` is gpu01, gpu02, login."""
     hosts: list[str] = []
-    whole = re.fullmatch(f"{HOSTS}(,{HOSTS})*", node_list)
-    for entry in re.findall(HOSTS, node_list) if whole else ():
+    match = re.fullmatch(f"{HOSTS}(,{HOSTS})*", node_list)
+    for entry in re.findall(HOSTS, node_list) if match else ():
         pieces = re.split(r"\[(.*?)\]", entry)  # at odd places: what stood in brackets
         choices = [_expand_ranges(p) if place % 2 else [p] for place, p in enumerate(pieces)]
         expanded = ["".join(parts) for parts in itertools.product(*choices)]
-        whole = whole if expanded else None
+        match = match if expanded else None
         hosts += expanded
-    if not whole:
+    if not match:
         raise UserError(
             f"The Slurm node list {node_list!r} cannot be read; "
             "it should look like gpu[001-003,7],login."
@@ -119,7 +119,7 @@ def _torchrun(environment: Environment) -> Launch | None:
         return None  # job scripts for srun often export only WORLD_SIZE
     if not environment.get("LOCAL_RANK"):
         raise UserError(
-            f"RANK={rank} and WORLD_SIZE={world_size} are set but LOCAL_RANK is not, which chooses "
+            f"RANK={rank} and WORLD_SIZE={world_size} are set, but not LOCAL_RANK, which chooses "
             "the device. Start with torchrun; or set LOCAL_RANK and LOCAL_WORLD_SIZE (0 and 1 for "
             "one process on each node); or, under srun or mpirun, unset RANK and WORLD_SIZE."
         )
@@ -179,7 +179,7 @@ def _slurm(environment: Environment) -> Launch | None:
     for count, nodes in re.findall(TASKS_ON_NODES, value):
         counts += [int(count)] * int(nodes or 1)
     if node >= len(counts):
-        raise UserError(f"{name}={value} says nothing of the node that SLURM_NODEID={node} names.")
+        raise UserError(f"{name}={value} has no entry for the node SLURM_NODEID={node}.")
     local_world_size = counts[node]
     launch = Launch(
         launcher="srun",
@@ -232,8 +232,8 @@ def _fill_nodes_in_turn(launch: Launch) -> Launch:
     if left_over or launch.rank % launch.local_world_size != launch.local_rank:
         raise UserError(
             f"Rank {launch.rank} of {launch.world_size} is local rank {launch.local_rank} of "
-            f"{launch.local_world_size}, from which its node cannot be derived. Start equally many "
-            "processes on every node, and fill one node after the other."
+            f"{launch.local_world_size}, from which its node cannot be derived. Start the same "
+            "number of processes on every node, one node after the other."
         )
     return replace(launch, node=launch.rank // launch.local_world_size, num_nodes=num_nodes)
 
@@ -251,8 +251,8 @@ def _with_master(
     address = environment.get("MASTER_ADDR") or (first_host if launch.num_nodes > 1 else LOOPBACK)
     if address is None:
         raise UserError(
-            f"{launch.launcher} started processes on {launch.num_nodes} nodes without naming the "
-            "first. Export MASTER_ADDR (its host name) and MASTER_PORT (a free port on it)."
+            f"{launch.launcher} started processes on {launch.num_nodes} nodes, but not which is "
+            "the first. Export MASTER_ADDR (its host name) and MASTER_PORT (a free port on it)."
         )
     if environment.get("MASTER_PORT"):
         port = _number(environment, "MASTER_PORT", at_least=1, at_most=65535)
@@ -272,8 +272,8 @@ def _required(environment: Environment, names: tuple[str, ...]) -> tuple[str, st
         if environment.get(name):
             return name, environment[name]
     raise UserError(
-        f"{names[0]} is not set, though other variables of its launcher are. "
-        "Start through the launcher and pass all of its variables on."
+        f"{names[0]} is not set, but other variables of its launcher are. Start through the "
+        "launcher, and pass on all of its variables."
     )
 
 
@@ -283,7 +283,7 @@ def _number(
     name, value = _required(environment, names)
     if not re.fullmatch(r"[0-9]+", value) or not at_least <= int(value) <= at_most:
         raise UserError(
-            f"{name}={value} should be a whole number from {at_least} to {at_most}, going by the "
-            "other variables; unset what was exported by hand."
+            f"{name}={value} should be a whole number from {at_least} to {at_most}, according to "
+            "the other variables; unset the ones you exported by hand."
         )
     return int(value)

@@ -35,9 +35,9 @@ def make_mesh(world: World, within: Literal["all", "node"]) -> "DeviceMesh":
     if nodes != [node for node in dict.fromkeys(nodes) for _ in range(each)]:
         counts = ", ".join(f"node {node}: {nodes.count(node)}" for node in dict.fromkeys(nodes))
         raise UserError(
-            f"--shard-within node needs the same number of ranks on each node, one node's ranks "
-            f"after the other's; here they are {counts}.",
-            remedy="Start equally many ranks per node, or use --shard-within all.",
+            "--shard-within node needs the same number of consecutive ranks on each node; here "
+            f"they are {counts}.",
+            remedy="Start the same number of ranks per node, or use --shard-within all.",
             on_all_ranks=True,
         )
     shape, names = (len(nodes) // each, each), ("replicate", "shard")
@@ -85,7 +85,7 @@ def free_gathered(root: nn.Module) -> None:
     if not callable(undo := getattr(roots[0], "reset_iter_state", None)):
         raise UserError(
             "The model's forward failed in training mode, in the trial before the first step, and "
-            "--strategy fsdp is left with weights that it has gathered.",
+            "--strategy fsdp still holds the weights that it gathered for it.",
             remedy="Use PyTorch 2.13 or newer, or --strategy ddp.",
         )
     undo()
@@ -111,7 +111,7 @@ def added_up(tensor: Any) -> Any:
     """Return a partial sum, added up, on each rank; all ranks call it."""
     from torch.distributed.tensor import Replicate  # noqa: PLC0415
 
-    placements = [Replicate() if one.is_partial() else one for one in tensor.placements]
+    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
     return tensor.redistribute(placements=placements)
 
 

@@ -58,12 +58,12 @@ def _check(flag: str, number: int, kind: str, size: int, most: int) -> None:
     fit = _that_fit(size)
     why = ""
     if number > most:
-        why = f"more than {MOST_PER_CORE} {kind} per core, with {most // MOST_PER_CORE} usable here"
+        why = f"more than {MOST_PER_CORE} {kind} per core ({most // MOST_PER_CORE} usable here)"
     elif number > fit:
         need, free = (words.size(many * size) for many in (number, fit))
         why, most = f"{number} {kind} need at least {need} of memory, and {free} are free", fit
     if why:
-        raise UserError(f"{flag}: {why}. Take at most {most}, or insist with --oversubscribe.")
+        raise UserError(f"{flag}: {why}. Use at most {most}, or add --oversubscribe.")
 
 
 def _that_fit(size: int) -> int:
@@ -84,7 +84,7 @@ def start_nproc(
     if os.environ.get(PARENT) or os.environ.get(MEMBER):
         return None
     if elastic is not None:
-        instead = "Leave --elastic out: a launcher of its own ends all ranks with the first."
+        instead = "Leave --elastic out: this launcher stops all ranks when one fails."
         refuse_inside_launcher("--elastic", instead)
     if nproc == "auto" and detect_launch(os.environ).world_size > 1:
         return None

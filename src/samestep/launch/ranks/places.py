@@ -101,8 +101,8 @@ class Places:
 
 _KILLS = {
     "SIGKILL": " (out of memory?)",
-    "SIGABRT": " (did the ranks' collectives differ? --find-unused is for a model of which forward "
-    "uses only a part in some steps)",
+    "SIGABRT": " (did the ranks' collectives differ? --find-unused is for a model whose forward "
+    "skips a part in some steps)",
 }
 """Why a signal may have come: the kernel kills where memory runs out, Gloo aborts."""
 

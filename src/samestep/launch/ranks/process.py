@@ -168,9 +168,9 @@ def report(error: BaseException, log: RankLog | None = None) -> int:
             Path(run, FAILURE.format(rank=rank)).write_text(text)
     of_rank = f"[rank {rank}] " if rank else ""
     if rank and not (of_all or lost_peer) and "torch" in sys.modules:
-        from samestep.launch.ranks.world import tell_failure  # noqa: PLC0415 - imports torch
+        from samestep.launch.ranks.world import publish_failure  # noqa: PLC0415 - imports torch
 
-        tell_failure(of_rank + message.splitlines()[0])  # rank 0 keeps the run's result
+        publish_failure(of_rank + message.splitlines()[0])  # rank 0 keeps the run's result
     if lost_peer:
         # The rank that caused it is being reported; a launcher ends this process first.
         # SIGTERM was its word, if it came while the training still took it for a wish to stop.
@@ -208,8 +208,8 @@ def _describe(error: BaseException, log: Path | None) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_users(frame.filename)] or frames[-1:]
     lines = [f"  at {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in reversed(own)]
-    whole = "".join(traceback.format_exception(error))
-    lines.append(f"  The whole traceback is in {log}" if log else whole)
+    traceback_text = "".join(traceback.format_exception(error))
+    lines.append(f"  The whole traceback is in {log}" if log else traceback_text)
     return "\n".join([error_text(error), *lines])
 
 
@@ -218,9 +218,9 @@ def why_failed(error: BaseException) -> str:
     error = device_error(error) or error
     if not is_lost_peer(error):
         return str(error) if isinstance(error, UserError) else error_text(error)
-    from samestep.launch.ranks.world import told_failure  # noqa: PLC0415 - imports torch
+    from samestep.launch.ranks.world import first_failure  # noqa: PLC0415 - imports torch
 
-    return told_failure() or _lost_contact(error, rank_of())
+    return first_failure() or _lost_contact(error, rank_of())
 
 
 LOST_CONTACT = "lost contact with another rank"

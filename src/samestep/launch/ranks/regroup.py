@@ -27,7 +27,7 @@ from samestep.launch.ranks.world import Store, World, choose_interface, connect,
 
 PREFIX = "samestep/groups"
 """Of the keys in the store: see `Keys`."""
-_LOOK_EVERY_S = 0.004
+_POLL_EVERY_S = 0.004
 _MEET_S, _MEET_PER_RANK_S = 2.0, 0.05
 """How long ranks that are all there may take to connect; one of them may die just then."""
 
@@ -129,7 +129,7 @@ class Membership:
         before = 0 if self.group is None else self.group.number
         while True:
             while (number := self._newest()) <= before:
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_POLL_EVERY_S)
             group = msgspec.json.decode(self.store.get(Keys(number).group), type=Group)
             if self.member in group.members:
                 self.group = group
@@ -168,7 +168,7 @@ class Membership:
         """Return the run directory, if a group has opened it."""
         return str(self.store.get("run").decode()) if self.store.check(["run"]) else ""
 
-    def tell_run(self, path: Path) -> None:
+    def announce_run(self, path: Path) -> None:
         """Tell the groups that follow where the run is."""
         self.store.set("run", str(path))
 
@@ -186,7 +186,7 @@ class Membership:
                     return False
             except RunFailed:
                 return True
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
         return False
 
     def someone_waits(self) -> bool:
@@ -215,7 +215,7 @@ class Membership:
             if time.monotonic() > until:
                 late = [m for m in group.members if not self.store.check([keys.present(m)])]
                 self.store.set("late", json.dumps(late))
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
         return True
 
     def _connected(self, world: World, group: Group) -> bool:

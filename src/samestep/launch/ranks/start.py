@@ -97,11 +97,11 @@ class _Stop:
         for signum in self.first_at:
             raise SignalException(f"got signal {signum}", signal.Signals(signum))
 
-    def looking(self, look: Callable[..., Any], agent: Any, *more: Any) -> Any:
-        """Stand around the look of an agent at its ranks."""
+    def monitored(self, monitor: Callable[..., Any], agent: Any, *more: Any) -> Any:
+        """Run an agent's monitor of its ranks, unless a stop came first."""
         self.agent = agent
         self.ask()
-        return look(agent, *more)
+        return monitor(agent, *more)
 
     def came_too_late(self) -> bool:
         """Whether there was nothing left to stop: ranks that stop agree, and none ends with 0."""
@@ -128,8 +128,7 @@ def run_ranks(
 
     A stop signal is passed on to the ranks and waited for; a second Ctrl-C or SIGTERM kills them.
     If a rank fails, the agent ends the others, unless it died and the ranks are `elastic`. Unless
-    all ends well, nothing that the ranks started survives. Signals and variables are then as
-    before.
+    all ends well, nothing that the ranks started survives. Signals and variables are restored.
     """
     if unheeded_signal():
         return Ended(128 + unheeded_signal())  # no rank has begun, so none has to know
@@ -201,7 +200,7 @@ def _run_agent(
             signum = Keeper(arguments, where, elastic, places_of(where), stop.ask).keep(num_ranks)
             return Ended(128 + signum if signum else 0)
         launch = elastic_launch(_agent(num_ranks, folder), sys.executable)
-        with patched((LocalElasticAgent, "_monitor_workers", stop.looking)):
+        with patched((LocalElasticAgent, "_monitor_workers", stop.monitored)):
             launch("-m", "samestep", *arguments)
     except ChildFailedError as error:
         hung = _hung(Path(folder, VERDICT))

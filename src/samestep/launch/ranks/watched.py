@@ -1,7 +1,6 @@
 """What a rank does so that a hang of it is seen: its pulse, and the process that watches the node.
 
-A process has one pulse, as it has one handler for a signal. Where nothing watches, each call costs
-a comparison.
+A process has one pulse, as it has one handler per signal. Unwatched, each call costs a comparison.
 """
 
 import contextlib

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 VERDICT = "verdict.json"
 """In the folder of the pulses: the verdict, for the process that started the ranks."""
 
-_LOOK_EVERY_S, _TELL_EVERY_S = 0.5, 5.0
+_POLL_EVERY_S, _BEAT_EVERY_S = 0.5, 5.0
 _LATE_S = 5.0  # a look that comes this much later: this machine or this process was suspended
 _OLD_S = 600.0
 _OTHERS_S, _VERDICT_S = 5.0, 15.0
@@ -93,27 +93,27 @@ class _Watcher:
                 shutil.rmtree(self._node.folder, ignore_errors=True)
 
     def _watch(self) -> None:
-        since = looked = wrote = look_again = time.monotonic()
+        since = last_poll = last_beat = next_inspection = time.monotonic()
         while pulses := self._living():
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
             now = time.monotonic()
-            if now - looked > _LATE_S or all(state_of(pulse.pid) in "Tt" for pulse in pulses):
+            if now - last_poll > _LATE_S or all(state_of(pulse.pid) in "Tt" for pulse in pulses):
                 since = now
-            looked = now
+            last_poll = now
             with contextlib.suppress(OSError):
                 self._run = Path((self._node.folder / RUN).read_text())
             still_s = now - max(since, *(pulse.moved for pulse in pulses))
             limit_s = max(self._node.limit_s(pulse) for pulse in pulses)
-            if now - wrote > _TELL_EVERY_S:
-                wrote = now
-                self._tell(pulses, still_s, limit_s)
+            if now - last_beat > _BEAT_EVERY_S:
+                last_beat = now
+                self._report(pulses, still_s, limit_s)
             sure = any(pulse.doing == TIMED_OUT for pulse in pulses) or self._is_asked()
-            if sure or (still_s >= limit_s and now >= look_again and self._others_are_still()):
+            if sure or (still_s >= limit_s and now >= next_inspection and self._others_are_still()):
                 slow = not sure and still_s < _SLOW_TIMES * limit_s
                 if self._has_ended_stall(may_be_slow=slow):
                     return
-                look_again = time.monotonic() + limit_s
-        tell_mismatch(self._node.folder)
+                next_inspection = time.monotonic() + limit_s
+        record_mismatch(self._node.folder)
 
     @property
     def _claim(self) -> Path:
@@ -133,7 +133,7 @@ class _Watcher:
         pulses = read_pulses(self._node.folder)
         return [pulse for pulse in pulses if pulse.code is None and state_of(pulse.pid)]
 
-    def _tell(self, pulses: Sequence[RankPulse], still_s: float, limit_s: float) -> None:
+    def _report(self, pulses: Sequence[RankPulse], still_s: float, limit_s: float) -> None:
         """Write the heartbeat, which `samestep slurm status` and the other nodes read."""
         if self._run is None:
             return
@@ -188,7 +188,7 @@ class _Watcher:
         while not judges and self._is_asked() and time.monotonic() < until:
             if self._claim.stat().st_size:
                 break
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
         if not hang or not (judges or self._is_asked()):
             return False
         living = [pulse.pid for pulse in self._living()]
@@ -214,7 +214,7 @@ class _Watcher:
         while (
             len(reports := read_reports(place, self._began)) < expected and time.monotonic() < until
         ):
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
         verdict = verdict_on(reports, expected, may_be_slow=may_be_slow)
         if verdict is not None and verdict.sure and MEMBER in os.environ:
             for pulse in self._living():  # the ranks outlive each other: the others continue
@@ -249,7 +249,7 @@ class _Watcher:
             print_error(verdict.message)
 
 
-def tell_mismatch(folder: Path) -> str:
+def record_mismatch(folder: Path) -> str:
     """Describe the mismatch of this node's ranks' calls, if some have died in them; else "".
 
     The verdict on the job gets it as the error of these ranks.

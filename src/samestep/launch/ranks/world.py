@@ -186,11 +186,10 @@ class World(Launch):
         dist.all_gather_object(values, value)
         return values
 
-    def own_group(self) -> Any:
+    def gloo_group(self) -> Any:
         """Return a new group of all ranks, connected by Gloo, for a thread; None on one rank.
 
-        All ranks call it. Collectives of two threads within one group could meet in another order
-        on each rank.
+        All ranks call it. Collectives of two threads in one group could meet in different orders.
         """
         return dist.new_group(backend="gloo") if self.connected else None
 
@@ -281,9 +280,7 @@ def choose_device(
         if one_each and cuda == 1:
             return torch.device("cuda", 0)
         if local_rank >= cuda and not oversubscribe:
-            raise UserError(
-                f"Local rank {local_rank} has no GPU: {cuda} visible on this node. {FEWER_RANKS}"
-            )
+            raise UserError(f"Local rank {local_rank} has no GPU: {cuda} visible. {FEWER_RANKS}")
         return torch.device("cuda", local_rank % cuda)
     return torch.device("mps" if wanted == "mps" or (wanted == "auto" and has_mps) else "cpu")
 
@@ -319,13 +316,13 @@ def find_world(
     notes = [launch.note] if launch.note else []
     gpus = torch.cuda.device_count() if chosen.type == "cuda" and not one_each else 0
     if oversubscribe and 0 < gpus < launch.local_world_size and backend != "nccl":
-        notes.append(f"{launch.local_world_size} ranks share {gpus} GPUs, connected by Gloo.")
+        notes.append(f"{launch.local_world_size} ranks share {gpus} GPUs, connected with Gloo.")
         backend = "gloo"  # NCCL refuses two ranks on one GPU
     connects = choose_backend(backend, chosen)  # also for one rank: what cannot be is refused
     if chosen.type == "mps" and launch.world_size > 1:
-        notes.append("All ranks share the one Apple GPU of this machine: no parallelism is gained.")
+        notes.append("All ranks share the one Apple GPU of this machine, which gains no speed.")
         if device == "auto":  # and Gloo cannot reduce what lies on it
-            notes.append("The ranks train on the CPU; --device mps insists.")
+            notes.append("The ranks train on the CPU; to use the Apple GPU, add --device mps.")
             chosen = torch.device("cpu")
     if launch.world_size == 1 and environment.get(GROUP_OF_ONE) != "1":
         connects = "none"
@@ -402,9 +399,9 @@ def join(world: World, timeout_s: float = 600.0, store: Store | None = None) -> 
             ) from error
         raise UserError(
             f"Rank {world.rank} of {world.world_size} could not meet the others at {place}: "
-            f"{reason}. Check that every rank was started, that no firewall closes the port, and "
-            "that all nodes are in one network (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name "
-            "its interface); `samestep doctor`, started the same way, looks for the reason."
+            f"{reason}. Check that every rank was started, that no firewall blocks the port, and "
+            "that all nodes are in one network (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name its "
+            "interface); `samestep doctor`, started the same way, looks for the reason."
         ) from error
 
 
@@ -455,14 +452,14 @@ _FAILURE = "failure"
 """In the store: what the rank that failed first says of it."""
 
 
-def tell_failure(message: str) -> None:
+def publish_failure(message: str) -> None:
     """Tell the other ranks why this one fails, unless another has told before."""
     with contextlib.suppress(Exception):  # rank 0, which may serve the store, is gone
         for store in _joined if in_process_group() else ():
             store.compare_set(_FAILURE, "", message)
 
 
-def told_failure() -> str:
+def first_failure() -> str:
     """Return the message of the rank that failed first; "" if none did."""
     with contextlib.suppress(Exception):
         for store in _joined:

@@ -23,7 +23,7 @@ Doing = Literal["sleeps", "computes", "stopped", "blocked", "gone", "unknown"]
 
 _PROC = Path("/proc")
 _LOOK_S, _BUSY_FRACTION = 0.3, 0.2  # several that spin may share a core
-_DUMP_S, _POLL_S = 2.0, 0.02
+_DUMP_S, _POLL_EVERY_S = 2.0, 0.02
 _STILL = 3  # polls without more bytes that end a dump: it is written in small pieces
 
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+)")
@@ -83,12 +83,12 @@ def inspect_ranks(folder: Path, pulses: Sequence[RankPulse]) -> list[RankStand]:
     for pulse in pulses:
         frames = _dump(folder, pulse, pulse.pid, doing)
         stand = RankStand(pid=pulse.pid, doing=doing[pulse.pid], frames=frames, pulse=pulse)
-        workers = _look_at_workers(folder, pulse) if stand.waits_for_data else ()
+        workers = _inspect_workers(folder, pulse) if stand.waits_for_data else ()
         stands.append(replace(stand, workers=workers))
     return stands
 
 
-def _look_at_workers(folder: Path, pulse: RankPulse) -> tuple[Stand, ...]:
+def _inspect_workers(folder: Path, pulse: RankPulse) -> tuple[Stand, ...]:
     """Return a rank's loader workers with their stacks, without idle frames."""
     pids = [pid for pid in _children(pulse.pid) if _listens(pid)]
     doing = _doing(pids)
@@ -122,7 +122,7 @@ def _dump(
             os.kill(pid, DUMP_SIGNAL)
         until = time.monotonic() + _DUMP_S
         while time.monotonic() < until:
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_EVERY_S)
             before, size = size, path.stat().st_size
             still = still + 1 if size > begin and size == before else 0
             if still >= _STILL:

@@ -157,7 +157,7 @@ def _message(
     if report is None:
         who = "rank" if len(missing) == 1 else "ranks"
         who += f" {', '.join(map(str, missing))}"
-        return f"{who} did not say where it stands; {listed(verdict.lines, between='; ')}"
+        return f"{who} did not report where it is; {listed(verdict.lines, between='; ')}"
     who = f"rank {rank} on {report.host}"
     if len(verdict.culprits) != 1 or verdict.cause in ("different", "shapes", "left", "unknown"):
         return f"no rank moved {still}: {sentence}"

@@ -166,13 +166,13 @@ class _Case:
             same_call = len({visit.kind for visit in met.values()}) == 1 and len(most) == 2
             problem = "the ranks' calls do not meet"
             if same_call:
-                problem = "the ranks bring different tensors"
+                problem = "the ranks pass different tensors"
             text = "; ".join([f"{problem}: {calls}", *self._parting()])
             return self._verdict("shapes" if same_call else "different", culprits, text)
         busy = [stand for stand in self.stands.values() if stand.doing == "computes"]
         if busy and len(busy) < len(self.stands):
             return self.keep_waiting(busy)
-        return self._verdict("unknown", [], f"no rank is missing, and none moves: {calls}")
+        return self._verdict("unknown", [], f"all ranks are there, but none moves: {calls}")
 
     def _meeting(self, but: Sequence[int]) -> list[tuple[Visit, list[int]]]:
         """Return the calls that the other ranks wait in, each with its ranks."""
@@ -198,7 +198,7 @@ class _Case:
     def _does(self, stand: RankStand) -> str:
         visit = self.waits.get(stand.rank)
         if visit is None:
-            return _own_doing(stand)
+            return _describe_alone(stand)
         return f"{_wait(visit)} {_named(visit)} of {_shown(visit.where)}"
 
     def _verdict(self, cause: Cause, culprits: Sequence[int], text: str) -> StallVerdict:
@@ -346,7 +346,7 @@ def _place(stand: RankStand) -> str:
     return visits[0].where if visits else ""
 
 
-def _own_doing(stand: RankStand) -> str:
+def _describe_alone(stand: RankStand) -> str:
     """Describe a rank that waits in no call for others."""
     if stand.pulse.code is not None:
         return f"ended with exit code {stand.pulse.code}{_progress(stand)}"
@@ -376,7 +376,7 @@ def _busy(stand: RankStand) -> list[Stand]:
 
 _VERBS = {
     "computes": "computes in",
-    "blocked": "is blocked by the system in",
+    "blocked": "is blocked in a system call in",
     "stopped": "is stopped by a signal in",
 }
 

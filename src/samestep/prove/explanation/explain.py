@@ -197,8 +197,7 @@ def _explain(request: Request, world: ImaginedWorld, device: str) -> Explanation
 def _build(request: Request, world: ImaginedWorld, device: str) -> tuple[Built, str]:
     """Build the training, without loader processes or compiling; also return a problem.
 
-    A model for another device may not run on the CPU: then it is built, and the problem says why it
-    was not tried.
+    A model for another device may not run on the CPU: then the problem says why it was not tried.
     """
     # SyncBatchNorm is refused on a CPU, so it is left out of what stands in for a GPU.
     synchronised = request.settings.sync_batchnorm and device == "cpu"
@@ -256,12 +255,12 @@ def _by_strategy(
     if world.world_size == 1:
         return {}, memory
     by = here if settings.shard_within == "node" else world.world_size
-    whole = memory or rank_memory.least_memory(learner.model, learner.optimizer)
-    shared = rank_memory.shared_out(whole, learner.model, classes, by)
+    estimate = memory or rank_memory.least_memory(learner.model, learner.optimizer)
+    shared = rank_memory.shared_out(estimate, learner.model, classes, by)
     complete, device = memory is not None, built.work.world.device.type
     strategies = {
         name: rank_memory.fitting(on_rank, device, here, free, complete=complete)
-        for name, on_rank in (("ddp", whole), ("fsdp", shared))
+        for name, on_rank in (("ddp", estimate), ("fsdp", shared))
     }
     return strategies, shared if complete and settings.strategy == "fsdp" else memory
 

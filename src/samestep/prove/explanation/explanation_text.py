@@ -44,7 +44,7 @@ def text_of(explained: Explanation) -> str:
     }
     parameters = explained.memory.weights.elements if explained.memory else None
     counted = f", {parameters:,} parameters" if parameters else ""
-    lines = [f"{explained.recipe}{counted}: explained, not run. Nothing is started or written."]
+    lines = [f"{explained.recipe}{counted}. Nothing is started or written."]
     for title, rows in blocks.items():
         named = list(rows)
         lines += ["", title] if named else []
@@ -58,11 +58,11 @@ def _ranks_and_run(explained: Explanation) -> Rows:
     nodes = ""
     if world.num_nodes > 1:
         nodes = f" = {count(world.num_nodes, 'node')} × {world.local_world_size} ranks per node"
-    yield "ranks", f"{world.world_size:,}{nodes}; each is a process with all of the model"
+    yield "ranks", f"{world.world_size:,}{nodes}; each process holds the whole model"
     if explained.plan.virtual_ranks:
         virtual = count(explained.plan.virtual_ranks, "virtual rank")
-        yield "shares", f"{virtual}: fixed shares of each step, whatever the number of ranks"
-    connected = f", connected by {world.backend}" if world.world_size > 1 else ""
+        yield "shares", f"{virtual}: fixed shares of each step, on any number of ranks"
+    connected = f", connected with {world.backend}" if world.world_size > 1 else ""
     yield "device", f"{explained.device}{connected}, {explained.settings.precision}"
     yield "run", explained.run or f"a new directory, runs/{explained.recipe}-…"
     if at is None:
@@ -96,10 +96,10 @@ def _step(explained: Explanation) -> Rows:
     yield "samples", text
     yield from _shares(explained.step)
     if plan.accumulate > 1:
-        yield "micro-steps", "add up their gradients: less memory, the same step"
+        yield "micro-steps", "accumulate their gradients: less memory, the same step"
     if explained.memory is not None and explained.memory.gathered.bytes:
         twice = ", and a second forward of each micro-step" if plan.accumulate > 1 else ""
-        yield "loss", f"made over the whole batch: ranks gather their outputs{twice}"
+        yield "loss", f"computed over the whole batch: ranks gather their outputs{twice}"
     if plan.world_size > 1:
         yield "then", "all ranks average their gradients, weighted by their samples"
 
@@ -165,7 +165,7 @@ def _length(explained: Explanation) -> Rows:
         each = f", {few.shares[0].samples} per rank" if len(few.shares) == 1 else ""
         text = (
             f"{count(few.samples, 'sample')} at the end of an epoch = {samples:,} - "
-            f"{per_epoch - 1:,} × {batch:,}{each}; each counts as much as any other"
+            f"{per_epoch - 1:,} × {batch:,}{each}; each has equal weight"
         )
         yield "last step", text
         yield from _shares(few) if len(few.shares) > 1 else ()
@@ -215,29 +215,29 @@ def _memory(explained: Explanation) -> Rows:
     yield "a batch", f"{size(memory.batch.bytes)}: inputs and targets of a micro-step, {samples}"
     activations = f"what one forward of {samples} keeps for its backward"
     if settings.checkpoint_activations:
-        activations += "; inputs of the marked blocks are not in it"
+        activations += "; without the inputs of the marked blocks"
     yield "activations", f"{size(memory.activations.bytes)}: {activations}"
     yield from _gathered(memory)
     yield "data", _data(explained, memory)
-    yield "together", f"{size(memory.total)} per rank"
+    yield "total", f"{size(memory.total)} per rank"
     yield from _strategies(explained)
     yield from _muon(explained)
-    missing = ["results inside an operation", "what the allocator keeps in reserve"]
+    missing = ["temporary buffers of operations", "the allocator's reserve"]
     if explained.plan.world_size > 1:
-        missing.append("what ranks send each other")
+        missing.append("communication buffers")
     if settings.compile == "on":
-        missing.append("what compiling changes")
+        missing.append("what compilation changes")
     if settings.num_workers:
         missing.append(f"the loader processes ({settings.num_workers} per rank)")
     base = f" (about {size(RANK_BYTES)})" if explained.device == "cpu" else ""
     yield "not counted", f"Python and PyTorch themselves{base}, {', '.join(missing)}"
     if explained.device != "cpu":
-        yield "on the GPU", "kernels may keep more: these numbers were counted on the CPU"
+        yield "on the GPU", "kernels may keep more: these numbers were measured on the CPU"
 
 
 def _gathered(memory: RankMemory) -> Rows:
     if memory.gathered.bytes:
-        text = "outputs and targets of the whole batch, on each rank; ranks send each other theirs"
+        text = "outputs and targets of the whole batch, on each rank; all ranks gather them"
         yield "gathered", f"{size(memory.gathered.bytes)}: {text} in each step"
     if memory.blocks.bytes:
         text = "weights and gradients of the blocks that are gathered at once"
@@ -260,10 +260,10 @@ def _strategies(explained: Explanation) -> Rows:
         least = "" if memory.complete else "at least "
         text = f"{least}{size(memory.bytes_per_rank)} per rank"
         if memory.available_bytes is not None:
-            where = "this GPU has" if explained.device == "cuda" else "free here"
+            where = "on this GPU" if explained.device == "cuda" else "free here"
             ranks = "" if explained.device == "cuda" else f" × {explained.world.local_world_size}"
             fits = "fits" if memory.fits else "does not fit"
-            text += f"{ranks}: {fits} ({where} {size(memory.available_bytes)})"
+            text += f"{ranks}: {fits} ({size(memory.available_bytes)} {where})"
         yield name, text
 
 
@@ -290,13 +290,15 @@ def _optimizer(memory: RankMemory) -> str:
 
 def _data(explained: Explanation, memory: RankMemory) -> str:
     if not memory.data.bytes:
-        return "none: samples are read when they are needed"
+        return "none: samples are read on demand"
     where = "in the rank's memory"
     if explained.device == "cuda":
         where = "on its GPU if they fit a quarter of it, else in the CPU's memory"
-    use = "train and validate" if explained.evaluations.has_validation else "train"
+    use = "for training"
+    if explained.evaluations.has_validation:
+        use += " and validation"
     number = count(memory.data.elements, "sample")
-    return f"{size(memory.data.bytes)}: {number} to {use} with, all of them {where}"
+    return f"{size(memory.data.bytes)}: {number} {use}, all {where}"
 
 
 def _other_rank_counts(explained: Explanation) -> Rows:
@@ -320,14 +322,14 @@ def _equal(explained: Explanation) -> Rows:
     plan, drawn = explained.plan, explained.drawn
     if any(not (other.same or other.refused) for other in explained.others):
         text = (
-            "with --batch-size-per-rank, other ranks make another global batch. Keep it with "
-            f"--batch-size {plan.global_batch_size}."
+            "with --batch-size-per-rank, the global batch changes with the number of ranks. Keep "
+            f"it with --batch-size {plan.global_batch_size}."
         )
         yield "another", text
     if plan.virtual_ranks:
         text = (
-            f"to the last bit on 1 to {plan.virtual_ranks} ranks, dropout and batch "
-            "normalisation included, with the same PyTorch on the same model of device"
+            f"to the last bit on 1 to {plan.virtual_ranks} ranks, dropout and batch normalisation "
+            "included, with the same PyTorch and device model"
         )
         yield "equal", text
         return
@@ -346,7 +348,7 @@ def _equal(explained: Explanation) -> Rows:
         at = f" ({', '.join(lines)})" if lines else ""
         reasons.append(
             f"what the model draws from torch: {', '.join(sorted(drawn.draws)[:3])}{at}. Each rank "
-            f"draws other numbers{accepted.get('dropout', '')}."
+            f"draws different numbers{accepted.get('dropout', '')}."
         )
     if drawn.batch_norms and not explained.settings.sync_batchnorm:
         reasons.append(
@@ -354,7 +356,7 @@ def _equal(explained: Explanation) -> Rows:
             f"{explained.step.most} samples of a micro-step{accepted.get('batchnorm', '')}."
         )
     if drawn.generators:
-        reasons.append(f"{' and '.join(drawn.generators)}: each rank draws other numbers.")
+        reasons.append(f"{' and '.join(drawn.generators)}: each rank draws different numbers.")
     yield from (("not equal", reason) for reason in reasons)
     if reasons:
         remedy = "" if plan.is_stream else "--virtual-ranks makes them equal; "
@@ -378,7 +380,7 @@ def _intervals(every_epochs: int, every_steps: int | None) -> list[str]:
 def _evaluation(explained: Explanation) -> Rows:
     evaluations, settings, events = explained.evaluations, explained.settings, explained.events
     if not evaluations.has_validation:
-        yield "validation", "there is none"
+        yield "validation", "none"
     else:
         when = ", ".join(_intervals(settings.eval_every_epochs, settings.eval_every_steps))
         times = sum(event.evaluates for event in events or ())
@@ -394,7 +396,7 @@ def _evaluation(explained: Explanation) -> Rows:
             share = f", {fewest}{f' {between} {most}' if most > fewest else ''} per {of}"
         yield "on", f"{samples}{share}, {evaluations.batch_size} per forward; each counts once"
         better = "lowest" if evaluations.mode == "min" else "highest"
-        yield "the best", f"is the one with the {better} {evaluations.monitor}"
+        yield "best", f"the one with the {better} {evaluations.monitor}"
     if settings.patience is not None:
         first = explained.stops_first
         where = "" if events is None else ": not before the end"
@@ -433,7 +435,7 @@ def _checkpoints(explained: Explanation) -> Rows:
         if files_kept is not None:
             most = files_kept.most + 1
             text = (
-                f"up to {size(most * each)} = {most} × {size(each)}: one more is there "
+                f"up to {size(most * each)} = {most} × {size(each)}: one extra "
                 "while a new one is written"
             )
             yield "disk", text

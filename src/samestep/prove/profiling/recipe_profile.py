@@ -98,8 +98,8 @@ def _check_values(tried: Mapping[str, tuple[int, ...]], work: Work, recipe: str)
     samples, ranks = work.train.num_samples, work.world.num_parts
     if tried["num_workers"] and isinstance(work.train, MemorySource):
         raise UserError(
-            f"--workers: {recipe} holds its data in memory, so no worker reads it. Leave --workers "
-            "out.",
+            f"--workers: {recipe} holds its data in memory, so workers have nothing to read. "
+            "Leave --workers out.",
             on_all_ranks=True,
         )
     for size in tried["batch_size"]:
@@ -172,8 +172,7 @@ def _run_stages(
     span, tracer = stages.span, stages.tracer
     if span is None:
         raise UserError(
-            f"A stop signal came after {count(state.position.step, 'step')}: too few to measure "
-            "anything.",
+            f"A stop signal came after {count(state.position.step, 'step')}: too few to measure.",
             on_all_ranks=True,
         )
     if tracer is None or not tracer.steps:
@@ -221,9 +220,9 @@ def _sweep(
 
 
 def _steps_between(work: Work) -> dict[str, int]:
-    settings, epoch, whole = work.settings, work.plan.steps_per_epoch, work.plan.total_steps
-    evaluation = min(settings.eval_every_epochs * epoch, whole)  # both come at the end, too
-    saving = min(settings.checkpoint_every_epochs * epoch, whole)
+    settings, epoch, total_steps = work.settings, work.plan.steps_per_epoch, work.plan.total_steps
+    evaluation = min(settings.eval_every_epochs * epoch, total_steps)  # both come at the end, too
+    saving = min(settings.checkpoint_every_epochs * epoch, total_steps)
     return {
         "evaluation": min(evaluation, settings.eval_every_steps or evaluation),
         "checkpoint": min(saving, settings.checkpoint_every_steps or saving),

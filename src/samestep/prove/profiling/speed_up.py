@@ -163,8 +163,8 @@ def find_warnings(measured: Sequence[MeasuredSetup], busy: float = 0.0) -> list[
         )
     if busy > BUSY:
         warnings.append(
-            f"Other work kept {busy:.1f} cores busy when this began: the numbers are of what it "
-            "left over. Measure again on a quiet machine."
+            f"Other programs kept {busy:.1f} cores busy at the start: the numbers are too low. "
+            "Measure again on an idle machine."
         )
     base = measured[0].rounds[0]
     fewer = sorted({m.setup.ranks for m in measured if m.rounds[0].threads < base.threads})
@@ -195,14 +195,14 @@ def reasons(result: ScalingResult, *, crowded: bool) -> list[tuple[str, float, s
     last = "the slowest rank"
     compute = "ranks share memory and caches, and DDP does work of its own"
     if result.setup.mode == "strong":
-        compute = "less for each rank to do, but every operation has a cost of its own"
+        compute = "less work per rank, but each operation has a fixed cost"
     if crowded:
-        last = "ranks whose turn on the cores has not come"
-        compute = "ranks, or other work, take turns on the cores"
+        last = "ranks without a free core"
+        compute = "ranks, or other programs, share the cores"
     meaning = {
         "all_reduce": f"sending gradients, and waiting for {last}",
-        "data": "every rank reads, and a step waits for it",
-        "to_device": "ranks share the way to the device",
+        "data": "every rank reads its data, and the step waits",
+        "to_device": "ranks share the link to the device",
         "other": "the time between the steps' work",
     }
     groups: dict[str, dict[str, float]] = {}
@@ -226,8 +226,8 @@ def report_lines(report: ScalingReport) -> Iterator[str]:
     first = next(iter(report.results.values()))[0]
     yield from wrapped(
         f"{count(first.rounds, 'round')}, numbers of ranks in turn, {report.seconds:g} s each "
-        "after warming up; only training steps. In brackets 95 % intervals: a bootstrap over "
-        "rounds, then over the segments of a round.",
+        "after warm-up; training steps only. 95 % intervals in brackets: a bootstrap over rounds, "
+        "then over the segments of a round.",
         "",
     )
 
@@ -276,7 +276,7 @@ def _phases(results: list[ScalingResult]) -> Iterator[str]:
     ]
     ranks = [str(result.setup.ranks) for result in results]
     columns = ("ms per step", *ranks, *(f"lost, {number}" for number in ranks[1:]))
-    rows = list(zip([*names, "together"], *times, *lost, strict=True))
+    rows = list(zip([*names, "total"], *times, *lost, strict=True))
     yield ""
     yield from text_lines(Table(columns=columns, rows=rows), _WIDTH)
 
@@ -289,7 +289,7 @@ def _explanation(
         ranks, least = result.setup.ranks, results[0].setup.ranks
         parts = reasons(result, crowded=crowded.get(ranks, False))
         if not parts:
-            yield from wrapped(f"At {ranks} ranks nothing is lost.", "  ")
+            yield from wrapped(f"{ranks} ranks lose nothing.", "  ")
             continue
         of_least = f" (that of {count(least, 'rank')} / {ranks / least:g})"
         of_least = of_least if mode == "strong" else ""

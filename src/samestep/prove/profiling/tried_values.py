@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from samestep.base.errors import UserError
 from samestep.base.phases import make_phases
-from samestep.base.settings import Settings, own_names
+from samestep.base.settings import Settings, canonical_names
 from samestep.core.data.source import Source
 from samestep.core.plan import make_plan
 from samestep.core.training.loop import rehearse
@@ -27,8 +27,7 @@ _WIDE = 0.15
 TURN_S = 0.5
 NOISE = 0.03  # a value helps if it is faster in most rounds, and by more than this in the fastest
 _PATIENCE = 2
-"""The sweep ends after this many values in a row that do not help: one worker is often slower than
-none, while two are faster."""
+"""The sweep ends after this many values without gain: one worker is often slower than none."""
 _UNSURE = 0.5
 """Rounds that differ by more than this, and of which some found the value slower, are not sure."""
 
@@ -109,10 +108,10 @@ def sweep(
     if stopped:
         why = "A stop signal came: the rest was not tried."
     elif not sure:
-        why = "The rounds differ too much to be sure: something else uses the machine. Measure "
+        why = "The rounds differ too much to tell: something else uses the machine. Measure "
         why += "again on a quiet one."
     elif left:
-        why = f"Not tried: {', '.join(map(str, left))}. More had stopped to help."
+        why = f"Not tried: {', '.join(map(str, left))}. More no longer helped."
     elif len(rows) > 1 and rows[-1].helps:
         why = "The largest value was the fastest: an even larger one may be faster still."
     return Sweep(setting=setting, rows=rows, best=best.value, skipped=left, why=why, sure=sure)
@@ -200,9 +199,7 @@ def file_to_apply(config: Path | None, recipe: str) -> Path:
     if path.suffix in (".yaml", ".yml"):
         raise UserError(f"--apply changes only TOML, and {path} is YAML.", on_all_ranks=True)
     if config is None and path.exists():
-        raise UserError(
-            f"{path} exists already: name it with --config to have it changed.", on_all_ranks=True
-        )
+        raise UserError(f"{path} exists: to change it, add --config {path}.", on_all_ranks=True)
     return path
 
 
@@ -213,7 +210,9 @@ def apply_settings(path: Path, values: Mapping[str, int], recipe: str) -> None:
         before = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}. Nothing was changed.") from error
-    written = {own: key for key in before for own in own_names({key.replace("-", "_"): 0}, path)}
+    written = {
+        own: key for key in before for own in canonical_names({key.replace("-", "_"): 0}, path)
+    }
     changes = {written.get(key, key): value for key, value in values.items()}
     table = re.search(r"\s*^[ \t]*\[", text, re.MULTILINE)
     end = table.start() if table else len(text.rstrip())

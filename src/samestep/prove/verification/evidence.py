@@ -36,7 +36,7 @@ from samestep.prove.verification.trace import (
 T = TypeVar("T")
 Status = Literal["same", "accepted", "note", "skipped", "different"]
 NOT_REACHED = "the ranks did not get that far"
-LEFT_OUT = "left out by --quick"
+LEFT_OUT = "skipped by --quick"
 EQUAL = "equal to the last bit"
 _TIMES = 30
 """The tolerance of losses, in multiples of what one rounding of the weights changes."""

@@ -112,7 +112,7 @@ def _remedy(num_samples: int, sizes: Sequence[int], batch: int | None, virtual: 
         return any(full * size + rest <= num_samples for full, size, rest in _candidates(sizes))
 
     if batch is not None:
-        return ", or leave --batch-size out" if fit(sizes) else ""
+        return ", or omit --batch-size" if fit(sizes) else ""
     fewer = [tuple(range(1, top + 1)) for top in range(min(3, max(sizes) - 1), 0, -1)]
     fitting = next((some for some in fewer if fit(some)), None)
     return f", or fewer ranks: --nproc {','.join(map(str, fitting))}" if fitting else ""

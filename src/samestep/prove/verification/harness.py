@@ -1,8 +1,7 @@
 """What every verification does: choose the ranks, start them, collect what they hand back, answer.
 
 Recipes (`verify_recipe.py`) and scripts with a loop of their own (`verify_loop.py`) differ in what
-a start runs: several short trainings of a recipe, but only one of a script, as the process ends
-with it.
+a start runs: several short trainings of a recipe, but one of a script, as its process ends then.
 """
 
 import pickle
@@ -168,9 +167,9 @@ class Starts:
         accepted = self.accepted.union(accepts)
         evidence = replace(evidence, accepts=accepted, tolerance=tolerance)
         if tolerance is not None:
-            notes.append(f"With --tolerance {tolerance:g} trainings are compared by their losses.")
+            notes.append(f"With --tolerance {tolerance:g}, only losses are compared.")
         if evidence.quick:
-            notes.append("With --quick some rows are left out: verify without it before you rely.")
+            notes.append("--quick skips some rows: verify without it before you rely on this.")
         exact, chosen = evidence.facts.exact, evidence.chosen
         return Verification(
             recipe=name,
@@ -194,13 +193,13 @@ def starting(
     for word in (word for word in options.accept if word not in words):
         raise UserError(
             f"--accept {accept}: {word!r} cannot be accepted. "
-            f"{did_you_mean(word, words)}There is: {', '.join(words)}."
+            f"{did_you_mean(word, words)}Choose from: {', '.join(words)}."
         )
     for flag, value in (("accept", accept), ("tolerance", options.tolerance)):
         if value and settings.virtual_ranks is not None:
             raise UserError(
-                f"--{flag} {value} does not go with --virtual-ranks, with which everything has to "
-                "be equal to the last bit. Leave one of them out."
+                f"--{flag} {value} does not go with --virtual-ranks, which compares everything to "
+                "the last bit. Leave one of them out."
             )
     accepted = cast("tuple[Accepted, ...]", options.accept)
     device, notes = _device(settings, max(sizes))
@@ -220,9 +219,7 @@ def starting(
 
 def _first_failure(end: Ended, reports: Sequence[RankReport]) -> RankFailure:
     """Return why ranks failed: causes come before their effects, those within a step first."""
-    message = (
-        end.message.partition("; the other ranks")[0] or f"It ended with exit code {end.code}."
-    )
+    message = end.message.partition("; the other ranks")[0] or f"It exited with code {end.code}."
     by_launcher = RankFailure(training=MAIN, step=0, message=message, mistake=end.code == 2)
     failures = [failure for report in reports for failure in report.failures]
     first = min(failures, key=lambda f: (f.lost_peer, not f.step), default=by_launcher)
@@ -248,11 +245,9 @@ def _sizes(options: VerifyOptions, virtual: int | None) -> Sequence[int]:
 def _device(settings: Settings, most_ranks: int) -> tuple[Device, tuple[str, ...]]:
     """Return the device of all ranks, one GPU each or the CPU, and a note about it."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    too_few = f"{most_ranks} ranks need a GPU each, and {gpus} are here."
+    too_few = f"{most_ranks} ranks need a GPU each, and this machine has {gpus}."
     if settings.device == "cuda" and 0 < gpus < most_ranks:
-        raise UserError(
-            f"--device cuda: {too_few} Use --device cpu, or --nproc 1{',2' if gpus > 1 else ''}."
-        )
+        raise UserError(f"{too_few} Use --device cpu, or --nproc 1{',2' if gpus > 1 else ''}.")
     if settings.device != "auto":
         return settings.device, ()
     if gpus >= most_ranks or (most_ranks == 1 and torch.backends.mps.is_available()):

@@ -116,13 +116,13 @@ def run_script(task: LoopTask, output: RecipeOutput, log: Path) -> NoReturn:
     name = task.script.name
     try:
         runpy.run_path(str(task.script), run_name="__main__")
-        raise UserError(f"{name} ended without a run: no samestep.open_run(…) was entered.")
+        raise UserError(f"{name} ended without a run: it never entered samestep.open_run(…).")
     except AlreadyTold:
         raise
     except (Exception, SystemExit) as raised:
         error: Exception = raised if isinstance(raised, Exception) else _exited(name, raised, log)
     if isinstance(error, EOFError):
-        error = UserError(f"{name} asks for input, and there is none. Give it by an argument.")
+        error = UserError(f"{name} asks for input, but has no terminal. Pass it as an argument.")
     failure = failure_of(trace, error)
     # Among several ranks, what all of them have found together is a difference.
     agreed = task.start.world_size == 1 or getattr(error, "on_all_ranks", False)

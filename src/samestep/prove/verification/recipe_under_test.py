@@ -192,7 +192,7 @@ class RecipeUnderTest:
     def calibrate(self, takes: nn.Module) -> None:
         """Call what takes the inputs with a few samples, whose statistics BatchNorm is held at.
 
-        It is called as in a training: only that gathers the weights of a model shared out.
+        It is called as in a training: only that gathers the weights of a sharded model.
         """
         block = self.batch()
         with autocast(self.settings.precision, self.world.device):

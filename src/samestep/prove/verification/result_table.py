@@ -78,12 +78,12 @@ def _summary(verification: Verification) -> Table:
     if facts.inexact:
         notes.append(
             f"float64 is not possible here ({facts.inexact}), so only losses are compared; the "
-            "tolerance comes from what one rounding of the weights does to them."
+            "tolerance is how far rounding the weights once moves them."
         )
     rows: list[tuple[Cell, str]] = [(Styled("ran", "bold"), ran)]
     rows += [(Styled("note", "yellow"), note) for note in notes]
     if held := ", ".join(words for kind, words in _HELD.items() if kind in facts.present):
-        rows.append((Styled("fixed", "bold"), f"{held}, except in the rows named after them"))
+        rows.append((Styled("fixed", "bold"), f"{held}, except in the rows that test them"))
     if facts.virtual_ranks:
         text = "nothing: random draws and BatchNorm are unchanged"
         rows.append((Styled("fixed", "bold"), text))
@@ -155,10 +155,10 @@ def _sentence(verification: Verification) -> str:
         but = f", but for {accepted}: known and accepted" if accepted else ""
         quick = any(check.compared == LEFT_OUT for check in checks)
         bits = ", to the last bit" if verification.facts.virtual_ranks else ""
-        text = f"The same training{bits}{', as far as --quick looks' if quick else ''}{but}."
+        text = f"The same training{bits}{', as far as --quick checks' if quick else ''}{but}."
         allowed = max((c.tolerance or 0.0 for c in checks if c.name == OPTIMIZER_ROW), default=0.0)
         if allowed > _MUCH:
-            hides = f"hides what differs by less than {allowed:.1g} after the first update"
+            hides = f"hides differences below {allowed:.1g} after the first update"
             text += f" The optimizer's own rounding {hides}."
     elif {check.name for check in different} == {ONE_WRITER.name}:
         text = f"The same training, but {causes}."

@@ -171,8 +171,7 @@ class ShortTraining:
 def left_free(kind: Kind) -> ShortTraining:
     """Return the short training that leaves one kind of random behaviour as it is.
 
-    All other trainings hold it still, since it would hide every other difference: so a difference
-    in this one has this cause.
+    All other trainings fix it, or it would hide every difference: so one here has this cause.
     """
     return ShortTraining(name=f"{kind} as it is", free=frozenset({kind}), short=True)
 

@@ -77,7 +77,7 @@ def verify_recipe(
     recipe = request.recipe
     notes = list[str]()
     if idle := sorted({*explicit} & {*NO_EFFECT}):  # as train() takes them
-        notes.append(f"{', '.join(idle)}: no effect, since a verification chooses its own steps.")
+        notes.append(f"{', '.join(idle)}: no effect, since verify chooses its own steps.")
     batch = request.settings.batch_size if "batch_size" in explicit else None
     with harness.starting(options, request.settings, launch, progress) as starts:
         if starts.device != "cpu" and torch.cuda.is_available():

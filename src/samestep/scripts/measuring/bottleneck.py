@@ -8,8 +8,7 @@ from samestep.base.run.records import COMPUTE
 from samestep.base.words import count, size
 from samestep.scripts.measuring.measured import MeasuredSteps, Operations
 
-# A rank counts as a straggler if it is slower than the others by this fraction of a step: ranks
-# take turns at being last.
+# A rank is a straggler if it is slower by this fraction of a step: ranks take turns at being last.
 _STRAGGLES = 0.15
 # A run counts as oversubscribed if a thread waits for a core longer than this fraction of a step,
 # and the ranks by themselves would use more than this many times the available cores.
@@ -144,8 +143,8 @@ _WAITS = "The step waits {part} for its data"
 _REDUCES = "The ranks wait {part} for their all-reduce"
 _MORE_WORKERS = "{more_workers}: DataLoader(…, num_workers={enough})"
 _RARELY = Advice(
-    why="{Rare}s take {part}, shared out over the steps.",
-    change="{verb} {factor} times more rarely{every}: then it takes less than {affordable}.",
+    why="{Rare}s take {part}, averaged over the steps.",
+    change="{verb} {factor} times less often{every}: then it takes less than {affordable}.",
 )
 ADVICE = {
     "input-bound": Advice(
@@ -160,17 +159,16 @@ ADVICE = {
         },
         change={
             "starts workers": "Keep the workers between epochs: build the DataLoader once, with "
-            "persistent_workers=True. From the second epoch on the order is then another one, "
-            "unless the sampler has a generator of its own, or set_epoch.",
-            "in memory": "Make transform and augment cheaper: they get a batch, so need no loop "
-            "over samples.",
+            "persistent_workers=True. From the second epoch on this changes the order, unless the "
+            "sampler has its own generator, or set_epoch.",
+            "in memory": "Make transform and augment cheaper: they get a batch, so they need no "
+            "loop over samples.",
             "all cores work": "Make reading a sample cheaper: decode once and keep the result, or "
             "hold the data in memory; {cores} feed no more than {workers} per rank.",
             "recipe": "Read in worker processes, --num-workers {enough}: --workers {tried} here "
             "finds how many.",
             "iterable": f"{_MORE_WORKERS}, with an IterableDataset whose __iter__ yields only its "
-            "worker's share by torch.utils.data.get_worker_info(): else each worker yields every "
-            "sample.",
+            "worker's share (torch.utils.data.get_worker_info()): else each worker yields all.",
             "else": f"{_MORE_WORKERS}, then profile again.",
         },
     ),
@@ -179,30 +177,29 @@ ADVICE = {
         change={
             "script": "Keep the data on the device, or pin the memory it comes from.",
             # It is pinned already, and copied while the device computes.
-            "else": "Make batches smaller: give inputs as bytes, and let the recipe's transform, "
-            "which runs on the device, turn them into floats.",
+            "else": "Make batches smaller: return inputs as bytes, and convert them to floats in "
+            "the recipe's transform, which runs on the device.",
         },
     ),
     "communication-bound": Advice(
         why={
             "no gradients": f"{_REDUCES}, beyond what backward hides.",
             "few gradients": f"{_REDUCES} of {{gradients}} of gradients: so few bytes are all "
-            "latency, paid once per step whatever the batch.",
+            "latency, paid once per step at any batch size.",
             "else": f"{_REDUCES} of {{gradients}} of gradients, at {{gb_per_s}} GB/s.",
         },
         change={
             "script": "Exchange gradients less often: more samples per rank and step, or several "
             "micro-steps under no_sync(); `samestep doctor` measures the link.",
-            "few gradients": "Give each step more to compute: a larger --batch-size, or fewer "
-            "ranks.",
+            "few gradients": "Let each step compute more: a larger --batch-size, or fewer ranks.",
             "else": "Exchange gradients less often: --accumulate 4 does so once in four "
             "micro-steps; `samestep doctor`, started the same way, measures the link.",
         },
     ),
     "straggler": Advice(
         why="The others wait {part} for rank {slowest}, which takes {longer} than they do.",
-        change="Look at rank {slowest} and its node: `samestep doctor`, started the same way, "
-        "compares clocks, cores and speed of all; leave that node out if it is the machine.",
+        change="Check rank {slowest} and its node: `samestep doctor`, started the same way, "
+        "compares clocks, cores and speed of all ranks; exclude that node if it is slow.",
     ),
     "launch-bound": Advice(
         why="Python and starting operations take {part}: {calls} PyTorch calls per step, each with "
@@ -217,44 +214,43 @@ ADVICE = {
     ),
     "host-sync": Advice(
         why="Reading {syncs} numbers per step from tensors (.item(), float(), int(), bool()) takes "
-        "{part}, each read waiting for what it reads.",
-        change="Add numbers up as tensors, and read them once in many steps.",
+        "{part}: each read waits for its value.",
+        change="Sum them as tensors, and read them once in many steps.",
     ),
     "memory-bound": Advice(
-        why="Operations that move numbers and hardly compute with them take {part}{top_memory}.",
+        why="Operations that move data and compute little take {part}{top_memory}.",
         change={
             "long updates": "The optimizer moves all weights once per step: train more samples "
             "per step.",
-            "script": "torch.compile(model): it fuses operations, so that numbers are moved once.",
-            "compiled": "--precision bf16 halves what is moved, where the device has it.",
-            "else": "--compile on fuses operations, so that numbers are moved once.",
+            "script": "torch.compile(model): it fuses operations, so that data is moved once.",
+            "compiled": "--precision bf16 halves the data moved, if the device supports it.",
+            "else": "--compile on fuses operations, so that data is moved once.",
         },
     ),
     "compute-bound": Advice(
         why="Computing takes {part}{top_matmul}.",
         change={
-            "CPU": "Nothing stands in its way: a faster device, or ranks on more of them.",
-            "else": "Nothing stands in its way: --precision bf16 if it is not on yet, or more "
+            "CPU": "Nothing else limits it: use a faster device, or ranks on more devices.",
+            "else": "Nothing else limits it: use --precision bf16 if it is not on yet, or more "
             "devices.",
         },
     ),
     "untraced": Advice(
         why="Computing takes {part}; no step of it was traced.",
-        change="Let it take more steps: a trace of some splits what they compute.",
+        change="Let it take more steps: a trace of some shows what they compute.",
     ),
     "evaluation-bound": _RARELY,
     "checkpoint-bound": _RARELY,
     "loop-bound": Advice(
         why="The loop's own Python between the steps ({between}logging, metrics) takes {part}.",
         change={
-            "script": "Do what lies between two steps once in many: logging, metrics, images, "
-            "prints.",
+            "script": "Do the work between steps less often: logging, metrics, images, prints.",
             "else": "--log-every with a larger number.",
         },
     ),
     "oversubscribed": Advice(
-        why="{ranks} of {threads} and {workers} want {wanted} cores, and there {are}: a thread "
-        "waits for one {part}.",
+        why="{ranks} of {threads} and {workers} want {wanted} cores, and there {are}: threads "
+        "wait for a core {part}.",
         change={
             "many threads": "{set_threads}: as many threads as each rank has cores.",
             "many workers": "Fewer workers: {fitting_workers} per rank.",
@@ -352,13 +348,13 @@ def _notes(measured: MeasuredSteps, kind: str, starved: float) -> tuple[str, ...
         notes.append(f"A stop signal came: this is what {measured.steps:,} steps until then show.")
     if starved >= _STARVED * measured.typical.step and kind != "oversubscribed":
         notes.append(
-            f"Other programs use the cores: a thread waited {milliseconds(starved)} per step for "
-            "one, so that the numbers here are too large. Measure again on a quiet machine."
+            f"Other programs use the cores: threads waited {milliseconds(starved)} per step for a "
+            "core, so these times are too long. Measure again on an idle machine."
         )
     if measured.profiled_itself:
         notes.append(
-            "The script profiles some of its steps itself: they are left out, with what it does "
-            "with its trace."
+            "The script profiles some of its steps itself: they are left out, and so is its "
+            "handling of the trace."
         )
     step, waits = measured.typical.step, measured.typical.phases.get("data", 0.0)
     reads_itself = not (measured.workers or measured.in_memory)
@@ -370,9 +366,9 @@ def _notes(measured: MeasuredSteps, kind: str, starved: float) -> tuple[str, ...
         )
     syncs = measured.traced.syncs
     if syncs >= 0.5 and kind != "host-sync":
-        cost = "costs little on the CPU, and makes a GPU idle"
+        cost = "costs little on the CPU, but leaves a GPU idle"
         if measured.device != "cpu":
-            cost = "makes the device idle until the host has caught up"
+            cost = "leaves the device idle until the host catches up"
         notes.append(
             f"The step reads {syncs:.3g} number{'' if syncs == 1 else 's'} from tensors (.item(), "
             f"float()); that {cost}. Read them once in many steps."

@@ -53,8 +53,7 @@ class MeasuredRank:
     wanted_cores: float = 0.0
     """Cores that its threads and loader processes used or waited for, on average."""
     memory: tuple[float, str] | None = None
-    """The most MiB that PyTorch held in a traced step beyond what it holds between steps, and the
-    phase of that moment."""
+    """Peak MiB of PyTorch in a traced step, beyond what it holds between steps, and its phase."""
 
     @property
     def busy(self) -> float:

@@ -159,13 +159,13 @@ def _number(seconds: float) -> str:
 def _answer(profile: Profile) -> list[tuple[str, str]]:
     verdict = profile.verdict
     ceiling = (
-        f"{verdict.ceiling:.2f} times as fast if that were gone altogether; then "
+        f"{verdict.ceiling:.2f} times as fast without any of it; then "
         f"{verdict.next_kind}: {milliseconds(verdict.next_seconds)} per step."
     )
     if verdict.share > _ALL:
-        ceiling = "The whole step is that: there is nothing else."
+        ceiling = "It takes the whole step."
     elif verdict.kind == "untraced":
-        ceiling = "Only a trace tells how much of that could be gone."
+        ceiling = "Only a trace shows how much of it can be saved."
     return [
         ("verdict", f"{verdict.kind} ({verdict.share:.0%} of the step). {verdict.why}"),
         ("change", verdict.change),
@@ -194,9 +194,7 @@ def _further_rows(profile: Profile) -> list[tuple[str, str]]:
         lines.append(("gpu", f"idle {measured.gpu_idle:.0%} of a step: {times}"))
     if measured.typical.memory is not None:
         most, phase = measured.typical.memory
-        lines.append(
-            ("memory", f"at most {size(most * 2**20)} more than between the steps, in {phase}")
-        )
+        lines.append(("memory", f"{size(most * 2**20)} above the level between steps, in {phase}"))
     return [*lines, *(("note", note) for note in verdict.notes)]
 
 

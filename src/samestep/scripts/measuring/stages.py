@@ -95,8 +95,8 @@ class TimeAccount:
         pieces = [(a, b) for a, b in pairwise(readings) if a.counts]
         if whole_epochs and len(self.epochs) > 1:
             between = pairwise(readings[self.epochs[0] : self.epochs[-1] + 1])
-            whole = [(a, b) for a, b in between if a.counts]
-            pieces = whole if _num_steps(whole) >= _LEAST_STEPS else pieces
+            complete = [(a, b) for a, b in between if a.counts]
+            pieces = complete if _num_steps(complete) >= _LEAST_STEPS else pieces
         steps = _num_steps(pieces)
         if steps < 2:
             return None

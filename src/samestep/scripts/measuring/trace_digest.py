@@ -75,10 +75,10 @@ def digest(events: Sequence[Event], steps: int) -> Operations:
     parts, names = (
         _split_device(events, compute, waits, steps) if on_gpu else _split_host(events, compute)
     )
-    whole = sum(parts.values()) or 1.0
+    total = sum(parts.values()) or 1.0
     top: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     for name, duration in names.items():
-        top[multiplies(name)][short_name(name)] += duration / whole  # type: ignore[assignment]
+        top[multiplies(name)][short_name(name)] += duration / total  # type: ignore[assignment]
     kernels = union(span(event) for event in events if event.get("cat") == "kernel")
     collated = common(spans_of(events, *_COLLATES), waits)
     # PyTorch itself reads optimizers' counters, loaders' seeds and indices, all on the CPU; what a
@@ -87,7 +87,7 @@ def digest(events: Sequence[Event], steps: int) -> Operations:
     itself = union([*others, *waits, *_of_optimizers(events)])
     reads = [e["ts"] for e in calls(events) if e["name"] == READ]
     return Operations(
-        **{kind: part / whole for kind, part in parts.items()},
+        **{kind: part / total for kind, part in parts.items()},
         gpu_busy=length(kernels) / steps / 1e6 if on_gpu else None,
         count=len(_within(calls(events), compute)) / steps,
         syncs=int((find(itself, reads) < 0).sum()) / steps,
@@ -135,7 +135,7 @@ def _split_host(events: Sequence[Event], compute: Spans) -> Split:
     least = _NO_WORK_FLOORS * (median(floors) if floors else _DEFAULT_FLOOR_US)
     work, overhead = [], []
     for (event, own), step, chain in zip(
-        own_times(host), step_of, find(chains, begins), strict=True
+        self_times(host), step_of, find(chains, begins), strict=True
     ):
         if chain < 0:
             beyond = max(0.0, own - least) if _works(event["name"]) else 0.0
@@ -273,7 +273,7 @@ def _of_optimizers(events: Sequence[Event]) -> Spans:
     return common(inside, union(time for phase, time in phases_of(events) if phase == "optimizer"))
 
 
-def own_times(ordered: Sequence[Event]) -> list[tuple[Event, float]]:
+def self_times(ordered: Sequence[Event]) -> list[tuple[Event, float]]:
     """Return each call with the µs that it did not spend in calls within it, on its thread."""
     own = {id(call): float(call["dur"]) for call in ordered}
     threads: dict[Any, list[Event]] = defaultdict(list)

@@ -69,8 +69,7 @@ class Tracer:
             self._begin_step()
 
     def _begin_step(self) -> None:
-        # Readers of PyTorch's traces look for this name; the profiler itself writes it only with a
-        # schedule.
+        # Readers of traces look for this name; the profiler writes it only with a schedule.
         self._step = record_function(f"ProfilerStep#{self.steps}")
         self._step.__enter__()  # type: ignore[no-untyped-call]
 
@@ -109,7 +108,7 @@ class Tracer:
             except (OSError, ValueError) as error:
                 raise UserError(
                     f"The trace could not be written to {folder}: is that disk full? Free some "
-                    "space, or set TMPDIR to a directory that has some."
+                    "space, or set TMPDIR to a directory on another disk."
                 ) from error
 
 
@@ -171,6 +170,6 @@ def unwritable(path: Path, cause: BaseException | None) -> UserError:
     """Return the error for a file of a profile that could not be written."""
     reason = getattr(cause, "strerror", None) or cause
     return UserError(
-        f"{path} could not be written: {reason}. Nothing of it is left; free some space or choose "
-        "another directory with --run-dir (for a script: --out)."
+        f"{path} could not be written: {reason}. It was removed; free some space or choose another "
+        "directory with --run-dir (for a script: --out)."
     )

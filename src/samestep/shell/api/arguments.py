@@ -110,8 +110,7 @@ def numbers(name: str, value: Any, least: int = 1, most: float = math.inf) -> tu
     if not words or not all(word.isdecimal() and least <= int(word) <= most for word in words):
         span = f"from {least}" if most == math.inf else f"from {least} to {most}"
         raise UserError(
-            f"--{flag_name(name)} {','.join(words)}: give whole numbers {span}, separated by "
-            "commas: 1,2,4.",
+            f"--{flag_name(name)} {','.join(words)}: write whole numbers {span}, as in 1,2,4.",
             flags=[name],
         )
     return tuple(sorted({int(word) for word in words}))

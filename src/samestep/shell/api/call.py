@@ -29,7 +29,7 @@ from samestep.core.learner.agreement import random_numbers
 from samestep.core.learner.device import outside_autocast
 from samestep.core.recipe import Recipe, being_read, find_recipe
 from samestep.core.session.declared import plain_value, typed
-from samestep.core.session.request import Request, draft, finish, own_recipe
+from samestep.core.session.request import Request, draft, finish, recipe_copy_of
 from samestep.launch.ranks.process import TASK
 from samestep.launch.ranks.world import in_process_group
 from samestep.shell.api.arguments import AnyPath, AnyRecipe
@@ -74,9 +74,7 @@ def call_of(
     if not target:
         raise UserError("The first argument is empty: name a recipe, a recipe file or a run.")
     if recipe is not None and not is_run(Path(target)):
-        raise UserError(
-            f"recipe= needs the directory of a run, and {target} is not one. Leave recipe= out."
-        )
+        raise UserError(f"recipe= needs a run's directory, and {target} is not one. Omit recipe=.")
     return Call(target=target, recipe=given_recipe(recipe, what), **more)
 
 
@@ -96,7 +94,7 @@ def _named(recipe: Recipe) -> Recipe:
     if not _NAME.fullmatch(recipe.name):
         raise UserError(
             f"Recipe(name={recipe.name!r}): use letters, digits, '_', '-' and '.'; run directories "
-            "are called after it."
+            "are named after it."
         )
     return recipe
 
@@ -107,7 +105,7 @@ def request_of(call: Call, function: str = "train") -> Request:
     if call.recipe_of_run:
         if not call.resume:
             raise UserError(f"{where}: recipe_of_run has no effect without resume=True.")
-        recipe = own_recipe(call.target, call.keywords.get("run_dir")) or recipe
+        recipe = recipe_copy_of(call.target, call.keywords.get("run_dir")) or recipe
     start = draft(call.target, call.config, recipe)
     plain = {name: plain_value(value) for name, value in call.keywords.items()}
     settings, options = typed(plain, start.recipe, where)
@@ -135,8 +133,8 @@ def check_may_start(function: str) -> None:
     if where:
         raise UserError(
             f"{name} was called {where}.",
-            remedy='Put the call under `if __name__ == "__main__":`, so that a process that only '
-            "reads this file does not run it.",
+            remedy='Put the call under `if __name__ == "__main__":`, so that processes that '
+            "import this file do not run it.",
         )
     if in_process_group():
         raise UserError(
@@ -198,8 +196,7 @@ def receive(file: Path) -> Call:
         except Exception as error:
             raise UserError(
                 f"The recipe could not be read in another process: {type(error).__name__}: "
-                f"{error}. All that it uses must be importable there, or be defined with the "
-                "recipe."
+                f"{error}. Everything it uses must be importable there, or defined with the recipe."
             ) from error
     assert isinstance(call, Call)
     return call
@@ -208,8 +205,7 @@ def receive(file: Path) -> Call:
 class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Notes the classes and functions that it takes from the caller's `__main__`.
 
-    The ranks put them into their own `__main__`, so that ranks and loader workers can exchange
-    their instances.
+    The ranks put them into their `__main__`, so that ranks and loader workers exchange instances.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -235,7 +231,7 @@ class ScreenFile(Nothing):
             self._file.close()
         self._file = None  # trackers and the mirror end later, and may tell something
 
-    def tell(self, record: Record) -> None:
+    def show_message(self, record: Record) -> None:
         """Append one record."""
         self._file = self._file or self._path.open("a", buffering=1, encoding="utf-8")
         self._file.write(json.dumps(record) + "\n")
@@ -248,7 +244,7 @@ def _why_not(call: Call, error: Exception) -> str:
         parts += [(f"Recipe({name}=…)", value) for name, value in vars(call.recipe).items()]
     unsendable = next((part for part in parts if not _can_be_sent(part[1])), None)
     if unsendable is None:
-        return f"The recipe cannot be sent to the processes of the ranks: {error}."
+        return f"The recipe cannot be sent to the ranks: {error}."
     subject, value = unsendable
     place = defined_at(value) if callable(value) else ""
     name = ""  # that the user gave to the innermost object that cannot be sent
@@ -258,19 +254,16 @@ def _why_not(call: Call, error: Exception) -> str:
             break
         name, value = inner[0] or name, inner[1]
     kind = f"an object of type {type(value).__module__}.{type(value).__qualname__}"
-    instead = "Make it inside the function that uses it"
+    instead = "Create it inside the function that uses it"
     if isinstance(value, io.IOBase):
         named = getattr(value, "name", None)
         kind = f"an open file ({named})" if named else "an open file"
         instead = "Keep its path, and open it inside the function"
     elif isinstance(value, types.GeneratorType):
         kind = "a generator"
-        instead = "Make it inside the function, or keep what it yields in a list"
+        instead = "Create it inside the function, or keep what it yields in a list"
     uses = f"{subject}{place} uses {name!r}, " if name else f"{subject} is "
-    return (
-        f"{uses}{kind}, which cannot be sent to the processes of the ranks. {instead}, or train "
-        "with nproc=1."
-    )
+    return f"{uses}{kind}, which cannot be sent to the ranks. {instead}, or train with nproc=1."
 
 
 def _can_be_sent(value: Any) -> bool:

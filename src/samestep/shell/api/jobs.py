@@ -148,8 +148,8 @@ def submit(
             check_ranks(options, request_of(checked, "submit").settings)
         elif settings:
             raise UserError(
-                f"submit(): {next(iter(settings))} is not an option of a job. Give what the script "
-                "itself takes as arguments=[…]."
+                f"submit(): {next(iter(settings))} is not an option of a job. Pass the script's "
+                "own arguments as arguments=[…]."
             )
     job = make_script(workload, with_home_expanded(options), Path.cwd())
     try:

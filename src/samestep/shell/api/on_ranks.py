@@ -72,13 +72,13 @@ def train(
             which may be made in a notebook; or the directory of a run, whose settings are taken.
         config: TOML or YAML file of settings and options; those given directly win over it.
         nproc: Ranks to start on this machine; auto: one per GPU, else one per core.
-        elastic: With `nproc`, continue without ranks that die; 2:4 while there are 2 to 4.
+        elastic: With `nproc`, continue without ranks that die; 2:4 as long as 2 to 4 are left.
         elastic_replace: With `elastic`, start a new rank for one that died.
-        elastic_limit: With `elastic`, the most deaths an hour.
-        resume: Continue the run from its newest intact checkpoint; the address of a `mirror` says
-            where it is fetched first; without `resume` a new run begins.
+        elastic_limit: With `elastic`, most deaths per hour.
+        resume: Continue the run from its newest intact checkpoint; with the address of a `mirror`,
+            fetch the run from there first. Without `resume` a new run starts.
         allow_change: With `resume`, settings that may change: lr,weight_decay; `recipe` allows an
-            edited recipe. The run then becomes another training.
+            edited recipe. The run is then a different training.
         recipe_of_run: With `resume`, use the run's own copy of the recipe.
         recipe: The recipe of that run, if the run names no file.
         quiet: Show nothing.
@@ -111,7 +111,7 @@ def train(
         recipe_argument = "" if call.recipe is None else "recipe=…, "
         again = f'samestep.train("{{}}", {recipe_argument}resume=True)'
         if not elastic and (elastic_limit != 10 or not elastic_replace):
-            raise UserError("elastic_limit and elastic_replace say how elastic=True acts: give it.")
+            raise UserError("elastic_limit and elastic_replace need elastic=True.")
         keeping = partial(elastic_of, elastic, replaces=elastic_replace, limit=elastic_limit)
         screen = Nothing() if quiet else Screen(go_on=again)
         return train_call(call, nproc, screen, log, keeping if elastic else None)
@@ -180,11 +180,9 @@ def verify(
     script = None if call.target is None else loop_of(call.target)
     unfitting = [*settings] if config is None else [*settings, "config"]
     if script is not None and unfitting:
-        raise UserError(
-            f"{', '.join(unfitting)}: {script} is not a recipe. Give it its own arguments=(…)."
-        )
+        raise UserError(f"{', '.join(unfitting)}: {script} is not a recipe. Use arguments=(…).")
     if script is None and arguments:
-        raise UserError("arguments= are those of a script that opens a run; this is a recipe.")
+        raise UserError("arguments= is for a script that opens a run; this is a recipe.")
     asked: dict[str, Any] = {"quick": quick, "accept": accept, "tolerance": tolerance}
     with as_in_fresh_process(), tempfile.TemporaryDirectory(prefix="samestep-") as folder:
         if script is not None:
@@ -329,7 +327,7 @@ def run_check(
 
     check_positive(steps=steps, seconds=seconds, stall_s=stall_s)
     if resume is None and resume_nproc:
-        raise UserError("--resume-nproc says where to resume: give --resume, too.")
+        raise UserError("--resume-nproc needs --resume.")
     number = DEFAULT_RANKS if nproc is None else nproc
     check_ranks(number)
     sizes = numbers("resume_nproc", resume_nproc or None)

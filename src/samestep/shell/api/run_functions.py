@@ -144,29 +144,27 @@ def predict(
         run: Directory of the run.
         files: Files to predict.
         checkpoint: `best`, `last`, or the name of a file in its checkpoints/.
-        split: Part of the run's data to predict, in its order, in place of files.
+        split: Part of the run's data to predict, in its order, instead of files.
         top: Number of classes to show for each file, or for each row of a file.
         recipe: Recipe, or its file, to use if the run names no file or the file has changed; the
             run's own copy is recipe.py in its directory.
         device: Device to use; auto takes the best one of this machine.
         data_dir: With `split`, folder of the data, if it has moved since the training.
-        skip_bad: With `split`, how many files of the data may be unreadable, if the recipe has this
-            option.
+        skip_bad: With `split`, how many files may be unreadable, if the recipe has this option.
 
     Raises:
-        UserError: there is no such run, checkpoint, file or split, or the recipe does not say how
-            to read a file.
+        UserError: there is no such run, checkpoint, file or split, or the recipe cannot read files.
     """
     from samestep.core.session import prediction  # noqa: PLC0415 - it imports torch
     from samestep.shell.api.call import as_in_fresh_process, given_recipe  # noqa: PLC0415
 
     if not isinstance(files, Iterable | os.PathLike):
-        raise UserError(f"files is of type {type(files).__name__}; name one file or several.")
+        raise UserError(f"files is of type {type(files).__name__}; pass one path or several.")
     named = [files] if isinstance(files, str | os.PathLike) else files
     paths = [path_of(file, "a file") for file in named]
     _check_device(device)
     if split is None and not paths:
-        raise UserError("files is empty; name one or more.")
+        raise UserError("files is empty; pass one or more paths.")
     if not isinstance(top, int) or top < 1:
         raise UserError(f"top={top!r}: it must be 1 or more.")
     with as_in_fresh_process():

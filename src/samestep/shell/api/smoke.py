@@ -40,9 +40,7 @@ def smoke(request: Request) -> int:
     """
     began, settings = time.monotonic(), request.settings
     if request.resume:
-        raise UserError(
-            "--smoke begins a training of its own.", remedy="Leave --resume out.", flags=["resume"]
-        )
+        raise UserError("--smoke starts a new run.", remedy="Leave --resume out.", flags=["resume"])
     check_engine(request)
     world = find_world(settings.device, settings.backend, oversubscribe=settings.oversubscribe)
     watched.start_watcher(world, settings.stall_s)

@@ -76,7 +76,7 @@ def sweep(
     plan.begin()
     failed: list[EndedTraining] = []
 
-    def tell(ended: EndedTraining) -> None:
+    def report(ended: EndedTraining) -> None:
         if ended.status == "failed":
             failed.append(ended)
         if not quiet:
@@ -90,7 +90,7 @@ def sweep(
             send(calls[name], file)
             return ["train"], {TASK: str(file)}
 
-        code = run_here(plan, start, number, tell, gpus=gpus, chooser=chooser)
+        code = run_here(plan, start, number, report, gpus=gpus, chooser=chooser)
     if failed:
         first = failed[0]
         many = f"{len(failed)} of the trainings failed"
@@ -120,11 +120,9 @@ def _plan(
     same = {name: value for name, value in same.items() if name not in lists}
     for name in ("run_dir", "resume", "mirror"):
         if name in settings:
-            raise UserError(
-                f"sweep({name}=…): give folder=; a sweep has several runs, and resumes itself."
-            )
+            raise UserError(f"sweep({name}=…): use folder=; a sweep resumes by itself.")
     if (number := num_points({k: [*map(str, v)] for k, v in lists.items()}, sample)) > MOST:
-        raise UserError(f"sweep(): {number:,} trainings. Train some of them with sample=50.")
+        raise UserError(f"sweep(): {number:,} trainings. To train a part of them: sample=50.")
     axes = {name.replace("_", "-"): tuple(map(_text, v)) for name, v in lists.items()}
     for name, texts in axes.items():
         if len({*texts}) < len(texts):
@@ -170,12 +168,10 @@ def check_trainings(
         except UserError as error:
             if not checked:
                 raise
-            raise UserError(f"{error} (It is with {_typed(point)}; none was begun.)") from error
+            raise UserError(f"{error} (With {_typed(point)}; no training was started.)") from error
         training = repr((replace(request.settings, run_dir=None), request.options))
         if (other := by_request.setdefault(training, _typed(point))) != _typed(point):
-            raise UserError(
-                f"{other} and {_typed(point)} are the same training. Give each value once."
-            )
+            raise UserError(f"{other} and {_typed(point)} are one training. List each value once.")
         checked.append(request)
     return checked
 

@@ -130,7 +130,7 @@ class TrainedRun:
             UserError: no epoch has ended yet, or matplotlib is not installed.
         """
         if not (rows := self.per_epoch):
-            raise UserError(f"{self.path} has no epoch that has ended: there are no curves yet.")
+            raise UserError(f"{self.path} has no completed epoch yet, so there are no curves.")
         try:
             from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
         except ImportError as error:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from samestep.shell.api.trained_run import TrainedRun
 
 _busy = threading.Lock()
-_LOOK_EVERY_S = 0.1
+_POLL_EVERY_S = 0.1
 AnyScreen = Nothing | Screen
 
 
@@ -62,8 +62,8 @@ def train_call(
             request = request_of(call)
             if request.resume and request.settings.run_dir is None:
                 raise UserError(
-                    "resume=True needs a run: name its directory first, samestep.train(run, resume="
-                    "True); or give run_dir, to begin there and continue there when called again."
+                    "resume=True needs a run: pass its directory first, samestep.train(run, "
+                    "resume=True); or run_dir, to start there and continue when called again."
                 )
             number = _number(nproc, request)
             if elastic is not None:
@@ -73,7 +73,7 @@ def train_call(
                 run = _on_ranks(number, call, screen, keeping)
             else:
                 if elastic is not None:
-                    raise UserError("elastic needs several ranks, which are started here: nproc=N.")
+                    raise UserError("elastic needs several ranks: nproc=N.")
                 run = _train_here(request, screen, log)
             return replace(run, recipe=call.recipe)
     finally:
@@ -130,7 +130,7 @@ def _on_ranks(
             nonlocal path
             last = False
             while not last:
-                last = over.wait(_LOOK_EVERY_S)
+                last = over.wait(_POLL_EVERY_S)
                 for record in records.read_all():
                     if record["event"] == "start":
                         path = Path(record["run_dir"])
@@ -168,14 +168,16 @@ def _stopped(path: Path, signum: int) -> "TrainedRun":
 
 def _interrupted_twice(path: Path | None) -> str:
     if path is None:
-        return "Interrupted twice, before the run began: there is nothing to resume."
+        return "Interrupted twice, before the run started: there is nothing to resume."
     return (
-        "Interrupted twice: the training ended at once, without a checkpoint of where it was. "
-        f"Resume from the newest one: samestep.train({str(path)!r}, resume=True)."
+        "Interrupted twice: the training stopped at once, without a final checkpoint. Resume from "
+        f"the newest one: samestep.train({str(path)!r}, resume=True)."
     )
 
 
-def _tell(function: Callable[[Mapping[str, Any]], object], record: Mapping[str, Any]) -> None:
+def _call_on_record(
+    function: Callable[[Mapping[str, Any]], object], record: Mapping[str, Any]
+) -> None:
     """Give a record to the recipe's `on_record`; if the run was begun elsewhere, its `start`."""
     event = record["event"]
     if event == "progress":  # only for the screen
@@ -209,8 +211,12 @@ class _Reporter:
 
     def _start(self, going_on: Path | None) -> None:
         on_record = self.request.recipe.on_record
-        self.sinks = (self.screen.show, *([partial(_tell, on_record)] if on_record else ()))
-        settings, name, tell = self.request.settings, self.request.recipe.name, self.screen.tell
+        self.sinks = (
+            self.screen.show,
+            *([partial(_call_on_record, on_record)] if on_record else ()),
+        )
+        settings, name = self.request.settings, self.request.recipe.name
+        show_message = self.screen.show_message
 
         def stopped() -> bool:
             return bool(self.received.now)
@@ -218,14 +224,14 @@ class _Reporter:
         if settings.track:
             from samestep.show.tracking.processes import TrackerProcesses  # noqa: PLC0415
 
-            trackers = TrackerProcesses(settings, name, tell, stopped)
+            trackers = TrackerProcesses(settings, name, show_message, stopped)
             self.sinks += (self.open_trackers.enter_context(trackers).take,)
         if settings.mirror is not None:
             from samestep.base.run.store import address_of  # noqa: PLC0415 - of those that copy
             from samestep.show.mirroring import Mirror  # noqa: PLC0415
 
             if address_of(settings.mirror) is not None:
-                mirror = Mirror(settings, tell, stopped)
+                mirror = Mirror(settings, show_message, stopped)
                 self.sinks += (self.open_trackers.enter_context(mirror).take,)
         if going_on is not None:
             self.speak()

@@ -39,13 +39,12 @@ class CheckFlags:
     """Run a training script on a few CPU ranks, and report what is wrong with it.
 
     The script runs unchanged, in a copy of its folder, for some steps of two epochs. To check a
-    module, name it as for Python: samestep check -m MODULE. Arguments after `--` are passed to the
-    script.
+    module, name it as for Python: samestep check -m MODULE. Arguments of the script follow `--`.
 
-    A minute does not show what begins later, what only a GPU does, or what you mean. The report
-    lists the rules that had too little to judge by.
+    A short run cannot show what starts later, what only happens on a GPU, or what you intend. The
+    report lists the rules that did not see enough to judge.
 
-    Exit codes: 0 at most advice, 1 something is wrong, 2 the script could not be checked.
+    Exit codes: 0 advice at most, 1 something is wrong, 2 the script could not be checked.
     """
 
     here: Switch = False
@@ -112,14 +111,14 @@ def _with_value(flags: list[str]) -> list[str]:
 
 def _check_flags(command: Any) -> None:
     if command.resume is not None and command.steps != FORM.kind().steps:
-        raise UserError("--resume needs epochs of their own length. Leave --steps out.")
+        raise UserError("--resume needs whole epochs. Leave --steps out.")
     if command.here:
         check_positive(steps=command.steps, seconds=command.seconds, stall_s=command.stall_s)
         of_ranks = {"--nproc": command.nproc, "--resume-nproc": command.resume_nproc}
         for flag in (flag for flag, value in of_ranks.items() if value is not None):
-            raise UserError(f"--here takes the ranks of the job. Leave {flag} out.")
+            raise UserError(f"--here uses the ranks of the job. Leave {flag} out.")
     else:
-        alone = "Start it as one process, in a shell or a job of one task; or give --here."
+        alone = "Start it as one process, in a shell or a job of one task; or add --here."
         refuse_inside_launcher("samestep check", alone)
     if command.sarif is not None and not command.sarif.absolute().parent.is_dir():
         raise UserError(f"--sarif {command.sarif}: there is no folder {command.sarif.parent}.")
@@ -189,9 +188,7 @@ def _verify(target: ScriptTarget, command: Any, kind: str) -> int:
     unused = [flag for flag, value in only_of_check.items() if value is not None]
     if unused or (target.words and not takes_words):
         superfluous = unused[0] if unused else "-- and what follows it"
-        raise UserError(
-            f"{target.name} is {kind}, which `samestep verify` checks. Leave {superfluous} out."
-        )
+        raise UserError(f"{target.name} is {kind}: use `samestep verify` without {superfluous}.")
     words = [target.name, "--json"] if command.json else [target.name]
     if command.nproc is not None:
         words += ["--nproc", f"1,{command.nproc}"]

@@ -55,7 +55,7 @@ def verify_checkpoints(run: Annotated[Path, InShell("RUN")], *, json: bool = Fal
     for checkpoint in checked_checkpoints(run):  # each may take seconds
         checked.append(checkpoint)
         if not json:
-            sys.stdout.write(f"{checkpoint['path']}  {checkpoint['problem'] or 'whole'}\n")
+            sys.stdout.write(f"{checkpoint['path']}  {checkpoint['problem'] or 'intact'}\n")
             sys.stdout.flush()
     damaged = sum(bool(checkpoint["problem"]) for checkpoint in checked)
     if json:
@@ -64,7 +64,7 @@ def verify_checkpoints(run: Annotated[Path, InShell("RUN")], *, json: bool = Fal
         sys.stdout.write(f"{run} has no checkpoint yet.\n")
     else:
         of = f"{damaged} of {count(len(checked), 'checkpoint')}"
-        sys.stdout.write(f"{of} damaged\n" if damaged else f"all {len(checked)} whole\n")
+        sys.stdout.write(f"{of} damaged\n" if damaged else f"all {len(checked)} intact\n")
     return int(damaged > 0)
 
 
@@ -89,10 +89,7 @@ def export_weights(
     """
     files = [path for path in (file, output) if path is not None]
     if len(files) != 1:
-        raise UserError(
-            f"Name one file to write, not {len(files)}: samestep checkpoint export {args.run} "
-            "model.safetensors"
-        )
+        raise UserError(f"Name one file: samestep checkpoint export {args.run} model.safetensors")
     written = export(file=files[0], **vars(args))
     if json:
         print_json(written)

@@ -25,8 +25,8 @@ _KNOWN_VALUES = {"checkpoint": ("best", "last"), "track": (*TRACKERS,), "to": (*
 _HELP = """\
 usage: samestep completion bash|zsh|fish
 
-Print a script with which the shell completes verbs, flags and their values,
-recipes, files and runs. Keep it where the shell looks for such scripts:
+Print a shell script that completes verbs, flags and their values,
+recipes, files and runs. Save it where the shell looks for such scripts:
 
   bash  ~/.local/share/bash-completion/completions/samestep
         or at the end of ~/.bashrc:  . FILE
@@ -34,8 +34,8 @@ recipes, files and runs. Keep it where the shell looks for such scripts:
         fpath=(~/.zfunc $fpath)
   fish  ~/.config/fish/completions/samestep.fish
 
-Make the folder first if it does not exist. A new shell then completes. The
-script is static: print it again after an update of samestep.
+Create the folder if it does not exist, and start a new shell. The
+script is static: print it again after updating samestep.
 
 """
 _EXAMPLES = (
@@ -65,9 +65,7 @@ def main(arguments: list[str]) -> int:
     """Print the script for a shell."""
     show_general_help(arguments, _HELP + example_text(*_EXAMPLES))
     if len(arguments) > 1 or arguments[0] not in SCRIPTS:
-        raise UserError(
-            f"samestep completion {' '.join(arguments)}: name one shell: {', '.join(SCRIPTS)}."
-        )
+        raise UserError(f"samestep completion {' '.join(arguments)}: choose {', '.join(SCRIPTS)}.")
     sys.stdout.write(SCRIPTS[arguments[0]](completion_words()))
     return 0
 

@@ -37,12 +37,12 @@ SETTINGS: dict[str, Any] = {
 STEPS = 370
 KILL_AT = STEPS // 2 + 8
 """A step between two checkpoints: the steps after the last checkpoint must be trained again."""
-_LOOK_EVERY_S, _PATIENCE_S = 0.02, 300.0
+_POLL_EVERY_S, _PATIENCE_S = 0.02, 300.0
 _RANKS, _OTHER_RANKS = 2, 3
 _WIDTH, _HEIGHT = 72, 8
 _BECAUSE = (
-    "on other numbers of ranks, through a kill, with dropout. `--virtual-ranks` makes it so; "
-    "without it the losses are equal to rounding, and dropout draws other numbers."
+    "on different numbers of ranks, through a kill, with dropout, thanks to `--virtual-ranks`; "
+    "without it the losses are equal to rounding, and dropout draws different numbers."
 )
 
 
@@ -66,13 +66,17 @@ def main(*, runs: Path = Path("runs")) -> int:
         runs: Folder for the two runs, which are kept.
     """
     refuse_inside_launcher("samestep demo", "Start it as one process.")
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--runs {runs} cannot be used: {error.strerror}.") from error
     console, began = rich_console(), time.monotonic()
     one, two = (new_run_path(f"demo-{name}", runs) for name in ("whole", "killed"))
-    with _step(console, "1 rank", "trains the spiral: two arms of points to tell apart") as done:
-        whole = _completed(train_whole(one))
-        test = whole.result["test"]
+    with _step(console, "1 rank", "trains the spiral: two classes of points, one per arm") as done:
+        undisturbed = _completed(train_whole(one))
+        test = undisturbed.result["test"]
         done.append(f"{STEPS} steps, accuracy {test['accuracy']:.4f} on the test set")
-    with _step(console, f"{_RANKS} ranks", "train the same from the beginning") as done:
+    with _step(console, f"{_RANKS} ranks", "repeat the training from the start") as done:
         killed = train_and_kill(two, _RANKS)
         killed_at = f"step {killed.step}, checkpoint of step {killed.checkpoint}"
         done.append(f"SIGKILL for all {killed.processes} processes at {killed_at}")
@@ -81,9 +85,9 @@ def main(*, runs: Path = Path("runs")) -> int:
         done.append(
             f"{resumed.result['steps']} steps, accuracy {resumed.result['test']['accuracy']:.4f}"
         )
-    comparison = proof(whole, resumed)
+    comparison = proof(undisturbed, resumed)
     ours, theirs = (
-        [r["loss"] for r in run.history if r["event"] == "step"] for run in (whole, resumed)
+        [r["loss"] for r in run.history if r["event"] == "step"] for run in (undisturbed, resumed)
     )
     out = sys.stdout.write
     out("\nThe loss of each step, and where the second training was killed:\n\n")
@@ -94,7 +98,7 @@ def main(*, runs: Path = Path("runs")) -> int:
     right = f" {_OTHER_RANKS} ranks ".ljust(columns - before, "─")
     out(f"{' ' * LABEL}{left}✗{right}\n")
     out(f"{' ' * LABEL}{BOTH} both   {FIRST} only the first   {SECOND} only the second\n\n")
-    digests = [run.result["weights_sha256"] for run in (whole, resumed)]
+    digests = [run.result["weights_sha256"] for run in (undisturbed, resumed)]
     out(f"losses   {comparison.steps} steps in both, largest difference {comparison.largest:g}\n")
     out(f"weights  {digests[0][:16]}… and {digests[1][:16]}… (SHA-256)\n\n")
     same = comparison.verdict == "equal" and len({*digests}) == 1
@@ -159,10 +163,8 @@ def train_and_kill(run: Path, nproc: int) -> Killed:
             ended = process.poll() is not None
             if ended or time.monotonic() > deadline:
                 why = process.communicate()[1].strip() if ended else "it hangs"
-                raise UserError(
-                    f"The training on several ranks did not reach step {KILL_AT}: {why}"
-                )
-            time.sleep(_LOOK_EVERY_S)
+                raise UserError(f"Training on {_RANKS} ranks did not reach step {KILL_AT}: {why}")
+            time.sleep(_POLL_EVERY_S)
     finally:
         killed = _kill(process)
     steps = [record["step"] for record in _records(run, "step")]

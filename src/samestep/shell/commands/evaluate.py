@@ -31,7 +31,8 @@ def main(args: SimpleNamespace, *, json: bool = False) -> int:
     table = class_table(result.pop("per_class", {}), result.pop("confusion", []))
     width = max(12, *(len(name) + 2 for name in result))
     for name, value in result.items():
-        shown = measured(value) if isinstance(value, float) else str(value)
+        grouped = f"{value:,}" if isinstance(value, int) else str(value)
+        shown = measured(value) if isinstance(value, float) else grouped
         console.print(f"[bold]{name:<{width}}[/]{escape(shown)}", soft_wrap=True)
     for line in table:
         console.print(f"{'':<{width}}{escape(line)}", soft_wrap=True)

@@ -88,7 +88,7 @@ def _parse(arguments: list[str]) -> "tuple[ExplainFlags, Request]":
     """Return the command and the request; a run is resumed unless --new is given."""
     typed = set(arguments[1:])
     if {"--new", "--resume"} <= typed:
-        raise UserError("--new and --resume exclude each other: leave one of them out.")
+        raise UserError("--new and --resume exclude each other: leave one out.")
     is_target = arguments and arguments[0] not in RECIPES and is_run(Path(arguments[0]))
     if is_target and not typed & {"--new", "--resume"}:
         arguments = [*arguments, "--resume"]
@@ -109,7 +109,7 @@ def _imagined(command: ExplainFlags, settings: Settings) -> "tuple[ImaginedWorld
     check_positive(nproc=nproc, nodes=command.nodes)
     ranks = nproc * command.nodes
     if ranks > _MOST_RANKS:
-        raise UserError(f"{ranks} ranks are too many to explain; give at most {_MOST_RANKS}.")
+        raise UserError(f"{ranks} ranks are too many to explain; the limit is {_MOST_RANKS}.")
     device = settings.device
     if device == "auto":
         kind = choose_device("auto", 0).type

@@ -26,8 +26,8 @@ STARTERS = Path(__file__).parent / "starters"  # a link to examples/starters
 _HELP = """\
 usage: samestep new KIND NAME.py
 
-Write a commented file to start from. It trains at once, on made-up data; then
-put your own data and model into it. No file is ever overwritten.
+Write a commented file to start from. It trains at once on synthetic data; then
+put in your own data and model. Existing files are never overwritten.
 
 kinds:
 {kinds}
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
     first = "first   pip install 'samestep[graphs]'\n" if missing else ""
     sys.stdout.write(
         f"wrote   {path}\n{first}next    {commands[0]}\n        {commands[1]}\n"
-        "then    your own data: see `your data here` in it\n"
+        "then    put in your own data: look for `your data here`\n"
     )
     return 0
 
@@ -86,9 +86,7 @@ def _check_name(kind: str, path: Path) -> None:
     own = kind == "own-loop"  # which is run, not imported
     legal = re.fullmatch(r"\w[\w-]*", stem) if own else stem.isidentifier()
     if not legal or (keyword.iskeyword(stem) and not own):
-        problem = (
-            "use letters, digits, _ and - in its name" if own else "Python cannot import this name"
-        )
+        problem = "use letters, digits, _ and - only" if own else "Python cannot import this name"
         raise UserError(f"{path}: {problem}. {_better(kind, path, _as_module(stem))}")
     if hidden := _module_that_is_hidden(stem, path.parent):
         raise UserError(
@@ -136,15 +134,13 @@ def _write(kind: str, path: Path) -> None:
         stems = (f"{path.stem}_{number}" for number in itertools.count(2))
         free = next(stem for stem in stems if not path.with_stem(stem).exists())
         raise UserError(
-            f"{path} already exists and was not changed. Move it, or choose another name. "
+            f"{path} already exists and was not changed. Choose another name. "
             f"{_better(kind, path, free)}"
         ) from error
     except FileNotFoundError as error:
         folder = shlex.quote(str(path.parent))
         raise UserError(
-            f"There is no folder {path.parent} for {path.name}. Make it first: mkdir -p {folder}"
+            f"There is no folder {path.parent} for {path.name}. Create it first: mkdir -p {folder}"
         ) from error
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be written: {error.strerror}. Choose another folder."
-        ) from error
+        raise UserError(f"{path} cannot be written: {error.strerror}. Choose another.") from error

@@ -82,11 +82,11 @@ def main(
     if out is not None:
         _write_table(out, [*map(prediction.as_table, to_write)])
         bad = sum(row.problem is not None for row in to_write)
-        more = f"; {bad:,} could not be made: see `problem` there" if bad else ""
-        told = f"wrote    {count(len(to_write) - bad, 'prediction')} to {out}{more}\n"
-        sys.stdout.write("" if json else told)
+        more = f"; {bad:,} failed: see `problem` there" if bad else ""
+        summary = f"wrote    {count(len(to_write) - bad, 'prediction')} to {out}{more}\n"
+        sys.stdout.write("" if json else summary)
     if plot is not None and code:
-        sys.stderr.write(f"{plot} is not drawn: not all of {files[0]} could be predicted.\n")
+        sys.stderr.write(f"{plot} is not drawn: some rows of {files[0]} could not be predicted.\n")
     elif plot is not None:
         with picture(plot) as figure:
             prediction.draw(model, files[0], [row.values for row in to_write], figure)
@@ -97,7 +97,7 @@ def _check(
     args: SimpleNamespace, files: Sequence[Path], out: Path | None, plot: Path | None
 ) -> None:
     if args.split is None and not files:
-        raise UserError("Name the files to predict: samestep predict RUN FILE…; or --split test.")
+        raise UserError("Name files to predict: samestep predict RUN FILE…; or use --split test.")
     check_positive(top=args.top)
     if out is not None:
         check_output(out, "--out", (".csv", ".jsonl", ".parquet"))
@@ -105,7 +105,7 @@ def _check(
             raise UserError(f"--out {out} needs the package pyarrow: pip install pyarrow")
     if plot is not None:
         if len(files) != 1:
-            raise UserError("--plot draws one file; predict the others in separate commands.")
+            raise UserError("--plot draws one file; run one command per file.")
         check_picture(plot)
 
 

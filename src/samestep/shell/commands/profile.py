@@ -80,11 +80,9 @@ class ProfileFlags(_Profile):
     workers: MaybeNumbers = None
     """Try these numbers of loader workers, such as 0,1,2,4, and recommend one."""
     batch_sizes: MaybeNumbers = None
-    """Try these batch sizes, such as 32,64,128, and show the fastest. Another batch size is another
-    training."""
+    """Try these batch sizes, such as 32,64,128, and show the fastest. Each is another training."""
     apply: Switch = False
-    """Write the results of --workers and --batch-sizes into the file that --config names, or into a
-    new RECIPE.toml."""
+    """Write the results of --workers and --batch-sizes to the file of --config, or RECIPE.toml."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +112,7 @@ def _profile(arguments: list[str], log: process.RankLog) -> int:
     if is_script and (target.module or not is_recipe_file(Path(target.name))):
         return _script(target, arguments, log)
     if "--" in arguments:
-        raise UserError(
-            f"{target.name} is a recipe, and only a script takes arguments after `--`. Leave `--` "
-            "out."
-        )
+        raise UserError(f"{target.name} is a recipe: only a script has arguments. Omit `--`.")
     return _recipe(arguments, log)
 
 
@@ -126,9 +121,7 @@ def _recipe(arguments: list[str], log: process.RankLog) -> int:
     workers = numbers("workers", command.workers, least=0)
     batch_sizes = numbers("batch_sizes", command.batch_sizes)
     if command.apply and not (workers or batch_sizes):
-        raise UserError(
-            "--apply writes the results of --workers or --batch-sizes: give one of them."
-        )
+        raise UserError("--apply writes results of --workers or --batch-sizes: add one of them.")
     from samestep.prove.profiling.tried_values import apply_settings, file_to_apply  # noqa: PLC0415
 
     place = file_to_apply(command.config, request.recipe.name) if command.apply else None
@@ -196,8 +189,8 @@ def _script(target: ScriptTarget, arguments: list[str], log: process.RankLog) ->
     launch = detect_launch(os.environ)
     if launch.world_size > 1 and not place and command.out is None:
         raise UserError(
-            f"{launch.launcher} has started {launch.world_size} ranks: name one directory for all "
-            "of them with --out DIR, or let `samestep profile --nproc` start them."
+            f"{launch.launcher} has started {launch.world_size} ranks: choose one directory for "
+            "all of them with --out DIR, or let `samestep profile --nproc` start them."
         )
     from samestep.scripts.measuring.tracing import unwritable  # noqa: PLC0415
     from samestep.scripts.running import ScriptFailed, ScriptRanks  # noqa: PLC0415

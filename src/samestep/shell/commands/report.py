@@ -31,5 +31,5 @@ def main(
     file = write_report(runs, output, target)
     sys.stdout.write(f"{file}\n")
     if open and not webbrowser.open(file.resolve().as_uri()):
-        sys.stderr.write(f"samestep: no browser could be opened; open {file} yourself.\n")
+        sys.stderr.write(f"samestep: no browser could be started; open {file} yourself.\n")
     return 0

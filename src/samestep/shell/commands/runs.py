@@ -30,9 +30,9 @@ def main(args: SimpleNamespace, *, json: bool = False) -> int:
         print_lines(run_lines(listed, terminal_width()))
     elif there:
         recipes = ", ".join(sorted({run.recipe for run in there} - {""}))
-        sys.stdout.write(f"No run in {folder} is of recipe {recipe}. There are: {recipes}\n")
+        sys.stdout.write(f"No run in {folder} is of recipe {recipe}. The recipes are: {recipes}\n")
     else:
         other = find_nearby("runs", "runs") if is_default else None
-        more = f"There are some in {other}: samestep runs {other}" if other else _BEGIN
+        more = f"There are runs in {other}: samestep runs {other}" if other else _BEGIN
         sys.stdout.write(f"There is no run in {folder} yet. {more}\n")
     return 0

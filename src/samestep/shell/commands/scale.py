@@ -132,7 +132,5 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     sizes = numbers("nproc", text, most=_MOST_RANKS)
     if len(sizes) == 1:
         example = f"1,{text}" if sizes[0] > 1 else "1,2"
-        raise UserError(
-            f"--nproc {text} is one size. Give two or more to compare: --nproc {example}."
-        )
+        raise UserError(f"--nproc {text} is one size. List two or more: --nproc {example}.")
     return sizes

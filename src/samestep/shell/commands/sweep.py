@@ -24,7 +24,7 @@ from samestep.shell.api.arguments import check_positive
 from samestep.shell.api.sweeps import check_trainings, sweep
 from samestep.shell.cli import HELP
 from samestep.shell.commands.forms import Form, Switch, kind_of, parse, show_notes
-from samestep.shell.commands.target import cut_at_dashes, own_flags, parse_target
+from samestep.shell.commands.target import canonical_flags, cut_at_dashes, parse_target
 
 if TYPE_CHECKING:
     from samestep.core.session.request import Request
@@ -67,12 +67,12 @@ def main(arguments: list[str]) -> int:
     of_sweep, after = cut_at_dashes(arguments)
     if not of_sweep or HELP & {*of_sweep}:
         parse_target(FORM, arguments)
-    target, *words = own_flags(of_sweep)
+    target, *words = canonical_flags(of_sweep)
     if target.startswith("-"):
         raise UserError(f"Name what to sweep before {target}: a recipe or a recipe file.")
     if target not in RECIPES and is_run(Path(target)):
         raise UserError(
-            f"{target} is a run, and a sweep begins new ones. Name its recipe, and take its "
+            f"{target} is a run, and a sweep starts new ones. Name its recipe, and reuse its "
             f"settings with --config {target}/settings.toml."
         )
     mine, of_trainings = _split(words)
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
     if command.slurm and command.nproc > 1:
         raise UserError("--nproc is for one machine; a job takes --ntasks-per-node after `--`.")
     if command.optuna and command.slurm:
-        raise UserError("--optuna chooses by what has ended; --slurm submits all at once.")
+        raise UserError("--optuna needs earlier results, but --slurm submits all at once.")
     _ask(sweep_plan.num_points(axes, command.sample), sure=command.yes)
     plan = _plan(target, shared, axes, command, script_args)
     chooser = sweep_plan.OptunaChoice(plan) if command.optuna else None
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
     done = sum(plan.status(name) == "completed" for name in plan.points)
     before = f", {done:,} of them completed before" if done else ""
     number = count(plan.num_trainings, "training")
-    sys.stdout.write(f"sweep    {folder}: {number}, {at_once} at once{before}\n")
+    sys.stdout.write(f"sweep    {folder}: {number}, {at_once} at a time{before}\n")
     sys.stdout.flush()
 
     def start(name: str) -> tuple[list[str], dict[str, str]]:
@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> int:
 
 def _say_end(code: int, folder: str) -> None:
     if code == 128 + signal.SIGKILL:
-        sys.stdout.write("Killed; the same command resumes from what was saved.\n")
+        sys.stdout.write("Killed; run the same command to resume from the last checkpoints.\n")
     elif code > 128:
         sys.stdout.write("Stopped; all trainings are saved. Run the same command to resume.\n")
     else:
@@ -140,7 +140,7 @@ def _plan(
 ) -> sweep_plan.SweepPlan:
     for flag in ("resume", "allow-change", "recipe-of-run", "report", "mirror"):
         if f"--{flag}" in shared or flag in axes:
-            raise UserError(f"--{flag} is of one run: a sweep has several, and resumes by itself.")
+            raise UserError(f"--{flag} is for one run: a sweep has several, and resumes by itself.")
     if "run-dir" in axes:
         raise UserError("--run-dir is the sweep's one folder; it cannot have several values.")
     run_dir, words = submission.without_run_dir(shared)
@@ -170,13 +170,13 @@ def _ask(number: int, *, sure: bool) -> None:
     if number <= sweep_plan.MOST or sure:
         return
     if sys.stdin.isatty():
-        sys.stdout.write(f"{number:,} trainings: begin? [y/N] ")
+        sys.stdout.write(f"Start {number:,} trainings? [y/N] ")
         sys.stdout.flush()
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return
     raise UserError(
-        f"The values make {number:,} trainings, more than {sweep_plan.MOST:,}, and none was begun. "
-        "Train some of them with --sample 50, or insist with --yes."
+        f"The values make {number:,} trainings, more than {sweep_plan.MOST:,}; none was started. "
+        "Train some of them with --sample 50, or add --yes."
     )
 
 

@@ -24,8 +24,8 @@ from samestep.base.settings import (
     MERGED,
     OTHER_NAMES,
     Settings,
+    canonical_names,
     flag_name,
-    own_names,
 )
 from samestep.core.recipes import RECIPES
 from samestep.launch.ranks.process import TASK
@@ -63,9 +63,9 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
         )
         _show_help(form, "TARGET", about, {"settings": Settings()}, arguments)
     from samestep.core.session.declared import known_of_run  # noqa: PLC0415 - they import torch
-    from samestep.core.session.request import draft, finish, own_recipe  # noqa: PLC0415
+    from samestep.core.session.request import draft, finish, recipe_copy_of  # noqa: PLC0415
 
-    target, *flags = own_flags(arguments)
+    target, *flags = canonical_flags(arguments)
     if target.startswith("-"):
         raise UserError(
             f"Name what to {form.verb} before {target}: a recipe ({', '.join(RECIPES)}), a "
@@ -79,10 +79,8 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
         recipe = None
         if "--recipe-of-run" in flags and hasattr(kind, "recipe_of_run"):
             if "--resume" not in flags:
-                raise UserError(
-                    "--recipe-of-run has no effect without --resume.", flags=["recipe_of_run"]
-                )
-            recipe = own_recipe(target, value_of("--run-dir", flags))
+                raise UserError("--recipe-of-run needs --resume.", flags=["recipe_of_run"])
+            recipe = recipe_copy_of(target, value_of("--run-dir", flags))
         of_run = asks_help and target not in RECIPES and is_run(Path(target))
         # The run may be a stranger's, so no code of it runs.
         if of_run and (run_settings := known_of_run(Path(target))):
@@ -133,8 +131,8 @@ def _check_names(form: Form, target: str, typed: set[str], kinds: Iterable[type]
     for name in sorted(typed - names):
         if meant := known_elsewhere(name, names):
             raise UserError(
-                f"--{flag_name(name)} is not a flag of samestep {form.verb} {target}: it is called "
-                f"--{flag_name(meant)} here."
+                f"--{flag_name(name)} is not a flag of samestep {form.verb} {target}: use "
+                f"--{flag_name(meant)}."
             )
     for name in sorted(typed & {*form.no_effect}):
         raise UserError(
@@ -155,7 +153,7 @@ def value_of(name: str, flags: list[str]) -> str | None:
     return value
 
 
-def own_flags(arguments: list[str]) -> list[str]:
+def canonical_flags(arguments: list[str]) -> list[str]:
     """Replace settings under other names, as --global-batch-size or --eval-every, by the fields.
 
     Refuse two that set one field to different values; of a flag that is repeated the last counts.
@@ -175,14 +173,14 @@ def own_flags(arguments: list[str]) -> list[str]:
             continue
         value = value if equals else waiting.pop(0)
         values[name] = _number_or_text(value)
-        own = own_names({name: value}, "the command")
+        own = canonical_names({name: value}, "the command")
         before = places.get(name)
         if before and (before.stop - before.start > 2 or flags[before.start] != typed):
             flags[before] = [None] * (before.stop - before.start)
         words = [word for key, v in own.items() for word in (f"--{flag_name(key)}", str(v))]
         places[name] = slice(len(flags), len(flags) + len(words))
         flags += words
-    own_names(values, "the command")
+    canonical_names(values, "the command")
     return [word for word in flags if word is not None]
 
 

@@ -27,7 +27,7 @@ class TrainFlags:
     """Train {}. Every step is the same on one process and on many."""
 
     smoke: Switch = False
-    """Only try it: two steps, a checkpoint, a resume, validation and test on a few samples, in a
+    """Test the setup: two steps, a checkpoint, a resume, validation and test on a few samples, in a
     scratch directory."""
     report: Switch = False
     """Write report.html into the run's directory at the end: curves and pictures."""
@@ -53,13 +53,10 @@ def parse(arguments: list[str], verb: str = "train") -> "tuple[Any, Request]":
     command, request = parse_target(replace(FORM, verb=verb), arguments)
     check_resume(request)
     if command.elastic is None and (not command.elastic_replace or command.elastic_limit != 10):
-        raise UserError(
-            "--elastic-limit and --no-elastic-replace say how --elastic acts: give it, too.",
-            flags=["elastic"],
-        )
+        raise UserError("--elastic-limit, --no-elastic-replace: add --elastic.", flags=["elastic"])
     if command.smoke and (command.elastic is not None or command.report):
         raise UserError(
-            "--smoke keeps nothing and takes seconds: it goes with neither --elastic nor --report.",
+            "--smoke keeps nothing and takes seconds: leave --elastic and --report out.",
             flags=["smoke"],
         )
     return command, request
@@ -69,7 +66,7 @@ def check_resume(request: "Request") -> None:
     """Check that --resume names a run, or a directory where it may be."""
     if request.resume and request.settings.run_dir is None:
         raise UserError(
-            "--resume needs a run: samestep train runs/ID --resume, or --run-dir DIR to begin "
+            "--resume needs a run: samestep train runs/ID --resume, or --run-dir DIR to start "
             "there and to continue whenever the command is repeated.",
             flags=["resume", "run_dir"],
         )
@@ -85,7 +82,7 @@ def _check_run_is_seen() -> None:
     if not Path(run, BEGUN).exists():
         raise UserError(
             f"{os.environ.get('SLURMD_NODENAME', 'This node')} does not see the run directory "
-            f"{run}: give a --run-dir on a file system that all nodes share."
+            f"{run}: use a --run-dir on a file system that all nodes share."
         )
 
 

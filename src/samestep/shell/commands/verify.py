@@ -23,7 +23,7 @@ from samestep.launch.ranks.process import TASK, rank_of, run_as_rank
 from samestep.prove.verification import NO_EFFECT
 from samestep.shell.api.on_ranks import run_verify, verify
 from samestep.shell.commands.forms import Form, Switch, kind_of, parse, print_json, rich_console
-from samestep.shell.commands.target import cut_at_dashes, names_given, own_flags, parse_target
+from samestep.shell.commands.target import canonical_flags, cut_at_dashes, names_given, parse_target
 
 _OLD_NAME = re.compile(r"^--world[-_]sizes(?==|$)")  # of --nproc: it is taken for one more release
 # Ranks that wait for each other are a finding: verify reports them after this time.
@@ -38,8 +38,7 @@ class VerifyFlags:
     likely cause. With --virtual-ranks everything must be equal to the last bit, including random
     numbers.
 
-    Exit codes: 0 the same training; 1 different, or every rank writes the same file; 2 a mistake in
-    the command or the recipe.
+    Exit codes: 0 the same training; 1 different, or ranks write the same file; 2 a user's mistake.
 
     A script with its own loop (samestep.open_run) takes its arguments after `--`.
     """
@@ -73,9 +72,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _verify(arguments: list[str]) -> int:
-    refuse_inside_launcher(
-        "samestep verify", "Start it as one process, in a shell or a job of one task."
-    )
+    refuse_inside_launcher("samestep verify", "Start one process, in a shell or a job of one task.")
     script, (flags, words) = loop_of([*arguments, ""][0]), cut_at_dashes(arguments)
     request: Any = None
     if script is not None:
@@ -98,7 +95,7 @@ def _verify(arguments: list[str]) -> int:
             quick=command.quick,
             accept=command.accept,
             tolerance=command.tolerance,
-            explicit=names_given(own_flags(flags)),
+            explicit=names_given(canonical_flags(flags)),
             arguments=words,
             progress=progress,
         )

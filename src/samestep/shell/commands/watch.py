@@ -16,7 +16,7 @@ from samestep.cluster.slurm.submission import is_script
 from samestep.shell.commands.forms import verb
 from samestep.show.reporting.page import RunServer
 
-_PATIENCE_S, _LOOK_EVERY_S = 60.0, 0.2
+_PATIENCE_S, _POLL_EVERY_S = 60.0, 0.2
 
 
 @verb("watch", "watch runs/ID", "watch runs/ID --port 0 --open")
@@ -39,12 +39,12 @@ def main(
         run = find_job_or_run(str(run)).run or run
     if not is_run(run) and not (run / "events.jsonl").is_file():
         until = time.monotonic() + _PATIENCE_S
-        sys.stderr.write(f"Waiting {_PATIENCE_S:.0f} s for {run} to begin.{nearby(run, 'run')}\n")
+        sys.stderr.write(f"Waiting {_PATIENCE_S:.0f} s for {run} to start.{nearby(run, 'run')}\n")
         while not is_run(run) and time.monotonic() < until:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
         if not is_run(run) and (run / "job.sbatch").is_file():
             shown = shlex.quote(str(run))
-            writes = "script writes no records" if is_script(run) else "job has not begun to train"
+            writes = "script has no records" if is_script(run) else "job has not started to train"
             raise UserError(
                 f"{run} has no page: its {writes}. See its state with `samestep slurm status "
                 f"{shown}`, and its output with `samestep slurm logs {shown}`."

@@ -118,7 +118,7 @@ def make_curve(
     finite = np.isfinite(values)
     if not finite.any():
         return None
-    whole = values[finite]
+    finite_values = values[finite]
     indices = _thin(places, values, most)
     return Curve(
         label=label,
@@ -130,15 +130,19 @@ def make_curve(
             for v, ok in zip(values[indices].tolist(), finite[indices], strict=True)
         ),
         gaps=int(len(values) - finite.sum()),
-        summary=(float(whole[0]), float(whole.min()), float(whole.max()), float(whole[-1])),
+        summary=(
+            float(finite_values[0]),
+            float(finite_values.min()),
+            float(finite_values.max()),
+            float(finite_values[-1]),
+        ),
     )
 
 
 def _thin(x: Floats, y: Floats, most: int) -> NDArray[np.intp]:
     """Return the indices to draw: of every stretch of x the least, the greatest and one gap.
 
-    A stretch is about a pixel wide, so the drawing looks as that of all values would. The first and
-    the last value stay.
+    A stretch is about a pixel wide, so the drawing looks the same. The first and last value stay.
     """
     if len(x) <= most:
         return np.arange(len(x))
@@ -252,8 +256,8 @@ class Lines:
             marks, samples = (np.append(0.0, values) for values in self._samples)
             return _numbers(np.interp(at, marks, samples))
         per_epoch, batch = plan["steps_per_epoch"], plan["global_batch_size"]
-        whole, rest = np.divmod(at, per_epoch)
-        return _numbers(whole * min(plan["num_samples"], per_epoch * batch) + rest * batch)
+        epochs, rest = np.divmod(at, per_epoch)
+        return _numbers(epochs * min(plan["num_samples"], per_epoch * batch) + rest * batch)
 
 
 def _numbers(values: Sequence[object] | Floats) -> Floats:

@@ -121,11 +121,11 @@ class Beside:
         if recipes > 1:
             apart = (
                 "Losses and metrics of different recipes measure different things, so each recipe "
-                "has charts of its own below. A sample is other work in each, so speeds are not "
+                "has its own charts below. The work per sample differs too, so speeds are not "
                 "comparable either."
             )
             if comparison.target is not None:
-                apart += f" For the same reason there is no time to {comparison.target:g}."
+                apart += f" For the same reason, no time to {comparison.target:g} is shown."
             self.verdicts = [apart]
 
 
@@ -160,7 +160,7 @@ def collect(paths: Sequence[Path], target: float | None = None) -> Report:
     """
     check_target(target)
     if not paths:
-        raise UserError("Name a run: samestep report runs/ID. Several are put side by side.")
+        raise UserError("Name a run: samestep report runs/ID. Several runs are shown side by side.")
     paths = with_sweeps_opened(paths)
     files = [path for path in paths if path.is_file()]
     studies = [read_study(path) for path in files]

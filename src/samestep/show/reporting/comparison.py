@@ -109,7 +109,7 @@ class Comparison:
 def check_target(target: float | None) -> None:
     """Check that a metric can ever be at a target."""
     if target is not None and not math.isfinite(target):
-        raise UserError(f"--target {target} is not a number that a metric can reach. Give one.")
+        raise UserError(f"--target {target} is not finite. Choose one that the metric can reach.")
 
 
 def compare_runs(
@@ -129,25 +129,24 @@ def compare_runs(
     paths = with_sweeps_opened(paths)
     if len(paths) < 2 - alone:
         raise UserError(
-            "Name two runs or more: samestep compare runs/ID runs/ID. With --plot FILE.png one is "
-            "enough."
+            "Name two or more runs: samestep compare runs/ID runs/ID. --plot needs one."
         )
     if len(paths) > MOST:
         raise UserError(f"{len(paths)} runs are more than can be shown; name at most {MOST}.")
     for path, other in pairwise(sorted(path.resolve() for path in paths)):
         if path == other:
-            raise UserError(f"{path} is named twice; name different runs.")
+            raise UserError(f"{path} is named twice; name each run once.")
     runs = [read_run(path) for path in paths]
     if num_recipes(runs) > 1 and not any_recipe:
         raise UserError(
-            f"These runs have nothing in common: {_list(runs)}. Losses of different recipes "
-            "measure different things; name runs of one, or add --any-recipe if you know that "
-            "they train on the same data with the same loss."
+            f"These runs cannot be compared: {_list(runs)}. Losses of different recipes measure "
+            "different things; name runs of one recipe, or add --any-recipe if data and loss are "
+            "the same."
         )
     comparison = Comparison(runs, metric or _default_metric(runs), target)
     if metric is not None and not any(comparison.curves):
         had = "; ".join(f"{run.path}: {', '.join(run.metrics()) or 'none'}" for run in runs)
-        raise UserError(f"No run has a metric {metric!r}. Those they have: {had}.")
+        raise UserError(f"No run has a metric {metric!r}. The metrics are: {had}.")
     return comparison
 
 
@@ -190,16 +189,13 @@ def _notes(runs: list[RunData], speeds: list[curves.Throughput | None]) -> list[
     batches = {run.plan["global_batch_size"] for run in runs if run.plan}
     if len(batches) > 1:
         sizes = ", ".join(f"{size:,}" for size in sorted(batches))
-        notes.append(
-            f"A step is not the same work in all runs (global batches of {sizes} samples): "
-            "compare per sample, not per step."
-        )
+        notes.append(f"Global batches differ ({sizes} samples): compare per sample, not per step.")
     bases = {speed.basis.split()[0] for speed in speeds if speed}
     if len(bases) > 1:
-        notes.append("Throughput is of whole epochs in some runs and of a few steps in others.")
+        notes.append("Throughput is measured over epochs in some runs, over a few steps in others.")
     hosts = {run.facts.get("host") for run in runs} - {None}
     if len(hosts) > 1:
-        notes.append("The runs are of different machines: their speeds compare those too.")
+        notes.append("The runs are from different machines, which also changes their speeds.")
     return notes
 
 
@@ -257,7 +253,7 @@ def compare_losses(first: RunData, other: RunData) -> SameTraining:
         mine, its = first.plan[name], other.plan[name]
         if mine != its:
             its, mine = ("a stream" if n is None else f"{n:,}" for n in (its, mine))
-            why = f"{its} {unit} against {mine}, so equal steps are other work"
+            why = f"{its} {unit} against {mine}, so equal steps are different work"
             return SameTraining(verdict="unknown", why=why)
     ours, theirs = _losses(first), _losses(other)
     both = sorted((key for key in ours if key in theirs), key=lambda key: key[1])

@@ -43,7 +43,7 @@ def lines(comparison: Comparison) -> Iterator[str]:
             yield from wrapped(f"  {text}", "  ")
     speed = throughput(comparison)
     if speed is None:
-        yield from ("", "throughput: not enough is recorded yet")
+        yield from ("", "throughput: too few records yet")
     for table in (
         speed,
         phases(comparison),
@@ -55,7 +55,7 @@ def lines(comparison: Comparison) -> Iterator[str]:
             yield ""
             yield from _table_lines(table, width)
     if comparison.by_samples is None and comparison.by_seconds is None:
-        yield from ("", f"{metric_name(comparison)}: no places that all runs cover")
+        yield from ("", f"{metric_name(comparison)}: the runs' curves do not overlap")
     if comparison.notes:
         yield ""
     for note in comparison.notes:
@@ -115,7 +115,7 @@ def settings(comparison: Comparison, longest: int = 60, *, shared: bool = False)
     if not differ:
         return None
     marked = frozenset(place for place, difference in enumerate(differ) if difference.decides)
-    notes = ["Marked rows make it another training."] if marked else []
+    notes = ["Marked rows change the training."] if marked else []
     if left := len(comparison.differences) - len(differ):
         notes.append(f"{left} more are not of all recipes.")
     rows = tuple((d.name, *map(cut, d.values)) for d in differ)
@@ -191,9 +191,9 @@ def same_training_lines(comparison: Comparison) -> Iterator[str]:
         if result.evaluated_otherwise is not None:
             text += (
                 f" Their validation losses differ by at most {result.evaluations_apart:.1e}, first "
-                f"at step {result.evaluated_otherwise:,}, while the training losses stay alike: "
-                "the same weights are measured otherwise (other samples, another function, dropout "
-                "or BatchNorm left in training mode)."
+                f"at step {result.evaluated_otherwise:,}, while the training losses agree: "
+                "the same weights are evaluated differently (other samples, another function, "
+                "dropout or BatchNorm left in training mode)."
             )
         if result.verdict in ("apart", "unknown"):
             text += _reasons(comparison, place)
@@ -222,15 +222,15 @@ def _verdict(result: SameTraining, other: str, first: str) -> str:
     if result.verdict == "rounding":
         same = f"{other} is the same training as {first}, to rounding"
         equal = not result.largest and result.weights_step is not None
-        differ = "are equal, the weights are not." if equal else f"differ {size} {explained}"
+        differ = "are equal, but the weights are not." if equal else f"differ {size} {explained}"
         return f"{same}: the losses of {steps} {differ}"
     if result.last_alike is None:
-        apart = f"{other} is another training than {first}: of {steps} the losses differ from the"
+        apart = f"{other} is a different training from {first}: of {steps}, losses differ from the"
         return f"{apart} first on, {size} {explained}"
     return (
         f"{other} parts from {first} after step {result.last_alike:,}: up to there the losses are "
         f"the same to rounding, from step {result.first_apart:,} on they differ {size}. A "
-        "difference that begins at rounding and grows slowly is rounding's own; a jump is not."
+        "difference that starts at rounding and grows slowly is only rounding; a jump is not."
     )
 
 
@@ -257,7 +257,7 @@ def _reasons(comparison: Comparison, place: int) -> str:
 
 _BY_RANKS = {
     "BatchNorm": "BatchNorm normalises over each rank's own samples",
-    "dropout": "dropout draws other numbers",
+    "dropout": "dropout draws different numbers",
 }
 
 
@@ -280,7 +280,7 @@ def throughput(comparison: Comparison) -> Table | None:
     rows = [
         _row("samples/s", speeds, lambda s: short(s.samples_per_s)),
         _row("  lowest–highest", speeds, lambda s: f"{short(s.lowest)}–{short(s.highest)}"),
-        _row("  against the first", speeds, lambda s: f"{s.samples_per_s / first:.2f} x"),
+        _row("  against the first", speeds, lambda s: f"{s.samples_per_s / first:.2f} ×"),
     ]
     if len(set(ranks)) > 1:
         each = [
@@ -317,7 +317,7 @@ def phases(comparison: Comparison) -> Table | None:
         return None
     shown = "{:,.3f}".format
     rows = [_row(name, [ms and ms.get(name) for ms in comparison.phases], shown) for name in names]
-    rows.append(_row("together", comparison.phases, lambda ms: shown(sum(ms.values()))))
+    rows.append(_row("total", comparison.phases, lambda ms: shown(sum(ms.values()))))
     return _beside(comparison, "ms per step, rank 0", rows)
 
 
@@ -376,10 +376,10 @@ def time_to_target(comparison: Comparison) -> Table | None:
         _row("step", goals, lambda goal: f"{goal.step:,}", "not reached"),
         _row("samples", goals, lambda goal: f"{goal.samples:,.0f}"),
         _row("seconds of training", goals, lambda goal: f"{goal.seconds:.3g}"),
-        _row("with pauses", with_pauses, "{:.3g}".format),
+        _row("including pauses", with_pauses, "{:.3g}".format),
         _row("best of the run", comparison.best, measured),
     ]
-    title = f"{metric_name(comparison)} {sign} {comparison.target:g}, first seen at a record"
+    title = f"{metric_name(comparison)} {sign} {comparison.target:g}, at the first such record"
     return _beside(comparison, title, rows)
 
 

@@ -68,9 +68,9 @@ def samples_at(run: RunData, step: int) -> float:
     if not plan or plan["num_samples"] is None or plan.get("batch_tokens"):  # batches differ
         marks = {0.0: 0.0, **{float(r["step"]): float(r["samples"]) for r in run.of("step")}}
         return between(sorted(marks.items()), step)
-    whole, rest = divmod(step, plan["steps_per_epoch"])
+    epochs, rest = divmod(step, plan["steps_per_epoch"])
     epoch = min(plan["num_samples"], plan["steps_per_epoch"] * plan["global_batch_size"])
-    return float(whole * epoch + rest * plan["global_batch_size"])
+    return float(epochs * epoch + rest * plan["global_batch_size"])
 
 
 def _seconds_of_steps(run: RunData) -> list[tuple[float, float]]:

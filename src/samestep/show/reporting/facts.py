@@ -53,21 +53,21 @@ def last_step(run: RunData) -> int:
 
 
 def _trained(run: RunData) -> str:
-    steps, whole = last_step(run), run.plan.get("total_steps")
-    of = f" of {whole:,}" if isinstance(whole, int) and whole > steps else ""
+    steps, total = last_step(run), run.plan.get("total_steps")
+    of = f" of {total:,}" if isinstance(total, int) and total > steps else ""
     epochs = len({r["epoch"] for r in run.of("epoch")})
     return f"{count(epochs, 'epoch')}, {steps:,}{of} steps"
 
 
 def _time_left(run: RunData) -> str:
     """Return the time that a run has left, by its latest steps."""
-    whole, steps = run.plan.get("total_steps"), run.of("step")[-20:]
-    if run.status != "running" or not isinstance(whole, int) or len(steps) < 2:
+    total, steps = run.plan.get("total_steps"), run.of("step")[-20:]
+    if run.status != "running" or not isinstance(total, int) or len(steps) < 2:
         return ""
     took, done = (steps[-1][name] - steps[0][name] for name in ("seconds", "step"))
     if took <= 0 or done <= 0:
         return ""
-    left = max(0, whole - last_step(run))
+    left = max(0, total - last_step(run))
     return f"{duration(round(left * took / done))} of training at the latest speed"
 
 
@@ -194,7 +194,7 @@ def commands(run: RunData) -> Pairs:
         rows.append(("repeat it", shlex.join([*program, *_anew(words[1:], run.path)])))
     if not own:
         rows += [
-            ("train anew with its settings", f"samestep train {path}"),
+            ("train again with its settings", f"samestep train {path}"),
             ("continue it", f"samestep train {path} --resume"),
             ("evaluate it", f"samestep evaluate {path} --checkpoint best"),
         ]

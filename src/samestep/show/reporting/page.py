@@ -157,14 +157,9 @@ def write_report(
     if file.is_dir():
         raise UserError(f"-o {file} is a directory; name a file in it: -o {file / NAME}")
     if output is not None and not file.parent.is_dir():
-        raise UserError(
-            f"-o {file}: there is no directory {file.parent}; make it, or name another."
-        )
+        raise UserError(f"-o {file}: there is no directory {file.parent}. Create it first.")
     if output is not None and file.exists() and not _is_page(file):
-        raise UserError(
-            f"-o {file} exists and is not a page that samestep has made; name another file, or "
-            "delete it first."
-        )
+        raise UserError(f"-o {file} exists, and is not a samestep report. Name another file.")
     html = render(collect(paths, target)).html
     try:
         write_text(file, html)
@@ -172,9 +167,7 @@ def write_report(
         if not isinstance(error.__cause__, OSError):
             raise
         reason = error.__cause__.strerror or error.__cause__
-        raise UserError(
-            f"{file} could not be written: {reason}. Name a file elsewhere: -o {NAME}"
-        ) from error
+        raise UserError(f"{file} cannot be written: {reason}. Name another: -o {NAME}") from error
     return file
 
 
@@ -186,8 +179,7 @@ def _is_page(file: Path) -> bool:
 HOST = "127.0.0.1"
 _NAMES = ("localhost", "127.0.0.1", "[::1]")
 _SHARE = 0.1
-"""Of a core's time that reading a run may take: of a long run it takes seconds, and the training
-may need that core."""
+"""Fraction of a core for reading a run, which may take seconds; the training may need that core."""
 _HTML, _JSON, _TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 
 

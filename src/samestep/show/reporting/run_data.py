@@ -120,12 +120,12 @@ def read_run(path: Path) -> RunData:
     result, environment = (read_object(path / name) for name in ("result.json", "environment.json"))
     table = _settings(path / "settings.toml", problems)
     if records and records[-1]["event"] == "stop" and not result:
-        problems.append("result.json is missing or damaged: the test set's figures not known")
+        problems.append("result.json is missing or damaged: no test results")
     if not starts:
-        problems.append("no start record: what follows from its settings is not known")
+        problems.append("no start record: batch size and steps per epoch are not known")
     sizes = dict.fromkeys(start["world_size"] for start in starts)
     if len(sizes) > 1:
-        problems.append(f"it ran on {', then '.join(map(str, sizes))} ranks: its figures mix them")
+        problems.append(f"it ran on {', then '.join(map(str, sizes))} ranks: its numbers mix them")
     settings = None
     if table is not None:  # settings and options together, as the command line has them
         own = table["options"] if isinstance(table.get("options"), dict) else {}
@@ -156,10 +156,10 @@ def _records(file: Path, problems: list[str]) -> tuple[list[Record], StepRows]:
         file.stat()
         compact = CompactRecords(lines, file.parent)
     except OSError:
-        problems.append("events.jsonl is missing: nothing is known of its training")
+        problems.append("events.jsonl is missing: nothing is known about its training")
         return [], StepRows()
     if lines.torn:
-        problems.append("the last line of events.jsonl is half-written, and left out")
+        problems.append("the last line of events.jsonl is incomplete, and left out")
     if damaged := lines.damaged:
         lines_named = "line" if len(damaged) == 1 else "lines"
         shown = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
@@ -193,7 +193,7 @@ def _facts(
     path: Path, plan: Record, environment: dict[str, Any], problems: list[str]
 ) -> dict[str, object]:
     if not environment:
-        problems.append("environment.json is missing or damaged: versions and machine not known")
+        problems.append("environment.json is missing or damaged: versions and machine are unknown")
     facts = {name: plan[name] for name in _PLANNED if name in plan}
     # The sizes are in settings.toml too; where that is gone, the plan still has them.
     sizes = {"batch_size": "global_batch_size", "micro_batch_size": "micro_batch_size"}
@@ -214,6 +214,4 @@ def _status(path: Path) -> str:
         return summary.state if summary.state == "running" else ended
     if (age := seconds_since_sign(path)) is None:
         return "not begun"
-    return (
-        f"no end recorded, last written {duration(age)} ago: killed, or running on another machine"
-    )
+    return f"no end recorded, last written {duration(age)} ago: killed, or running elsewhere"

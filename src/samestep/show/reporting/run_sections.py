@@ -45,19 +45,19 @@ class StepTime:
 def step_time(run: RunData) -> StepTime | None:
     """Return the mean phases of a step over all epochs but the first, None if not recorded."""
     phase_ms = phases(run) or {}
-    whole = sum(phase_ms.values())
-    if whole <= 0:
+    total_ms = sum(phase_ms.values())
+    if total_ms <= 0:
         return None
-    rows = [(name, number(ms), percent(ms / whole)) for name, ms in phase_ms.items()]
+    rows = [(name, number(ms), percent(ms / total_ms)) for name, ms in phase_ms.items()]
     stops = [(k, number(v["count"]), number(v["seconds"])) for k, v in pauses(run).items()]
     spent = {
         group: sum(phase_ms.get(name, 0.0) for name in names)
         for group, (names, _, _) in _GROUPS.items()
     }
     order = sorted(spent, key=lambda group: -spent[group])
-    parts = ", ".join(f"{n} {percent(phase_ms[n] / whole)}" for n in COMPUTE if phase_ms.get(n))
+    parts = ", ".join(f"{n} {percent(phase_ms[n] / total_ms)}" for n in COMPUTE if phase_ms.get(n))
     shares = "; ".join(
-        f"{_GROUPS[group][2]} takes {percent(spent[group] / whole)}"
+        f"{_GROUPS[group][2]} takes {percent(spent[group] / total_ms)}"
         + (f" of a step ({parts})" if group == "compute" else "")
         for group in order
         if spent[group] > 0
@@ -65,11 +65,11 @@ def step_time(run: RunData) -> StepTime | None:
     return StepTime(
         bound=order[0],
         verdict=f"The training is bound by {_GROUPS[order[0]][1]}. "
-        f"A step takes {number(whole)} ms: {shares}.",
+        f"A step takes {number(total_ms)} ms: {shares}.",
         table=Table(
             title="Mean of a step on rank 0, without the first epoch if there are more",
             columns=("phase", "ms", "share"),
-            rows=[*rows, ("together", number(whole), "100 %")],
+            rows=[*rows, ("total", number(total_ms), "100 %")],
         ),
         between=Table(title="Between the steps", columns=("", "count", "seconds"), rows=stops)
         if stops
@@ -146,9 +146,9 @@ def _straggler(own: list[float], step: float) -> str:
         f"median rank {number(usual)} ms"
     )
     if own[slowest] - usual < _STRAGGLES * step:
-        return f"No rank holds up the others. {facts}."
+        return f"No rank slows down the others. {facts}."
     waits = "all ranks wait for it in the all-reduce"
-    return f"Rank {slowest} holds up the others: {waits}. {facts}."
+    return f"Rank {slowest} slows down the others: {waits}. {facts}."
 
 
 _MOST_MARKS = 300
@@ -248,7 +248,7 @@ def time_line(run: RunData) -> TimeLine | None:
     ]
     summary = f"{count(last, 'step')}, {count(len(saved), 'checkpoint')}, "
     if len(attempts) == 1:
-        summary += f"in a single start on {attempts[0].ranks}."
+        summary += f"in one start on {attempts[0].ranks}."
     else:
         groups = itertools.groupby(a.ranks for a in attempts)
         ranks = [(on, len([*same])) for on, same in groups]
@@ -372,7 +372,7 @@ def _by_class(
         summary = f"{len(names):,} classes: from {ends}."
     if len(names) > _MOST_CLASSES:
         note = (
-            f"The {len(rows)} classes with the lowest accuracy, of {len(names):,}. A confusion "
+            f"The {len(rows)} of {len(names):,} classes with the lowest accuracy. A confusion "
             "matrix of all classes would be too large to show."
         )
     elif confusion:

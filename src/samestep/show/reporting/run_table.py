@@ -50,9 +50,7 @@ def read_runs(folder: Path | str = "runs") -> list[ListedRun]:
         ) from error
     if itself:
         above = folder.absolute().parent if folder.name in ("", "..") else folder.parent
-        raise UserError(
-            f"{folder} is itself a run. Name the folder that it is in: samestep runs {above}"
-        )
+        raise UserError(f"{folder} is a run. Name the folder it is in: samestep runs {above}")
     return sorted_runs((run for name in entries for run in _runs_at(folder, name)), "date")
 
 

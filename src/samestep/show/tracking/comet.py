@@ -27,7 +27,7 @@ def find_server() -> Server:
         raise UserError("COMET_START_ONLINE is off")
     key = comet_ml.config.get_api_key(None, config)
     if not key:
-        raise UserError("COMET_API_KEY is not set, nor is there a key of `comet login`")
+        raise UserError("COMET_API_KEY is not set, and `comet login` has stored no key")
     # The client would only learn it from the server. What follows the * is the server's address.
     if not re.fullmatch(r"[A-Za-z0-9_-]{20,}(\*\S+)?", key):
         raise UserError("COMET_API_KEY is malformed: Comet's keys are 25 letters and digits")
@@ -53,7 +53,7 @@ def start(run: TrackedRun) -> Started:
         experiment_config=config,
     )
     if not client.alive:
-        raise ConnectionError("Comet has not taken the experiment")
+        raise ConnectionError("Comet did not accept the experiment")
     client.log_parameters(dict(run.settings))
     client.log_others({f"facts.{key}": value for key, value in run.facts.items()})
     return Started(client=client, run=run.id, link=None if run.offline else client.url)
@@ -71,7 +71,7 @@ def record(client: Any, entries: Sequence[TrackedRecord]) -> None:
         elif entry.values:
             client.log_metrics(dict(entry.values), step=entry.step, epoch=entry.epoch)
     if not isinstance(client, comet_ml.OfflineExperiment) and not client.flush():
-        raise ConnectionError("Comet has not taken all records")
+        raise ConnectionError("Comet did not accept all records")
 
 
 def finish(client: Any, result: TrackedResult) -> None:

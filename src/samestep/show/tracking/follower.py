@@ -1,7 +1,6 @@
 """A tracker's process: follow a run directory and hand over each new record once.
 
-`tracking.processes` starts it and listens to it. It also samples what the machine of rank 0 does,
-for trackers that do not.
+`tracking.processes` starts it and listens to it. It samples rank 0's machine if a tracker does not.
 """
 
 import contextlib
@@ -162,7 +161,7 @@ class Reports:
             self._log = path
             self._write("")
 
-    def tell(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Send a message to the training, if it still runs."""
         # The values, not the text: in JSON a secret may be written otherwise, and keys are ours.
         hidden = {k: self.scrub(v) if isinstance(v, str) else v for k, v in message.items()}
@@ -204,7 +203,7 @@ class Reports:
         """End the process after this time, unless the timer is cancelled."""
 
         def expire() -> None:
-            self.tell(failed=f"{task} took more than {seconds:.3g} s")
+            self.send(failed=f"{task} took more than {seconds:.3g} s")
             end_descendants(os.getpid())
             os._exit(1)  # the call that hangs cannot be ended otherwise
 
@@ -221,7 +220,7 @@ class Reports:
 
 
 # How often a run is looked at until it ends; its records wait in their file meanwhile.
-_LOOK_EVERY_S = 0.5
+_POLL_EVERY_S = 0.5
 # Of environment.json; the variables and the command stay in the run directory.
 _FACTS = (
     *("host", "platform", "processor", "cores", "cores_usable", "versions", "world_size"),
@@ -263,7 +262,7 @@ def follow_run(order: TrackerOrder, reports: Reports) -> None:
         module = load_tracker(order.tracker)
     why = None
     if order.tracker in tracker_choice.PACKAGES and hasattr(module, "find_server"):
-        with reports.within(order.timeout_s, "looking for its server"):
+        with reports.within(order.timeout_s, "connecting to its server"):
             why = why_offline(module, order, reports)
     named = messages.read(None)
     if not isinstance(named, str):
@@ -277,9 +276,9 @@ def follow_run(order: TrackerOrder, reports: Reports) -> None:
         order = replace(order, offline=order.offline or why is not None)
         run = _FollowedRun(order, path, module, reports)
         run.start()
-        reports.tell(link=run.delivery.link, offline=order.offline, why=why)
+        reports.send(link=run.delivery.link, offline=order.offline, why=why)
         run.follow(messages, machine)
-        reports.tell(done=True, offline=order.offline)
+        reports.send(done=True, offline=order.offline)
 
 
 def why_offline(module: ModuleType, order: TrackerOrder, reports: Reports) -> str | None:
@@ -357,9 +356,9 @@ class _FollowedRun:
             self._hand_over()
             if machine is not None:
                 machine.sample(self._path, self._records.step)
-            left_s = messages.read(_LOOK_EVERY_S)
+            left_s = messages.read(_POLL_EVERY_S)
         left_s = _ORPHANS_S if left_s is None else left_s  # a killed training has said nothing
-        self._reports.all_within(left_s, "sending what was left")
+        self._reports.all_within(left_s, "sending the remaining records")
         self._hand_over()
         if machine is not None:
             machine.sample(self._path, self._records.step, last=True)
@@ -462,11 +461,11 @@ def main() -> int:
         follow_run(order, reports)
         code = 0
     except UserError as error:
-        reports.tell(failed=str(error))
+        reports.send(failed=str(error))
     except BaseException as error:  # whatever a tracker does, here it ends
         traceback.print_exc()
         first_line = str(error).strip().splitlines()[:1]
-        reports.tell(failed=": ".join([type(error).__name__, *first_line]))
+        reports.send(failed=": ".join([type(error).__name__, *first_line]))
     reports.close()
     return code
 

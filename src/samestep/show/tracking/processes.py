@@ -93,8 +93,8 @@ def read_deliveries(run: Path, tracker: str) -> Deliveries:
         return Deliveries()
     except (OSError, msgspec.DecodeError) as error:
         raise UserError(
-            f"{path} cannot be read ({error}), so it is not known what {tracker} has of this run. "
-            "Look there; remove the file to send the whole run to a new one."
+            f"{path} cannot be read ({error}), so it is not known which records {tracker} has. "
+            "Look there; delete the file to send the whole run as a new one."
         ) from error
 
 
@@ -206,7 +206,7 @@ class TrackerProcess:
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.messages = MessageReader(self._stdout.fileno())
 
-    def tell(self, message: str | float) -> None:
+    def send(self, message: str | float) -> None:
         """Tell the process the run directory, or how long its end may take, if it still runs."""
         with contextlib.suppress(OSError, ValueError):
             self._stdin.write(json.dumps(message).encode() + b"\n")
@@ -229,7 +229,7 @@ class TrackerProcess:
             code = self._process.returncode
             self.failed = f"its process ended with exit code {code}"
             if code is None:
-                self.failed = "its process has fallen silent"
+                self.failed = "its process does not respond"
             elif code < 0:
                 self.failed = f"its process was killed by signal {-code}"
             news.append({"failed": self.failed})
@@ -258,10 +258,11 @@ class TrackerProcesses:
         self,
         settings: Settings,
         recipe: str,
-        tell: Callable[[Record], None],
+        show_message: Callable[[Record], None],
         stopped: Callable[[], bool],
     ) -> None:
-        self._settings, self._recipe, self._tell, self._stopped = settings, recipe, tell, stopped
+        self._settings, self._recipe = settings, recipe
+        self._show_message, self._stopped = show_message, stopped
         self._trackers: list[TrackerProcess] = []
         self._run: str | None = None
         self._here = Path.cwd()  # a recipe may change it before the run is named
@@ -295,7 +296,7 @@ class TrackerProcesses:
             self._run = record["run_dir"]
         for tracker in self._trackers:
             if begins:
-                tracker.tell(str((self._here / record["run_dir"]).resolve()))
+                tracker.send(str((self._here / record["run_dir"]).resolve()))
             self._pass_on(tracker)
 
     def close(self, *, failed: bool) -> None:
@@ -306,7 +307,7 @@ class TrackerProcesses:
         by_themselves = failed and self._run is not None
         for tracker in self._trackers:
             if by_themselves:
-                tracker.tell(END_S)
+                tracker.send(END_S)
             tracker.close(at_once=not by_themselves)
         # How what lies in files is sent; of those that failed it was said.
         local = [t for t in self._trackers if t.done and t.offline and t.has_server]
@@ -318,7 +319,7 @@ class TrackerProcesses:
         was_stopped, began = self._stopped(), time.monotonic()
         patience_s = {t.name: self._patience_s(t) for t in self._trackers}
         for tracker in self._trackers:
-            tracker.tell(patience_s[tracker.name])
+            tracker.send(patience_s[tracker.name])
         while going := [t for t in self._trackers if not t.messages.closed]:
             waited_s = time.monotonic() - began
             if self._stopped() and not was_stopped:  # a signal while waiting
@@ -333,7 +334,7 @@ class TrackerProcesses:
         for tracker in going:
             if tracker.failed is None:
                 waited = f"{patience_s[tracker.name]:.0f} s after the end"
-                tracker.failed = f"it had not taken everything {waited}"
+                tracker.failed = f"it had not accepted all records {waited}"
                 self._warn(tracker)
 
     def _patience_s(self, tracker: TrackerProcess) -> float:
@@ -361,7 +362,7 @@ class TrackerProcesses:
                 both = read_deliveries(run, tracker.name)
                 has = (both.offline if tracker.offline else both.online).lines
                 lacks = f"It has {has:,} of {sum(1 for _ in file):,} records. "
-        remedy = f"The records are whole; send them with: {self._command([tracker])}"
+        remedy = f"events.jsonl is complete; send it with: {self._command([tracker])}"
         text = f"{tracker.name} failed: {tracker.failed}. {lacks}{remedy}"
         self._say(tracker.name, "warning", text)
 
@@ -369,7 +370,7 @@ class TrackerProcesses:
         return f"samestep track {self._run or 'RUN'} --to {','.join(t.source for t in trackers)}"
 
     def _say(self, tracker: str, kind: str, text: str) -> None:
-        self._tell({"event": "tracker", "tracker": tracker, "kind": kind, "text": text})
+        self._show_message({"event": "tracker", "tracker": tracker, "kind": kind, "text": text})
 
 
 def send_run(
@@ -382,15 +383,13 @@ def send_run(
     """
     if not run.is_dir():
         raise UserError(
-            f"There is no directory {run}. Give the directory of a run: runs/ID."
-            f"{nearby(run, 'run')}"
+            f"There is no directory {run}. Name the directory of a run: "
+            f"runs/ID.{nearby(run, 'run')}"
         )
     settings, recipe = _settings_of(run, overrides, say)
     trackers = tracker_choice.chosen(settings.track)
     if not trackers:
-        raise UserError(
-            f"--to {settings.track} names no tracker: comet, mlflow, tensorboard, trackio, wandb."
-        )
+        raise UserError(f"--to {settings.track}: name comet, mlflow, tensorboard, trackio, wandb.")
     tracker_choice.check_choice(settings)
     tracker_choice.check_installed(trackers)
     with lock_run(run):  # a training that continues is followed by its own trackers
@@ -418,7 +417,7 @@ def _settings_of(
     try:
         settings = msgspec.convert({**own, **overrides}, Settings)
     except msgspec.ValidationError as error:
-        say(f"{run / 'settings.toml'}: {error}: what it says of trackers does not count.")
+        say(f"{run / 'settings.toml'}: {error}: its tracker settings are ignored.")
         settings = msgspec.convert(overrides, Settings)
     return settings, Path(str(table.get("recipe") or settings.track_name or "samestep")).stem
 
@@ -429,7 +428,7 @@ def _say_what_is_amiss(run: Path, records: RecordStream, say: Callable[[str], No
         which, are = ("lines", "are") if len(damaged) > 1 else ("line", "is")
         say(f"{events}: {which} {str(damaged)[1:-1]} cannot be read and {are} left out.")
     if records.events.torn:
-        say(f"{events}: its last line is half-written and is left out.")
+        say(f"{events}: its last line is incomplete and is left out.")
     for name, content in (("result.json", "the result"), ("environment.json", "the machine")):
         path = run / name
         try:
@@ -453,7 +452,7 @@ def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int)
         if tracker == "mlflow" and order.offline:
             hint = " Set MLFLOW_TRACKING_URI to send it to a server."
         if settings.track_checkpoints and not delivery.checkpoints:
-            hint += " Checkpoints go with a run or not at all: they cannot be added."
+            hint += " Checkpoints are sent with the run; they cannot be added later."
         has = f"{order.name} has all of {run} already{where}"
         raise UserError(f"{has}; it is not sent again.{hint}")
     return order
@@ -462,8 +461,8 @@ def _order(run: Path, settings: Settings, tracker: str, recipe: str, lines: int)
 def _send(run: Path, order: TrackerOrder) -> TrackerProcess:
     tracker = TrackerProcess(order, order.tracker)
     try:
-        tracker.tell(str(run.resolve()))
-        tracker.tell(_ALL_IN_TIMEOUTS * order.timeout_s)
+        tracker.send(str(run.resolve()))
+        tracker.send(_ALL_IN_TIMEOUTS * order.timeout_s)
         while not tracker.messages.closed:
             wait_for([tracker.messages.descriptor], None)  # its own limits bound it
             tracker.heard()

@@ -28,13 +28,13 @@ def find_server() -> Server:
     """Return W&B's server and key, from wherever W&B has them."""
     settings = wandb.setup().settings
     if settings.mode != "online":
-        raise UserError(f"W&B is set to be {settings.mode}, by WANDB_MODE or its settings file")
+        raise UserError(f"W&B is {settings.mode}, by WANDB_MODE or its settings file")
     wandb.login(verify=False)
     return Server(address=str(settings.base_url), secrets=(settings.api_key or "",))
 
 
 def start(run: TrackedRun) -> Started:
-    """Open the run: its id is ours, so that it is the same run whenever it continues."""
+    """Open the run: its id is wrapped, so that it is the same run whenever it continues."""
     # Copies of checkpoints wait here, not in the home directory, until they are sent.
     os.environ.setdefault("WANDB_DATA_DIR", str(run.folder))
     settings = wandb.Settings(
@@ -65,11 +65,11 @@ def start(run: TrackedRun) -> Started:
     client.define_metric("epoch/*", step_metric="epoch")
     for series in ("train", "validation", "test", "pictures"):
         client.define_metric(f"{series}/*", step_metric="step")
-    ours = _Client(client, measures=run.pid is not None)
+    wrapped = _Client(client, measures=run.pid is not None)
     if run.offline:
-        return Started(client=ours, run=run.id)
+        return Started(client=wrapped, run=run.id)
     # The server knows how far it has come, also after a kill; our lines are its steps.
-    return Started(client=ours, run=run.id, link=client.url, lines=client.starting_step)
+    return Started(client=wrapped, run=run.id, link=client.url, lines=client.starting_step)
 
 
 def record(client: _Client, entries: Sequence[TrackedRecord]) -> None:
@@ -87,7 +87,7 @@ def record(client: _Client, entries: Sequence[TrackedRecord]) -> None:
                 name = f"pictures/{entry.picture.name}"
                 run.log({name: shown, **_place(entry)}, step=entry.line)
         elif entry.values:
-            # Metrics that no pattern of ours covers need their axis named, each once.
+            # Metrics that no pattern of wrapped covers need their axis named, each once.
             new = entry.values.keys() - client.drawn_over_steps if entry.event == "metrics" else ()
             for name in new:
                 if "*" not in name:  # to W&B it would be a pattern
@@ -112,4 +112,4 @@ def finish(client: _Client, result: TrackedResult) -> None:
     wandb.teardown()  # its service may still be writing; only its end says that all is on disk
     # Where the server refused the records (403), this returns all the same; only the log says it.
     if log.is_file() and b"fatal error" in log.read_bytes():
-        raise ConnectionError(f"W&B has not taken all records, see {log}")
+        raise ConnectionError(f"W&B did not accept all records, see {log}")

@@ -131,8 +131,8 @@ class ImageFiles(Dataset[Any]):
         except UnreadableImageError as error:
             # Leaving it out now would change the order of samples on this rank only.
             raise UserError(
-                f"{path} could be read when the run began, and now it cannot: {error}. Bring it "
-                "back and continue with --resume, or start a new run without it."
+                f"{path} could be read when the run started, but not any more: {error}. Restore it "
+                "and continue with --resume, or start a new run without it."
             ) from error
 
     def prepare_on_ranks(self, splits: Mapping[str, "ImageFiles"], world: World) -> dict[str, Any]:
@@ -148,26 +148,28 @@ class ImageFiles(Dataset[Any]):
             broken = decode_into(files, images, world)
         left_out = tuple(f"{files.shown(place)}: {why}" for place, why in broken.items())
         _check_broken(files, left_out, self._max_corrupt)
-        whole = np.setdiff1d(np.arange(len(files)), list(broken))
+        readable = np.setdiff1d(np.arange(len(files)), list(broken))
         ends = np.cumsum([len(part) for part in parts])
-        left = [files.take(some) for some in np.split(whole, np.searchsorted(whole, ends[:-1]))]
+        left = [
+            files.take(some) for some in np.split(readable, np.searchsorted(readable, ends[:-1]))
+        ]
         _check_left(splits, left)
         if images is not None and broken:
             if world.local_rank == 0:  # closes the gaps, once per node
-                for place, source in enumerate(whole.tolist()):
+                for place, source in enumerate(readable.tolist()):
                     if place != source:
                         images[place] = images[source]
             world.barrier()
         about = (
-            f"{len(left_out):,} of {len(files):,} images cannot be read and are left out, as "
-            f"events.jsonl tells: {listed(left_out, between='; ')}."
+            f"{len(left_out):,} of {len(files):,} images cannot be read and are left out (recorded "
+            f"in events.jsonl): {listed(left_out, between='; ')}."
         )
         notes = about if left_out else "", note
         ready: list[InMemory | ImageFiles]
         if images is None:
             ready = [ImageFiles(part, self._side) for part in left]
         else:
-            views = torch.split(images[: len(whole)], [len(part) for part in left])
+            views = torch.split(images[: len(readable)], [len(part) for part in left])
             ready = [(k, torch.from_numpy(p.labels)) for k, p in zip(views, left, strict=True)]
         named = dict(zip(splits, ready, strict=True))
         return {**named, "left_out": left_out, "notes": tuple(filter(None, notes))}
@@ -183,8 +185,8 @@ def _check_alike(files: FileList, world: World) -> None:
         ours, theirs = by_rank[0][0], by_rank[other][0]
         raise UserError(
             f"Rank 0 sees {ours} image files and rank {other} sees "
-            f"{theirs}{', of other names' if theirs == ours else ''}. Every "
-            "node must have the same data folder, and nothing may be added while a run starts.",
+            f"{theirs}{', with different names' if theirs == ours else ''}. Every node needs the "
+            "same data folder, and no file may be added while a run starts.",
             on_all_ranks=True,
         )
 

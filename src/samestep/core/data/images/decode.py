@@ -70,9 +70,7 @@ def decode(
             content = file.read()
         with module.open(io.BytesIO(content)) as image:
             if exact and image.size != (side, side):
-                raise UnreadableImageError(
-                    f"it is {image.size[0]} x {image.size[1]}, not {side} x {side}"
-                )
+                raise UnreadableImageError(f"it is {image.width}x{image.height}, not {side}x{side}")
             return _square(module, image, side, draft=draft, on_white=on_white)
     except UnreadableImageError:
         raise

@@ -68,8 +68,8 @@ def class_names(root: Path) -> tuple[str, ...]:
     for name in names:
         if not name.isprintable():
             raise UserError(
-                f"{train} has a folder whose name is not text: {name!r}. Rename it: the name is "
-                "that of a class."
+                f"{train} has a folder whose name is not valid text: {name!r}. Rename it: it is "
+                "the name of a class."
             )
     if len(names) < 2:
         classes = f"one class only, {names[0]}/" if names else "no folders"
@@ -90,8 +90,8 @@ def find_files(
         return None
     if strange := sorted(set(_names(folder, os.DirEntry.is_dir)) - set(classes)):
         raise UserError(
-            f"{folder / strange[0]} is none of the classes ({listed(classes, 5)}). Rename "
-            "the folder, or move it elsewhere."
+            f"{folder / strange[0]} is not one of the classes ({listed(classes, 5)}). Rename the "
+            "folder, or move it elsewhere."
         )
     names: list[bytes] = []
     labels: list[int] = []
@@ -127,8 +127,8 @@ def _names(folder: Path, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str
             names = [e.name for e in entries if wanted(e)]
     except OSError as error:
         raise UserError(
-            f"The folder {folder} cannot be read: {error.strerror}. Make it readable for you, or "
-            "name another with --data-dir."
+            f"The folder {folder} cannot be read: {error.strerror}. Make it readable, or choose "
+            "another with --data-dir."
         ) from error
     return sorted(name for name in names if not name.startswith((".", "__MACOSX")))
 
@@ -137,7 +137,7 @@ def _no_images(folder: Path) -> UserError:
     if not folder.is_dir():
         return UserError(
             f"There is no folder {folder}, and {folder.name} is one of the classes. Use the data "
-            "that the classes were taken from; a new run takes those of its folders."
+            "that the classes come from; a new run reads the classes from its folders."
         )
     others = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     holds = f" (it holds {len(others)} other files, such as {others[0]})" if others else ""

@@ -37,7 +37,7 @@ class Changes(NamedTuple):
         if self.part == "collate":
             return causes.COLLATE_DRAWS.of(draws=self.draws or "a generator of its own")
         other = "for a sample when the batch has other samples"
-        again = "each time the same sample is read in the same epoch"
+        again = "each time it reads the same sample in the same epoch"
         return causes.UNKEYED[self.part].of(when=other if self.batchwise else again)
 
 
@@ -106,7 +106,7 @@ def _order(evidence: Evidence) -> Check:
 
 def check_order(evidence: Evidence) -> Check:
     """Return whether the ranks together train the samples of one process in its order."""
-    compared = "on all ranks that of one process"
+    compared = "all ranks together: as in one process"
     for _, traces in evidence.traces_of_several():
         for step, hashes in evidence.reference.samples.items():
             if [h for trace in traces for h in trace.samples.get(step, [])] != hashes:

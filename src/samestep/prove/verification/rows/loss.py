@@ -118,7 +118,7 @@ def _differences_from_parts(
     losses = []
     with torch.no_grad():
         outputs = tested.forward(model, block.inputs)
-        whole = float(tested.loss(outputs, block.targets))
+        batch_loss = float(tested.loss(outputs, block.targets))
         for start, number in ((0, rows - last), (rows - last, last)):
             part = tested.part(block, start, number)
             if collate and tested.recipe.collate:  # put together anew they may be padded otherwise
@@ -132,7 +132,7 @@ def _differences_from_parts(
         return 0.0, 0.0
     mean = sum(loss * weight for loss, weight in losses) / sum(weight for _, weight in losses)
     total, most = sum(loss for loss, _ in losses), sys.float_info.max  # JSON has no infinity
-    from_mean, from_sum = (min(relative(whole, value), most) for value in (mean, total))
+    from_mean, from_sum = (min(relative(batch_loss, value), most) for value in (mean, total))
     is_sum = tested.recipe.reduction == "sum"
     return (from_sum, from_mean) if is_sum else (from_mean, from_sum)
 
@@ -162,7 +162,7 @@ def _loss(evidence: Evidence) -> Check:
         return Check("skipped", "outputs are not one per sample")
     if parts.over_batch:
         return Check("skipped", "the recipe makes it over the whole batch")
-    compared = "of a batch, and of its parts"
+    compared = "of a batch and of its parts"
     return cause_check(evidence, compared, _explain_loss(evidence), parts.full)
 
 
@@ -227,7 +227,7 @@ def _last_batch(evidence: Evidence) -> Check:
         return Check("note", "a batch of one sample, as the last may be", cause=cause)
     # If full batches differ too, this one says nothing more.
     if bent_in_full_batches:
-        return Check("skipped", "the loss is bent in full batches too")
+        return Check("skipped", "the loss is off in full batches too")
     return cause_check(evidence, f"{compared}, and only 1", None, uneven)
 
 

@@ -38,8 +38,7 @@ _ROUNDING = 1e-5  # relative, of metric objects: most add up in float32
 def _dependences(tested: RecipeUnderTest) -> dict[str, float]:
     """Return each metric's dependence on the other samples of a batch.
 
-    An untrained model may give all samples the same class, which hides every dependence: so the
-    outputs are varied, too.
+    An untrained model may give all samples one class, which hides dependences: so outputs vary.
     """
     if (held := tested.unmixed.held_forward) is None:
         return {}

@@ -213,7 +213,7 @@ def influence_of(evidence: Evidence) -> BatchInfluence:
 def _samples_apart(evidence: Evidence) -> Check:
     module, cause = influence_of(evidence).module, _explain_samples_apart(evidence)
     difference = module.difference if module and cause else None
-    return cause_check(evidence, "outputs, with others in the batch", cause, difference)
+    return cause_check(evidence, "outputs, in different batches", cause, difference)
 
 
 SAMPLES_APART = TableRow(

@@ -19,16 +19,14 @@ from samestep.core.learner.side_effects import place_of, users_line
 from samestep.prove.verification import causes
 from samestep.prove.verification.evidence import Check, Evidence, TableRow
 
-_COMPARED = "what other ranks than 0 print, write"
+_COMPARED = "what ranks other than 0 print, write"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT
-# All ranks may try what only one can succeed at: making or removing a folder, a file that must be
-# new.
+# All ranks may try what only one can do: making or removing a folder, creating a new file.
 _CHANGES = ("os.rename", "os.remove", "os.truncate")
 _paths = sysconfig.get_paths()
 _LIBRARIES = tuple(_paths[kind] + os.sep for kind in ("purelib", "platlib"))
 _PYTHON = (*(_paths[kind] + os.sep for kind in ("stdlib", "platstdlib")), "<frozen ")
-# Libraries that write a file which the user names. Other libraries' files, such as torch's caches,
-# are not the user's doing.
+# Libraries that write a file which the user names; others, such as torch's caches, do not count.
 _TOLD_TO = (
     *("torch/serialization.py", "numpy/", "pandas/", "PIL/", "matplotlib/"),
     *("torchvision/datasets/", "torchvision/utils.py"),
@@ -71,15 +69,15 @@ ONE_WRITER = TableRow(name="one writer", answer=_one_writer)
 
 
 def watch_output(folder: Path) -> RecipeOutput:
-    """Watch this process from here to its end; what happens below a folder is ours."""
+    """Watch this process from here to its end; writes below `folder` are samestep's."""
     output = RecipeOutput()
-    ours, torch_save = str(folder), torch.save
+    own_folder, torch_save = str(folder), torch.save
 
     def note(file: object, frame: FrameType) -> None:
         if not isinstance(file, str | bytes | os.PathLike):
             return
         path = os.path.abspath(os.fsdecode(file))  # noqa: PTH100 - it may be anything
-        if path.startswith((ours, "/dev/", "/proc/")) or "__pycache__" in path:
+        if path.startswith((own_folder, "/dev/", "/proc/")) or "__pycache__" in path:
             return
         if line := line_that_writes(frame):
             output.written.setdefault(path, line)

@@ -302,7 +302,7 @@ def _fsdp(evidence: Evidence) -> Check:
         return Check("skipped", f"it cannot: {failures[0].message}"[:_LONGEST])
     if why := evidence.not_compared():
         return Check("skipped", why)
-    return training_check(evidence, _SHARDED.name, "model shared out")
+    return training_check(evidence, _SHARDED.name, "sharded model")
 
 
 FSDP = TableRow(

@@ -33,29 +33,28 @@ from samestep.prove.verification.trace import (
 
 _BY_SAMPLE = "Draw what belongs to a sample by batch.normal and batch.uniform"
 _ADVICE: dict[str | None, str] = {
-    causes.BATCHNORM.name: "GroupNorm needs no batch; or accept it: --accept batchnorm.",
+    causes.BATCHNORM.name: "Use GroupNorm, or accept it: --accept batchnorm.",
     causes.DROPOUT.name: (
-        f"{_BY_SAMPLE}. Dropout may be intended: then accept it, --accept dropout, or compare "
-        "only losses, up to --tolerance 0.1."
+        f"{_BY_SAMPLE}. If dropout is intended, accept it: --accept dropout; or compare only "
+        "losses, with --tolerance 0.1."
     ),
     causes.OTHER_GENERATORS.name: f"{_BY_SAMPLE}; torch's own is seeded in every step.",
 }
 OF_BATCH = replace(
     causes.OF_BATCH,
-    why="The gradient of the batch is not a weighted sum of those of its shares: the loss is made "
-    "over the batch, as a contrastive loss or a dice is, samples see each other in the model, or "
-    "something reads the rank.",
-    advice="Gather what the loss compares: samestep.gather(outputs) has the rows of all ranks.",
+    why="The gradient of the batch is not a weighted sum of its shares' gradients: the loss is "
+    "computed over the batch, as a contrastive or Dice loss is, samples see each other in the "
+    "model, or something reads the rank.",
+    advice="Gather what the loss compares: samestep.gather(outputs) returns the rows of all ranks.",
 )
 A_SUM = replace(
-    causes.A_SUM, advice="Divide by the samples: run.backward(losses.sum() / batch.rows, model)."
+    causes.A_SUM, advice="Divide by samples: run.backward(losses.sum() / batch.rows, model)."
 )
 NOT_A_MEAN = replace(
     causes.NOT_A_MEAN,
-    why="The gradient of the batch is the mean of its shares' by other weights than their numbers "
-    "of samples: {shares}. The loss is a mean over something else (words, pixels, class weights).",
-    advice="Give the number of what it is a mean over: run.backward(loss, model, terms=n), "
-    "run.log(loss=loss, terms=n).",
+    why="The gradient of the batch is the mean of its shares' gradients, not weighted by samples: "
+    "{shares}. The loss is a mean over something else (words, pixels, class weights).",
+    advice="Pass their number: run.backward(loss, model, terms=n), run.log(loss=loss, terms=n).",
 )
 
 
@@ -102,7 +101,7 @@ def _order(evidence: Evidence) -> Check:
     if skipped := evidence.not_compared():
         return Check("skipped", skipped)
     if cause := _explain_order(evidence):
-        return cause_check(evidence, "on all ranks that of one process", cause)
+        return cause_check(evidence, "all ranks together: as in one process", cause)
     return check_order(evidence)
 
 
@@ -154,7 +153,7 @@ def _gradients(evidence: Evidence) -> Check:
         )
     return cause_check(
         evidence,
-        "the optimizer's, on all ranks those of rank 0",
+        "the optimizer's: as on rank 0",
         cause,
         largest.largest,
         first_step=largest.first_step,
@@ -218,8 +217,7 @@ def _explain_loss(evidence: Evidence) -> Cause | None:
     """Find the weights by which the shares' losses and gradients make those of the whole batch.
 
     All are taken at equal weights. A mean over samples, or over terms that were named, has the
-    weights that `run.backward` gives; a mean over something else has others; what is made over the
-    batch has none.
+    weights that `run.backward` gives; another mean has others; a loss over the batch has none.
     """
     rounding, alone = max(1e-7, evidence.exact), evidence.starts[0]
     for start in reversed(evidence.several):  # the shares of many ranks are uneven more often
@@ -268,7 +266,7 @@ def _loss(evidence: Evidence) -> Check:
     samples = "the ranks have other samples" if _explain_order(evidence) else ""
     if skipped := evidence.not_compared() or samples:
         return Check("skipped", skipped)
-    return cause_check(evidence, "of a batch, and of its shares", _explain_loss(evidence))
+    return cause_check(evidence, "of a batch and of its shares", _explain_loss(evidence))
 
 
 LOSS = TableRow(name="loss", answer=_loss, explain=_explain_loss)

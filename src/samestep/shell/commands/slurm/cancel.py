@@ -28,9 +28,7 @@ def main(job: Annotated[str, InShell("JOB|RUN")], *, now: bool = False) -> int:
     if queued.job is None:
         raise UserError(f"Slurm has no job of yours for {job}: there is nothing to cancel.")
     if queued.job.ended:
-        raise UserError(
-            f"{job} has already ended ({queued.job.state}): there is nothing to cancel."
-        )
+        raise UserError(f"{job} has already ended ({queued.job.state}): nothing to cancel.")
     return _cancel(queued.job, now=now)
 
 
@@ -40,9 +38,7 @@ def _cancel(job: QueuedJob, *, now: bool) -> int:
         sys.stdout.write(f"Job {job.target} is cancelled.\n")
         return 0
     if not ask_to_stop(job, job.run):
-        sys.stderr.write(
-            f"Job {job.target} had not reported its start yet; the signal was sent anyway.\n"
-        )
+        sys.stderr.write(f"Job {job.target} had not reported its start; the signal was sent.\n")
     if now:  # plain scancel gives the ranks half a minute
         with contextlib.suppress(ProgramError):  # the ranks may have ended by themselves
             steps = range((kept_options(job.run) or UncheckedOptions()).num_steps)

@@ -14,7 +14,7 @@ from samestep.cluster.slurm.queue import JobAndRun, QueuedJob, find_job, find_jo
 from samestep.cluster.slurm.rank_ends import lines_of
 from samestep.shell.commands.forms import terminal_width, verb
 
-_LOOK_EVERY_S = 0.5
+_POLL_EVERY_S = 0.5
 _ASK_EVERY_S = 5.0  # spares Slurm's controller
 
 
@@ -110,7 +110,7 @@ def _show(logs: Callable[[], dict[Path, int | None]], job: QueuedJob | None) -> 
             sys.stdout.flush()
         if job is None:
             return
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
         if time.monotonic() - asked > _ASK_EVERY_S:
             asked = time.monotonic()
             try:

@@ -41,8 +41,8 @@ def up(
         _show(line)
         return 0
     _show(
-        f"A Slurm of {count(nodes, 'node')} is up. To use it, say:\n\n{line}\n\n"
-        f"Then try `sinfo`, `srun -N{nodes} hostname`. This ends it:\n" + down_line(folder)
+        f"A Slurm of {count(nodes, 'node')} is up. To use it, run:\n\n{line}\n\n"
+        f"Then try `sinfo`, `srun -N{nodes} hostname`. To stop it:\n" + down_line(folder)
     )
     return 0
 
@@ -80,7 +80,7 @@ def down(*, dir: Folder = None) -> int:  # noqa: A002 - the flag
     was_there = cluster.down(folder)
     _show(f"The sandbox in {folder} is down." if was_there else f"No sandbox is up in {folder}.")
     if os.environ.get("SLURM_CONF") == str(folder / "slurm.conf"):
-        _show("This shell still looks for it; say: unset SLURM_CONF")
+        _show("This shell still points to it; run: unset SLURM_CONF")
     return 0
 
 

@@ -49,7 +49,7 @@ def main(
         _show(job, as_json=json)
         return 0
     if json:
-        raise UserError("--watch is for a terminal and --json for a program: give one of them.")
+        raise UserError("--watch is for a terminal and --json for a program: leave one out.")
     clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
     with contextlib.suppress(KeyboardInterrupt):
         while _show(job, clear=clear):
@@ -92,7 +92,7 @@ def _show(job: str | None, *, as_json: bool = False, clear: str | None = None) -
         for name, value in details(*rows[0]).items():
             rich_console().print(f"[bold]{name:<8}[/] {escape(value)}", soft_wrap=True)
     elif not rows:
-        sys.stdout.write("Slurm knows no job of yours that samestep submitted.\n")
+        sys.stdout.write("Slurm has no job that you submitted with samestep.\n")
     else:
         print_lines(text_lines(jobs_table(rows), terminal_width()))
     sys.stdout.flush()

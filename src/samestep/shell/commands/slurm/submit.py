@@ -125,7 +125,7 @@ def _note_on_trainer(workload: submission.Workload) -> list[str]:
     if not submission.runs_trainer(workload):
         return []
     name = f"{workload.name}.py"
-    tip = f"With --as-recipe the job trains what that was given, as `samestep train {name}` does."
+    tip = f"With --as-recipe samestep trains its model and data, as `samestep train {name}` does."
     return [f"Each rank runs {name} with its own Trainer. {tip}"]
 
 
@@ -153,9 +153,9 @@ def _check_training(
 def _submit_array(target: str, words: list[str], options: JobOptions, command: SubmitFlags) -> int:
     tasks, at_once = submission.read_array(command.array or "")
     if command.script is not None:
-        raise UserError("--array has a script for each task: -o cannot write them into one file.")
+        raise UserError("--array writes a script per task: -o cannot write them to one file.")
     if any("%a" in word for flag, word in pairwise(["", *words]) if "--run-dir" in flag + word):
-        raise UserError("--run-dir is the folder of all tasks, each in task-N there: no %a in it.")
+        raise UserError("--run-dir is the folder of all tasks (task-N): it cannot have %a.")
     options, folder = submission.with_home_expanded(options), None
     jobs: dict[int, JobScript] = {}
     for task in tasks:
@@ -166,13 +166,12 @@ def _submit_array(target: str, words: list[str], options: JobOptions, command: S
             as_recipe=command.as_recipe,
         )
         if is_run(workload.run):
-            raise UserError(f"--array begins new runs, and {shown_path(workload.run)} is one.")
+            raise UserError(f"--array starts new runs, and {shown_path(workload.run)} exists.")
         folder = folder or workload.run
         workload = workload.in_run(folder / f"task-{task}")
         if workload.kind == "recipe" and len(tasks) > 1 and not any("%a" in word for word in words):
             raise UserError(
-                f"--array {command.array}: no argument has %a, so all tasks would be the same "
-                "training.",
+                f"--array {command.array}: no argument has %a, so all tasks would be the same.",
                 remedy="Write %a where the task's number goes: -- --seed %a.",
             )
         if len(jobs) < _ALL_CHECKED:
@@ -216,16 +215,13 @@ def _keep(job: JobScript, command: SubmitFlags) -> int:
     text = script_text(job)
     file = command.script
     if file is not None and file.exists() and not (file.is_file() and _MARK in file.read_bytes()):
-        raise UserError(
-            f"--script {file} exists, and samestep has not written it. Name another file for the "
-            "job's script."
-        )
+        raise UserError(f"--script {file} exists and is not samestep's. Name another file.")
     if command.script is None:
         sys.stdout.write(text)
         if not Path(job.run).is_dir():
             sys.stderr.write(
-                f"Slurm opens the log in {job.run}, and what runs is copied there; "
-                "`-o FILE` writes the script and does both.\n"
+                f"Slurm opens its log in {job.run}, where the code is copied, too; `-o FILE` "
+                "writes the script and prepares that directory.\n"
             )
         return 0
     submission.fill_run(job)
