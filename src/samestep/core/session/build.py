@@ -13,7 +13,7 @@ from torch import nn
 from samestep.base.errors import UserError, defined_at, made_by
 from samestep.base.machine import usable_cores
 from samestep.base.phases import make_phases
-from samestep.base.settings import Settings, own_names
+from samestep.base.settings import Settings, canonical_names
 from samestep.core.data.keyed_random import seed_alike, seed_rank
 from samestep.core.data.memory_source import MemorySource
 from samestep.core.data.order import held_parts
@@ -491,7 +491,7 @@ def _watches(settings: Settings, recipe: Recipe, splits: Splits, tried: Tried) -
 
     metric = settings.monitor or ("accuracy" if "accuracy" in names else "loss")
     watch = watched("monitor", metric, settings.mode)
-    own = own_names({"monitor": settings.stop_monitor or metric}, "stop_monitor")
+    own = canonical_names({"monitor": settings.stop_monitor or metric}, "stop_monitor")
     mode = own.get("mode", "auto") if settings.stop_monitor else watch.mode
     stops = watched("stop-monitor", own["monitor"], mode)
     return {"watch": watch, "stops": None if stops == watch else stops}
