@@ -453,7 +453,7 @@ def _results_of(seen: Seen, met: list[ev.Event], sizes: list[int]) -> int | None
             plain = [number for number in event.numbers if "e" not in number]
             shares += [(float(number), len(number.partition(".")[2])) for number in plain]
     votes = Counter[int]()
-    for number, decimals in shares:
+    for number, decimals in (pair for pair in shares if pair[0] % 1):  # else it is a count
         share, error = (number / 100, 0.005) if number > 1 else (number, 0.5)  # percent
         error = sizes[1] * error / 10**decimals
         fits = [n for n in sizes if abs(share * n - round(share * n)) <= _SHARE + error]

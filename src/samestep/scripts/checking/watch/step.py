@@ -450,7 +450,7 @@ def _part_of(gradient: Tensor | None) -> Tensor | None:
 
 
 def _linear_in(gradients: Iterable[Tensor | None]) -> float:
-    """Return a number that is the sum of those of other gradients if these are their sum; else 0."""
+    """Return a number that is the sum of those of other gradients if these are their sum."""
     parts = [part.double().flatten() for g in gradients if (part := _part_of(g)) is not None]
     number = sum(float(part @ torch.arange(len(part)).double().cos()) for part in parts)
     return number if math.isfinite(number) else 0.0
