@@ -42,6 +42,9 @@ def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
         text += f"{wrap.parameters:,} gradients ({steps} steps of rank 0)"
         remedy = "Run all but the last micro-batch of a step, forward and backward, within `with "
         remedy += "model.no_sync():`."
+        if not wrap.own:
+            remedy += " In Lightning use `optimizer.toggle_model(sync_grad=False)`, in Fabric "
+            remedy += "`no_backward_sync(model)`, in Accelerate `accumulate(model)`."
         yield Found(where, text, remedy, comes_from={"DDP is made": wrap.where})
 
 
