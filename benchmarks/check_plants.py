@@ -186,6 +186,104 @@ the labels of a contrastive loss over all ranks' rows begin at 0 on each rank
 ==
 -        loss = F.cross_entropy(a @ all_b.T / 0.2, torch.arange(len(a)) + rank * len(a))
 +        loss = F.cross_entropy(a @ all_b.T / 0.2, torch.arange(len(a)))
+== rows_of_class_elsewhere SMALL SS316
+a supervised contrastive loss over all ranks' rows repeats each rank's own labels
+ import torch.distributed as dist
++import torch.distributed.nn
+@@
+-        loss = F.cross_entropy(model(inputs), labels)
++        rows = F.normalize(model(inputs), dim=1)
++        every = torch.cat(torch.distributed.nn.all_gather(rows))
++        classes = [torch.empty_like(labels) for _ in range(world)]
++        dist.all_gather(classes, labels)
++        classes = torch.cat(classes)
++        alike = (labels[:, None] == classes[None]).float()
++        others = torch.ones_like(alike).scatter_(
++            1, torch.arange(len(rows))[:, None] + rank * len(rows), 0.0
++        )
++        logits = rows @ every.T / 0.2
++        log_p = logits - (logits.exp() * others).sum(1, keepdim=True).log()
++        alike = alike * others
++        loss = -((alike * log_p).sum(1) / alike.sum(1).clamp(min=1)).mean()
+==
+-        classes = [torch.empty_like(labels) for _ in range(world)]
+-        dist.all_gather(classes, labels)
+-        classes = torch.cat(classes)
++        classes = labels.repeat(world)
+== predictions_in_another_order VISION SS406
+predictions are joined rank by rank, and compared with labels in the order of the data
+-    correct = torch.zeros(2)
+-    for images, labels in loader:
+-        predictions = model(images).argmax(1)
+-        correct += torch.tensor([float((predictions == labels).sum()), float(len(labels))])
+-    dist.all_reduce(correct)
+-    return (correct[0] / correct[1]).item()
++    own = torch.cat([model(images).argmax(1) for images, _ in loader])
++    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
++    dist.all_gather(parts, own)
++    predictions = torch.stack(parts, dim=1).flatten()
++    return (predictions == loader.dataset.labels[: len(predictions)]).float().mean().item()
+==
+-    predictions = torch.stack(parts, dim=1).flatten()
++    predictions = torch.cat(parts)
+== stream_cut_twice SMALL SS114
+a stream gives each rank its part, and another cuts that part by rank again
+ import torch
++from itertools import islice
+@@
+-data = TensorDataset(x, x[:, :4].argmax(1))
+-sampler = DistributedSampler(data)
+-loader = DataLoader(data, batch_size=8, sampler=sampler)
++y = x[:, :4].argmax(1)
++class Rows(torch.utils.data.IterableDataset):
++    def __iter__(self):
++        for n in range(rank, len(x), world):
++            yield x[n], y[n]
++class Part(torch.utils.data.IterableDataset):
++    def __iter__(self):
++        yield from islice(Rows(), 0, None)
++loader = DataLoader(Part(), batch_size=8)
+@@
+-    sampler.set_epoch(epoch)
+==
+-        yield from islice(Rows(), 0, None)
++        yield from islice(Rows(), rank, None, world)
+== loss_divided_twice ACCELERATE SS317
+the loss is divided by the micro-batches, and Accelerate divides it again
+-                loss = loss_function(model(inputs), targets)
++                loss = loss_function(model(inputs), targets) / 2
+== shards_of_one_rank FSDP SS509
+the first rank saves its shards as the model
+-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+-    state = get_model_state_dict(model, options=options)
++    state = {name: value.to_local() for name, value in model.state_dict().items()}
+== policies_added_up REINFORCE SS309
+the gradients of the ranks' episodes are added up and not divided
+ from torch import nn
++from torch import distributed as dist
+@@
+-torch.manual_seed(2)
++dist.init_process_group("gloo")
++torch.manual_seed(2)
+@@
+-weights = torch.tensor([1.0, -1.0, 0.5, 0.2])
++weights = torch.tensor([1.0, -1.0, 0.5, 0.2])
++torch.manual_seed(dist.get_rank())
+@@
+-    loss.backward()
++    loss.backward()
++    for parameter in policy.parameters():
++        dist.all_reduce(parameter.grad)
++        parameter.grad /= dist.get_world_size()
+@@
+-    if episode % 10 == 0:
+-        print(episode, sum(rewards))
++    if episode % 10 == 0 and dist.get_rank() == 0:
++        print(episode, "of rank 0:", sum(rewards))
++dist.barrier()
++dist.destroy_process_group()
+==
+-        parameter.grad /= dist.get_world_size()
 == fake_not_detached GAN SS718
 the discriminator's loss reaches the generator, whose gradients are cleared before it
          opt_d.zero_grad()

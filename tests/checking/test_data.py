@@ -87,6 +87,7 @@ ALL_WORKERS = planted(
     ("(train_set, batch_size=8)", "(train_set, batch_size=8, num_workers=2)"),
     base=STREAMED,
 )
+CUT_STREAM = planted(("[first::step]", "[first::step][first::step]"), base=STREAMED)
 PADDED = planted(("TensorDataset(x[64:], (x[64:]", "TensorDataset(x[63:], (x[63:]"))
 WORKERS_ALIKE = planted((WORKERS[0], WORKERS[1] + ", worker_init_fn=seed"), base=AUGMENTED)
 RANKS_ALIKE = planted(("np.random.seed(rank)", "np.random.seed(0)"), base=AUGMENTED)
@@ -153,7 +154,8 @@ PLANTED = {
     "no shuffling": (UNSHUFFLED, "SS104", "train_set, shuffle=False", "0, 2, 4, 6"),
     "a stream for all ranks": (ALL_RANKS, "SS105", STREAM_LINE, "of the first"),
     "a stream for all workers": (ALL_WORKERS, "SS106", STREAM_LINE, "all 2 workers"),
-    "padding": (PADDED, "SS107", "val_sampler = ", "33 samples were evaluated 34 times"),
+    "a stream cut twice": (CUT_STREAM, "SS114", STREAM_LINE, "one row of 2"),
+    "padding": (PADDED, "SS107", "val_sampler = ", "33 samples were evaluated 34 times", "of 34"),
     "workers with one seed": (WORKERS_ALIKE, "SS108", LOADER_LINE, "2 workers of rank 0"),
     "ranks with one seed": (RANKS_ALIKE, "SS109", LOADER_LINE, "same state of numpy"),
     "seeded by rank": (SEED_OF_RANK, "SS110", "seed=rank", "rank 1 has seed 1"),
@@ -195,6 +197,33 @@ def test_samples_that_accelerate_repeats_count_unless_its_metrics_leave_them_out
     report = check(tmp_path, text)
     assert codes(report) == expected
     assert any("33 samples" in said for said in report.not_seen) == (right == "RIGHT")
+
+
+JOIN = """\
+        own = torch.cat(rights).float()
+        dist.all_gather(parts := [own.clone(), own.clone()], own)
+        accuracy = torch.stack(parts, 1).flatten()[:ALL].mean().item()
+"""
+
+
+def test_padding_that_a_script_leaves_out_by_hand_does_not_count(tmp_path):
+    own = planted(
+        (RIGHT_HERE, f"({RIGHT_HERE})[: len(labels) - (rank and len(labels) == 1)]"),
+        ("len(labels)])", "len(right)])"),
+        base=PADDED,
+    )
+    gathered = planted(
+        ("        counts = torch.zeros(2)\n", "        rights = []\n"),
+        ("counts += torch.tensor([float(right.sum()), len(labels)])", "rights.append(right)"),
+        (
+            "        dist.all_reduce(counts)\n        accuracy = float(counts[0] / counts[1])\n",
+            JOIN,
+        ),
+        base=PADDED,
+    )
+    assert check(tmp_path, own).findings == []
+    assert codes(check(tmp_path, gathered.replace("ALL", "33"))) == set()
+    found_in(tmp_path, gathered.replace("ALL", ""), "SS107", "val_sampler = ", "of 34")
 
 
 def test_the_remedy_names_the_loader_that_the_loop_wraps(tmp_path):

@@ -103,6 +103,12 @@ def test_a_rank_that_fails_by_itself_is_told_with_its_own_traceback(tmp_path):
         check(tmp_path, text)
 
 
+def test_a_failure_is_noted_beside_a_mistake_that_was_found_before(tmp_path):
+    fails = (STEP, f"{STEP}            0 / 0\n")
+    text = planted(("torch.manual_seed(0)", "torch.manual_seed(rank)"), ("DDP(", "("), fails)
+    assert any("ZeroDivisionError" in said for said in check(tmp_path, text).notes)
+
+
 COUNTS = """\
         batches = iter(list(iter(train_loader)) if epoch < 2 else iter(train_loader))
         for _ in range(4):

@@ -119,6 +119,16 @@ FIRST_RANKS = """\
             dist.all_gather_into_tensor(every, rows.detach())
             loss = loss_of(rows @ every.T, torch.arange(len(rows)))
 """
+CLASSES = """\
+            rows, every = model(inputs), torch.zeros(16, 2)
+            classes = torch.zeros(16).long()
+            dist.all_gather_into_tensor(every, rows.detach())
+            dist.all_gather_into_tensor(classes, labels)
+            alike = (labels[:, None] == classes).float()
+            loss = -(rows @ every.T * alike).sum() / alike.sum()
+"""
+ALIKE_CLASSES = "classes).float()", "labels.repeat(2)).float()"
+CALLED = f"{LOSS[:-1]} + loss_of(model(inputs), labels)\n"
 NO_ROWS = "            loss = loss + loss_of(rows[:0] @ every.T, labels[:0]).nan_to_num()\n"
 EPOCHS, AUTOCAST = "    for epoch in range(3):\n", "torch.autocast('cpu', dtype=torch.bfloat16)"
 ONE_AUTOCAST = planted((EPOCHS, f"    {AUTOCAST}.__enter__()\n{EPOCHS}"))
@@ -158,6 +168,18 @@ PLANTED = {
     "clipping after the step": (planted(AFTER), "SS315", CLIP, "in 3 of 3 calls"),
     "clipping after a step by hand": (LATE_BY_HAND, "SS315", CLIP),
     "labels": (planted((LOSS, FIRST_RANKS)), "SS316", "torch.arange", "columns 8 to 15"),
+    "classes": (
+        planted((LOSS, CLASSES)).replace(*ALIKE_CLASSES),
+        "SS316",
+        "alike = (",
+        "of 2 ranks",
+    ),
+    "sums of two calls": (
+        planted((LOSS, CALLED), base=by_hand(SUMMED)),
+        "SS309",
+        BACKWARD,
+        "added up",
+    ),
     "one autocast": (ONE_AUTOCAST, "SS312", STEPPED, "step 2 two steps"),
     "unequal shares": (UNEQUAL, "SS307", BACKWARD, "for batches of 4 and 8 samples"),
     "divided by the ranks": (planted((LOSS, HALVED)), "SS309", BACKWARD, "are divided by 2"),
@@ -194,6 +216,8 @@ ALIKE = {
         ("    scheduler =", f"{OUTER}    scheduler ="),
         ("StepLR(optimizer", "StepLR(outer"),
     ),
+    "labels of all rows": ((LOSS, CLASSES),),
+    "means of two calls": ((LOSS, CALLED),),
     "labels of the own rows": (
         (LOSS, FIRST_RANKS.replace("(len(rows)", "(rank * 8, rank * 8 + 8") + NO_ROWS),
     ),

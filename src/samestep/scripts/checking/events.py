@@ -7,11 +7,9 @@ Paths are real ones, relative to the project where they lie in it. A digest or a
 number that tells bits from others.
 """
 
-from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-from msgspec import field
+from msgspec import Struct, field
 
 Checksums = dict[str, int | None]
 """By name; None for a tensor without plain memory, or a gradient that is not there."""
@@ -21,7 +19,7 @@ StateKind = Literal["file", "model", "optimizer"]
 StatePart = Literal["weights", "buffers", "optimizer", "scale", "copies"]
 
 
-class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind", tag=True):
+class Event(Struct, kw_only=True, omit_defaults=True, tag_field="kind", tag=True):
     """One thing that a rank did, and when."""
 
     where: str = ""
@@ -147,6 +145,12 @@ class RandomDrawn(OfLoader):
 
     worker: int
     drew: dict[str, list[int]]
+
+
+class StreamPlaces(OfLoader):  # which rows of a tensor the samples of a stream are views of
+    worker: int
+    whole: int  # rows of the tensor
+    places: list[int]
 
 
 class DrawnAgain(Event):
@@ -294,6 +298,7 @@ class GradientsUsed(Event):  # the gradients of an optimizer's step
     grown: float
     """What the script multiplied them by since the backward pass; 0 if it is not one number."""
     weights_grown: float | None = 1.0  # about what it multiplied weights by since the last step
+    changes: list[tuple[float, float]] = field(default_factory=list)  # linear: before and after
     against: float = 0.0  # the cosine of the last pass's part and what the pass at `leaked` left
     leaked: str = ""
 
@@ -311,10 +316,15 @@ class LossAverage(Event):  # what each summand of a loss counts for
     count: float
 
 
-class LabelsElsewhere(Event):  # labels of a loss over gathered rows are not of the own rows
-    rows: int
-    first: int  # the first column that they point at
-    own: int  # the first column of the rank's own rows
+class RowsLabelled(Event):  # labels of a loss over the rows of all ranks
+    rows: int  # that this rank gave to the gather
+    own: int  # the first column that these became
+    first: int  # the first column that the labels point at
+    blocks: list[int | None] = field(default_factory=list)  # or a number for each rank's labels
+
+
+class OrdersDiffer(Event):  # predictions and labels of an evaluation are in other orders
+    orders: tuple[str, str]  # of predictions, and of the labels of the same samples
 
 
 class GradientsClipped(Event):  # gradients were clipped
@@ -439,11 +449,6 @@ class TrainingState(Event):  # the state in which a step begins, as digests
     random: dict[str, int]
     averages: set[int] = field(default_factory=set)  # copies that change in most steps
 
-    def part(self, name: StatePart) -> list[Any]:
-        """Return a part of the state by its name."""
-        values: list[Any] = getattr(self, name)
-        return values
-
 
 class StepBegun(TrainingState, kw_only=True):
     """A step that the optimizer is about to take, and what it depends on."""
@@ -493,8 +498,3 @@ class CheckpointGone(Event):  # a file that was loaded is not as it was at the f
 
 class WaitsForKill(Event):
     """This rank stopped before a step, and waits to be killed."""
-
-
-def events_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's events."""
-    return folder / f"events-{rank}.jsonl"

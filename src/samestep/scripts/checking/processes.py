@@ -49,10 +49,7 @@ from samestep.scripts.probes import Around, Probe, ProbedCall, listening
 from samestep.scripts.running import Done
 
 _WATCHERS = (data, model, step, losses, evaluation, files, life, parity)
-_RAN_OUT = (
-    "The script ended at {where} with {error}. `check` had cut its epochs short, which may be why. "
-    "What came before was judged."
-)
+_RAN_OUT = "`check` had cut its epochs short, which may be why. "
 _spawn = sys.modules["torch.multiprocessing.spawn"]  # its own name is that of a function
 _START_PROCESSES = Probe((_spawn, "start_processes"), (torch.multiprocessing, "start_processes"))
 _START_PROCESS = Probe((BaseProcess, "start"))
@@ -99,11 +96,13 @@ def watch(job: Job, rank: int) -> Recorder:
 def note_end(recorder: Recorder, code: int, text: str, error: BaseException | None = None) -> None:
     """Record a rank's end; an error after an epoch was cut short may come from the cut."""
     ended_well = not code
-    if recorder.is_cut and isinstance(error, Exception) and not LOST_PEER.search(error_text(error)):
-        ended_well = True
+    if isinstance(error, Exception) and not LOST_PEER.search(error_text(error)):
         where, first_line = recorder.raised_at(error), error_text(error).partition("\n")[0]
-        recorder.note(ev.EpochRanOut(), where=where)
-        recorder.note(ev.Remark(_RAN_OUT.format(where=where, error=first_line)), where="")
+        said = f"The script ended at {where} with {first_line}. {_RAN_OUT * recorder.is_cut}"
+        recorder.note(ev.Remark(f"{said}What came before was judged."), where="")
+        if recorder.is_cut:
+            ended_well = True
+            recorder.note(ev.EpochRanOut(), where=where)
     for at_end in recorder.at_end if ended_well else []:
         at_end(recorder.world_size)
     recorder.note(ev.RankEnded(code, text=text), where="")

@@ -24,9 +24,9 @@ from samestep.base.errors import is_users, raised_at, users_frame
 from samestep.base.trees import own_part, real_parts
 from samestep.launch.stall.pulse import Pulse
 from samestep.scripts.checking import events as ev
-from samestep.scripts.checking.events import events_path
 from samestep.scripts.checking.ranks_of_script import Job
 from samestep.scripts.checking.scratch import Scratch
+from samestep.scripts.checking.seen import events_path
 from samestep.scripts.hooks import Hooks
 
 _OWN = str(Path(samestep.__file__).parent) + os.sep
@@ -52,6 +52,7 @@ class Recorder:
         self.is_ended = False  # whether the script was ended before its own end
         self.gathered: deque[Tensor] = deque(maxlen=4)
         """The last matrices that this rank has given to a gather."""
+        self.evaluated: Any = None  # its last pass over a loader in an evaluation
         self.at_end: list[Callable[[int], None]] = []
         """Called with the world size when the script has ended."""
 

@@ -79,6 +79,16 @@ def _lost_sequences(tensors: list[Tensor], leaves: list[Tensor]) -> int:
     return len(tensors) - len(with_row)
 
 
+def places_of(samples: list[Any]) -> tuple[int, list[int]]:
+    """Return of how many rows of a tensor samples are views, and of which; (0, []) if of none."""
+    each = [[v for v in tree_leaves(sample) if isinstance(v, Tensor)] for sample in samples]
+    rows = [max(own, key=Tensor.numel) for own in each]
+    sizes = {(row.numel(), row.untyped_storage().nbytes() // row.element_size()) for row in rows}
+    ((n, whole),) = sizes if len(sizes) == 1 else [(1, 1)]
+    views = whole > n and not any(row.storage_offset() % n for row in rows)
+    return (whole // n, [int(row.storage_offset()) // n for row in rows]) if views else (0, [])
+
+
 def number_of(index: Any) -> int:
     """Return an index of a data set as a number."""
     try:

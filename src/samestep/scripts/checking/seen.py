@@ -131,9 +131,14 @@ def source_line(folder: Path, name: str, number: int) -> str:
         return ""
 
 
+def events_path(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's events."""
+    return folder / f"events-{rank}.jsonl"
+
+
 def read_events(folder: Path, rank: int) -> list[ev.Event]:
     """Return a rank's events; its last line may be torn if it was killed."""
-    path = ev.events_path(folder, rank)
+    path = events_path(folder, rank)
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     # Not checked against the fields' types: a script's own samplers may have any seed.
     fields = map(msgspec.json.decode, lines)

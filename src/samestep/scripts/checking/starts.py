@@ -130,7 +130,7 @@ class Attempt:
         own, before = self.begins(rank)
         if own is None or before is None:
             return None
-        now, then = own.part(part), before.part(part)
+        now, then = getattr(own, part), getattr(before, part)
         if now == then or (part == "copies" and before.averages <= {*now}):
             return None
         return now, then

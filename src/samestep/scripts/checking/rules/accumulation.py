@@ -42,6 +42,9 @@ def accumulates_without_no_sync(seen: Seen) -> Iterator[Found | NotSeen]:
         text += f"{wrap.parameters:,} gradients ({steps} steps of rank 0)"
         remedy = "Run all but the last micro-batch of a step, forward and backward, within `with "
         remedy += "model.no_sync():`."
+        if not wrap.own:
+            remedy += " In Lightning use `optimizer.toggle_model(sync_grad=False)`, in Fabric "
+            remedy += "`no_backward_sync(model)`, in Accelerate `accumulate(model)`."
         yield Found(where, text, remedy, comes_from={"DDP is made": wrap.where})
 
 
@@ -52,23 +55,29 @@ def adds_up_again(seen: Seen) -> Iterator[Found | NotSeen]:
     wrap = rank.first(ev.ModelWrapped)
     if wrap is None or wrap.wrapper != "ddp":
         return
-    synced, sums, again = False, list[ev.CollectiveCalled](), list[ev.CollectiveCalled]()
-    for event in rank.of(ev.BackwardPass, ev.CollectiveCalled, ev.GradientsUsed):
-        if isinstance(event, ev.BackwardPass):
-            synced = event.sync
-            sums = []
-        elif isinstance(event, ev.CollectiveCalled):
-            sums += [event] if event.name == "all_reduce" and event.op == "SUM" else []
-        elif isinstance(event, ev.GradientsUsed) and synced:
-            summed = sum(math.prod(shape) for call in sums for shape in call.shapes)
-            is_grown = abs(event.grown / seen.world_size - 1) < _EXACT_STEP
-            # A number that is logged is small.
-            again += sums[:1] if is_grown and 2 * summed > wrap.parameters else []
-    if len(again) >= _FEW_STEPS:
-        text = f"in {len(again)} steps an all-reduce makes the gradients that DDP has averaged "
+    steps, elements = {used.step for used in added_up(seen)}, Counter[str]()
+    for call in rank.of(ev.CollectiveCalled):
+        if (call.name, call.op) == ("all_reduce", "SUM") and call.step in steps:
+            elements[call.where] += sum(map(math.prod, call.shapes))
+    # A number that is logged is small.
+    if len(steps) >= _FEW_STEPS and 2 * elements.total() > len(steps) * wrap.parameters:
+        ((where, _),) = elements.most_common(1)
+        text = f"in {len(steps)} steps an all-reduce makes the gradients that DDP has averaged "
         text += f"{seen.world_size} times as large"
         remedy = "Leave out the all-reduce: DDP has averaged them in the backward pass."
-        yield Found(again[0].where, text, remedy, comes_from={"DDP is made": wrap.where})
+        yield Found(where, text, remedy, comes_from={"DDP is made": wrap.where})
+
+
+def added_up(seen: Seen) -> list[ev.GradientsUsed]:
+    """Return rank 0's steps with the sum of what the gradients of all ranks were before."""
+    return [
+        used[0]
+        for used in seen.together(ev.GradientsUsed)
+        for changes in zip(*(event.changes for event in used), strict=False)
+        if (total := math.fsum(before for before, _ in changes))
+        and all(math.isclose(after, total, rel_tol=_EXACT_STEP) for _, after in changes)
+        and not math.isclose(changes[0][0], total, rel_tol=_EXACT_STEP)
+    ]
 
 
 @rule("SS314", least_ranks=1)
@@ -82,7 +91,7 @@ def adds_up_micro_batches(seen: Seen) -> Iterator[Found | NotSeen]:
         if isinstance(event, ev.BatchRead):
             loader = event.loader_id
         elif isinstance(event, ev.LossAverage):
-            is_mean = _is_plain_mean(event)
+            is_mean = is_plain_mean(event)
         elif isinstance(event, ev.BackwardPass):
             passes.append((event, loader if is_mean else None))
             loader, is_mean = None, False
@@ -153,7 +162,7 @@ def by_step(rank: RankSeen, kind: type[E], step: type[_Step]) -> Iterator[tuple[
             events.append(event)
 
 
-def _is_plain_mean(average: ev.LossAverage) -> bool:
+def is_plain_mean(average: ev.LossAverage) -> bool:
     """Whether a loss is divided by its own count, and at most multiplied by a scaler."""
     times = average.weight * average.count
     scaled = times >= _SCALE and math.log2(times).is_integer()

@@ -4,11 +4,11 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from samestep.base.errors import listed
 from samestep.scripts.checking import events as ev
-from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
+from samestep.scripts.checking.findings import Found, NotSeen, rule
 from samestep.scripts.checking.readings import (
     ENOUGH,
     Reading,
@@ -24,6 +24,7 @@ from samestep.scripts.checking.readings import (
 from samestep.scripts.checking.seen import RankSeen, Seen, why_apart
 
 _APART = 0.9  # of samples, at least, that no other rank reads
+_ALMOST = 0.05  # of what an epoch leaves out of a stream, as at its end
 _MUCH = 0.1  # of samples that differ in content
 
 
@@ -195,54 +196,6 @@ def stream_is_not_split_over_workers(seen: Seen) -> Iterator[Found | NotSeen]:
             return
 
 
-@rule("SS107")
-def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
-    """Find repeated indices in an evaluation whose sums are then reduced over the ranks."""
-    for readings in together(seen, trains=False):
-        first = readings[0]
-        # Accelerate's samplers fill up the last batches.
-        most = seen.world_size * (1 if first.loader.distributed else first.loader.batch_size or 1)
-        whole = first.loader.length
-        if not same_data(readings) or any(len({*own.order}) == whole for own in readings):
-            continue
-        if not any(batch.evaluating for batch in first.batches) or first.orders[0].truncated:
-            continue
-        counts = Counter(index for reading in readings for index in reading.order)
-        twice = sorted(index for index, times in counts.items() if times > 1)
-        if not twice or len(twice) >= most or len(counts) != whole:
-            continue
-        text = f"{len(counts)} samples were evaluated {counts.total()} times: {few(twice)} twice"
-        met = list(_met_after(seen.ranks[0], first))
-        collectives = {event.name for event in met}
-        untrimmed = [event.where for event in met if event.trims is False]
-        if any(event.trims for event in met):
-            continue
-        if untrimmed:
-            line = seen.line(untrimmed[0])
-            remedy = replaced(line, line.replace(".gather(", ".gather_for_metrics("))
-            text += ", and Accelerate's `gather` keeps both"
-            yield Found(untrimmed[0], text, remedy, "advice")
-        elif not first.loader.direct:
-            yield NotSeen(f"{text}, by a sampler that is not the script's own")
-        elif gathers := sorted(name for name in collectives if "gather" in name):
-            yield NotSeen(f"{text}; after {gathers[0]} the script may leave them out")
-        elif not collectives & {"all_reduce", "reduce"}:
-            yield NotSeen(f"{text}; no collective put the ranks' results together")
-        else:
-            remedy = "Give rank r the samples `range(r, len(dataset), world_size)`, by `Subset`."
-            yield Found(first.loader.sampler_made or first.made, text, remedy)
-
-
-def _met_after(rank: RankSeen, reading: Reading) -> Iterator[ev.CollectiveCalled]:
-    """Yield the collectives that follow batches of an evaluation."""
-    follows = False
-    for event in rank.of(ev.BatchRead, ev.CollectiveCalled):
-        if isinstance(event, ev.BatchRead):
-            follows = event.loader_id == reading.loader.loader_id
-        elif isinstance(event, ev.CollectiveCalled) and follows:
-            yield event
-
-
 @rule("SS108", least_ranks=1)
 def workers_draw_the_same(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare the random states with which the workers of a loader drew for their first samples."""
@@ -373,6 +326,32 @@ def cuts_what_is_a_part(seen: Seen) -> Iterator[Found | NotSeen]:
         elif not proof and len({loader.data for loader in loaders} - {None}) == ranks:
             text = f"each rank has a data set of its own, of which a sampler takes one of {parts} "
             yield NotSeen(f"{text}parts: whether it is a part of one is not known")
+    yield from _streams_cut_twice(seen)
+
+
+def _streams_cut_twice(seen: Seen) -> Iterator[Found]:
+    """Yield streams of which all ranks and workers together have one row of several."""
+    for readings in together(seen):
+        loader, parts = readings[0].loader, dict[tuple[int, int, int], list[int]]()
+        for rank, own in zip(seen.ranks, readings, strict=True):
+            for event in rank.of(ev.StreamPlaces):
+                if event.loader_id == own.loader.loader_id:
+                    key = event.whole, rank.rank, event.worker
+                    parts[key] = [*parts.get(key, ()), *event.places]
+        read = {place for places in parts.values() for place in places}
+        steps = {b - a for places in parts.values() for a, b in pairwise(places)}
+        ends = not any(left.cut for own in readings for left in own.left if not left.turn)
+        whole = max(parts)[0] if len({key[0] for key in parts}) == 1 else 0
+        share = whole / len(read) if whole and ends else 0.0
+        share = min(steps) / len(parts) if whole and len(steps) == 1 else share
+        workers = max(1, loader.workers)
+        times = {seen.world_size, workers, seen.world_size * workers} - {1}
+        if len(read) >= ENOUGH and any(abs(share - n) < _ALMOST * n for n in times):
+            rows = "; ".join(f"rank {key[1]} has {few(places)}" for key, places in parts.items())
+            text = f"the samples are rows of a tensor of {whole}, and all ranks together have one "
+            text += f"row of {share:.0f} ({rows})"
+            remedy = "Share out the stream once, by rank and worker: leave out the other cut."
+            yield Found(loader.reads or readings[0].made, text, remedy)
 
 
 def _cut_before(readings: list[Reading]) -> str:

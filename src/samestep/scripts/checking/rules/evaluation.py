@@ -6,12 +6,16 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 from samestep.scripts.checking import events as ev
-from samestep.scripts.checking.findings import Found, NotSeen, rule
+from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
+from samestep.scripts.checking.readings import Reading, few, same_data, together
 from samestep.scripts.checking.seen import E, RankSeen, Seen
 
 _JOINING = ("all_reduce", "reduce", "all_gather", "gather", "all_to_all", "reduce_scatter")
 _IN_A_ROW = 2
 _EXACT = 1e-5
+_WHOLE_EPOCHS = 2  # those that are not cut to one batch
+_DECIMALS = 7  # of a number that is read
+_SHARE = 0.02  # of a sample, within which a share of samples is a whole number of them
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,17 @@ def evaluates_other_weights(seen: Seen) -> Iterator[Found | NotSeen]:
         yield Found(event.where, text, remedy)
 
 
+@rule("SS406")
+def compares_in_another_order(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Look for predictions whose own ones stand where no labels of the same samples do."""
+    for event in seen.any(ev.OrdersDiffer)[:1]:
+        predictions, labels = event.orders
+        text = f"after step {event.step} predictions were compared with labels: those of one rank "
+        text += f"stand {predictions}, and the labels of the same samples {labels}"
+        remedy = "Gather the labels by the same call as the predictions, and join both alike."
+        yield Found(event.where, text, remedy)
+
+
 def evaluations(seen: Seen, rank: RankSeen) -> list[_Evaluation]:
     """Return a rank's evaluations."""
     parts: list[_Evaluation] = []
@@ -367,3 +382,83 @@ def _waits_for(rank: RankSeen, event: ev.ForwardPass) -> str:
     buffers = len(weights[-1].buffers) if weights else 0
     sends = buffers and wraps[-1].broadcast_buffers
     return f"broadcasts its {buffers} buffers to all ranks" if sends else ""
+
+
+@rule("SS107")
+def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
+    """Find repeated indices in an evaluation whose sums are then reduced over the ranks."""
+    for readings in together(seen, trains=False):
+        first = readings[0]
+        # Accelerate's samplers fill up the last batches.
+        most = seen.world_size * (1 if first.loader.distributed else first.loader.batch_size or 1)
+        whole = first.loader.length
+        if not same_data(readings) or any(len({*own.order}) == whole for own in readings):
+            continue
+        if not any(batch.evaluating for batch in first.batches) or first.orders[0].truncated:
+            continue
+        counts = Counter(index for reading in readings for index in reading.order)
+        twice = sorted(index for index, times in counts.items() if times > 1)
+        if not twice or len(twice) >= most or len(counts) != whole:
+            continue
+        text = f"{len(counts)} samples were evaluated {counts.total()} times: {few(twice)} twice"
+        met = [*_met_after(seen.ranks[0], first)]
+        calls = [event for event in met if isinstance(event, ev.CollectiveCalled)]
+        cut = any(left.cut for reading in readings for left in reading.left)
+        of = None if cut else _results_of(seen, met, [whole, counts.total()])
+        if of == whole or any(event.trims for event in calls):
+            continue
+        text += f", and the results are of {of}" if of else ""
+        untrimmed = [event.where for event in calls if event.trims is False]
+        names = sorted({event.name for event in calls})
+        if untrimmed and of:
+            line = seen.line(untrimmed[0])
+            remedy = replaced(line, line.replace(".gather(", ".gather_for_metrics("))
+            yield Found(untrimmed[0], text, remedy, "advice")
+        elif not (first.loader.direct or untrimmed):
+            yield NotSeen(f"{text}, by a sampler that is not the script's own")
+        elif not of and (gathers := [name for name in names if "gather" in name]):
+            yield NotSeen(f"{text}; after {gathers[0]} the script may leave them out")
+        elif not of and not {*names} & {"all_reduce", "reduce"}:
+            yield NotSeen(f"{text}; no collective put the ranks' results together")
+        else:
+            remedy = "Give rank r the samples `range(r, len(dataset), world_size)`, by `Subset`."
+            where = first.loader.sampler_made or first.made
+            yield Found(where, text, remedy, "advice" if cut else None)
+
+
+def _met_after(rank: RankSeen, reading: Reading) -> Iterator[ev.Event]:
+    """Yield the collectives and numbers that follow batches of an evaluation."""
+    follows = False
+    for event in rank.of(ev.BatchRead, ev.CollectiveCalled, ev.NumberRead, ev.NumbersShown):
+        if isinstance(event, ev.BatchRead):
+            follows = event.loader_id == reading.loader.loader_id
+        elif follows:
+            yield event
+
+
+def _results_of(seen: Seen, met: list[ev.Event], sizes: list[int]) -> int | None:
+    """Return of which number of samples results are: None if no count and no share tells."""
+    sums = {
+        sum(column)
+        for events in seen.together(ev.NumbersReduced)
+        for column in zip(*(event.values for event in events), strict=False)
+    }
+    if len(counted := [n for n in sizes if n in sums]) == 1:
+        return counted[0]
+    shares: list[tuple[float, int]] = []  # and the decimals that are known
+    for event in (event for event in met if event.epoch <= _WHOLE_EPOCHS):
+        if isinstance(event, ev.NumberRead):
+            shares.append((event.value or 0.0, _DECIMALS))
+        elif isinstance(event, ev.NumbersShown):
+            plain = [number for number in event.numbers if "e" not in number]
+            shares += [(float(number), len(number.partition(".")[2])) for number in plain]
+    votes = Counter[int]()
+    for number, decimals in (pair for pair in shares if pair[0] % 1):  # else it is a count
+        share, error = (number / 100, 0.005) if number > 1 else (number, 0.5)  # percent
+        error = sizes[1] * error / 10**decimals
+        fits = [n for n in sizes if abs(share * n - round(share * n)) <= _SHARE + error]
+        # A share of one batch may be one of both.
+        if len(fits) == 1 and 0 < share < 1 and error < _SHARE and (64 * share) % 1:
+            votes[fits[0]] += 1
+    (of, times), (_, others), *_ = [*votes.most_common(), (None, 0), (None, 0)]
+    return of if times > others else None

@@ -177,7 +177,7 @@ def _difference(
     if part == "weights" and (names := whole.seen.ranks[0].first(ev.WeightNames)):
         text += f"({', '.join([names.names[n] for n in differ[:3]])}) "
     text += f"{'is' if len(differ) == 1 else 'are'} not as at step {at}"
-    begin = whole.at(0).part(part)
+    begin = getattr(whole.at(0), part)
     anew = sum(own[n : n + 1] == begin[n : n + 1] for n in differ)
     return text + (f"; {anew} as before the first step" if anew and part != "optimizer" else "")
 

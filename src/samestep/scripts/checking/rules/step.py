@@ -7,7 +7,12 @@ from itertools import islice
 
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
-from samestep.scripts.checking.rules.accumulation import by_step, divides_twice
+from samestep.scripts.checking.rules.accumulation import (
+    added_up,
+    by_step,
+    divides_twice,
+    is_plain_mean,
+)
 from samestep.scripts.checking.rules.data import uneven_batches
 from samestep.scripts.checking.seen import RankSeen, Seen
 
@@ -151,6 +156,8 @@ def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
     """Compare what the optimizer was given with the gradient of all parts in one process."""
     event, backward = seen.ranks[0].first(ev.GradientCompared), seen.ranks[0].first(ev.BackwardPass)
     yield from _scaled_by_ranks(seen, averaged=event is not None and event.averaged)
+    if (event is None or event.not_seen) and not seen.any(ev.ModelWrapped):
+        yield from _added_by_hand(seen)
     met = (c.time for c in seen.ranks[0].of(ev.CollectiveCalled) if not c.step)
     if backward and not seen.any(ev.ModelWrapped) and max(met, default=0.0) < backward.time:
         yield NotSeen("no gradient was exchanged before the first step")
@@ -177,6 +184,22 @@ def not_the_joined_step(seen: Seen) -> Iterator[Found | NotSeen]:
     text = f"the gradient of the first step differs by {event.residual:.1%} from that of the "
     text += f"joined batch of {sizes} samples, computed in one process{first}"
     yield Found(event.where, text)
+
+
+def _added_by_hand(seen: Seen) -> Iterator[Found]:
+    """Yield gradients of means that are added up over the ranks, or of several calls."""
+    rank, added = seen.ranks[0], added_up(seen)
+    losses, calls = [average for average, *_ in _losses(rank)], rank.of(ev.ForwardPass)
+    means = 2 * sum(mean is not None and is_plain_mean(mean) for mean in losses) > len(losses)
+    # A sum over the samples of one call may be meant as one over all ranks' samples.
+    judged = means or sum(call.grad for call in calls) > len(losses)
+    if judged and len(added) >= _FEW_STEPS and 2 * len(added) > len(rank.of(ev.GradientsUsed)):
+        text = f"in {len(added)} steps the gradients of {seen.world_size} ranks are added up, and "
+        text += "not divided: the step grows with the number of ranks"
+        remedy = "Divide after the all-reduce: `param.grad /= dist.get_world_size()`."
+        sure = means and added[0].optimizer == "SGD"  # others divide the gradient by its own size
+        where = rank.of(ev.BackwardPass)[0].where
+        yield Found(where, text, remedy, None if sure else "advice")
 
 
 def _scaled_by_ranks(seen: Seen, *, averaged: bool) -> Iterator[Found]:
@@ -237,15 +260,25 @@ def casts_of_earlier_weights(seen: Seen) -> Iterator[Found | NotSeen]:
 @rule("SS316")
 def labels_of_other_ranks(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for labels that count from the first rank's rows where all ranks' are gathered."""
-    for rank in seen.ranks:
-        if event := rank.first(ev.LabelsElsewhere):
-            last = event.first + event.rows - 1
-            text = f"rank {rank.rank}'s labels are the columns {event.first} to {last}, and the "
-            text += f"rows that it gave to the gather are columns {event.own} to "
-            text += f"{event.own + event.rows - 1}"
-            remedy = "Add the rank's place to the labels: `labels + rank * len(labels)`."
-            yield Found(event.where, text, remedy)
-            return
+    mixed: list[ev.RowsLabelled] = []
+    for compared in seen.together(ev.RowsLabelled):
+        own = [one.blocks[one.own // one.rows] for one in compared if one.blocks]
+        by_rank = all(one.own == k * one.rows for k, one in enumerate(compared))
+        among = list if by_rank else Counter
+        wrong = [one for one in compared if one.blocks and among(one.blocks) != among(own)]
+        mixed += wrong[:1] if len(own) == seen.world_size else []
+    if len(mixed) >= _FEW_STEPS:
+        text = f"in {len(mixed)} steps the columns of a product are the rows of "
+        text += f"{len(mixed[0].blocks)} ranks, and what is compared here are not their labels"
+        remedy = "Gather the labels in the same way as the rows, and join both in the same order."
+        yield Found(mixed[0].where, text, remedy)
+    for event in [one for one in seen.any(ev.RowsLabelled) if one.own != one.first][:1]:
+        rank = next(rank.rank for rank in seen.ranks if event in rank.events)
+        text = f"rank {rank}'s labels are the columns {event.first} to "
+        text += f"{event.first + event.rows - 1}, and the rows that it gave to the gather are "
+        text += f"columns {event.own} to {event.own + event.rows - 1}"
+        remedy = "Add the rank's place to the labels: `labels + rank * len(labels)`."
+        yield Found(event.where, text, remedy)
 
 
 @rule("SS304")

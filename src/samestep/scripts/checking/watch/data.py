@@ -10,9 +10,10 @@ import math
 import random
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, dataloader, get_wor
 from torch.utils.data._utils import fetch
 
 from samestep.base.patches import Patch, patched, patched_when_imported
+from samestep.base.trees import tree_leaves
 from samestep.scripts import probes
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.recorder import Recorder
@@ -31,6 +33,7 @@ from samestep.scripts.checking.samples import (
     fingerprint,
     lost_rows,
     number_of,
+    places_of,
     random_states,
     rows_of,
     views_of,
@@ -38,7 +41,8 @@ from samestep.scripts.checking.samples import (
 from samestep.scripts.probes import Around, Probe, ProbedCall, listening
 
 _SAMPLER_MADE = Probe((DistributedSampler, "__init__"))
-_FETCH = Probe((fetch._MapDatasetFetcher, "fetch"))  # noqa: SLF001 - there is no public place
+_FETCHERS = fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher  # noqa: SLF001 - not public
+_FETCH = Probe(*((kind, "fetch") for kind in _FETCHERS))
 _JOIN = Probe((Join, "__enter__"))
 _SEEDS = {
     "torch": Probe((torch, "manual_seed")),
@@ -98,6 +102,11 @@ class _Turn:  # one pass over a loader
     iterable: bool
     batches: int = 0
     cut: bool = False
+    indices: list[int] = field(default_factory=list)
+    columns: list[list[torch.Tensor]] = field(default_factory=list)
+    """Of each batch the tensors that have one number for each sample."""
+    given: deque[torch.Tensor] = field(default_factory=partial(deque, maxlen=8))
+    """What was gathered since."""
 
 
 @dataclass
@@ -164,7 +173,9 @@ class _Loaders:
         later = group.turns >= _WHOLE_TURNS and group.ended
         limit = 1 if later else self._steps
         group.turns += 1
-        return _Turn(group, group.turns - 1, limit, iterable)
+        turn = _Turn(group, group.turns - 1, limit, iterable)
+        self._recorder.evaluated = turn if evaluating else self._recorder.evaluated
+        return turn
 
     def _note_loader(
         self, loader: Any, group: _Group, length: int | None, *, iterable: bool
@@ -243,6 +254,7 @@ class _Loaders:
         indices = [number_of(index) for index in itertools.islice(flat, _MOST_INDICES)]
         with contextlib.suppress(Exception):  # indices that are not numbers
             _, indices = base_of(loader.dataset, indices)
+        turn.indices = indices
         self._recorder.note(
             ev.OrderDrawn(
                 loader_id=turn.group.number,
@@ -289,6 +301,9 @@ class _Loaders:
             raise
         turn.batches += 1
         turn.group.noted += 1
+        if turn is self._recorder.evaluated and turn.batches <= _MOST_NOTED:
+            leaves = tree_leaves(batch)
+            turn.columns.append([t for t in leaves if torch.is_tensor(t) and t.ndim == 1])
         if turn.group.noted <= _MOST_NOTED:
             with self._recorder.unwatched():
                 n, rows = rows_of(batch)
@@ -330,6 +345,8 @@ class _Loaders:
         if turn is not None and first:
             fetcher._samestep_turn = None  # noqa: SLF001 - our own mark
             fetcher._samestep_group = turn.group.number  # noqa: SLF001 - as above
+        streams = type(fetcher) is _FETCHERS[1]
+        first &= not streams  # which seeds alike to share out one order
         group: int = getattr(fetcher, "_samestep_group", 0)
         left = getattr(fetcher, _LEFT, _FEW)
         compared = group and fetcher.auto_collation and left
@@ -355,9 +372,13 @@ class _Loaders:
             fetcher.collate_fn = collate
             if first:
                 self._note_drawn(group, before, after[0] if after else random_states(base))
-        lost = 0
+        lost, whole, places = 0, 0, list[int]()
         with self._recorder.unwatched(), contextlib.suppress(Exception):
-            lost = lost_rows(collected, batch) if compared else 0
+            whole, places = places_of(collected) if streams else (0, places)
+            lost = lost_rows(collected, batch) if compared and not streams else 0
+        if places:
+            worker = getattr(get_worker_info(), "id", -1)
+            self._recorder.note(ev.StreamPlaces(group, worker=worker, whole=whole, places=places))
         if lost:
             self._recorder.note(ev.SamplesLost(group, given=len(collected), lost=lost))
 

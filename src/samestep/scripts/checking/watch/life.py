@@ -111,8 +111,10 @@ class _Life:
         may_differ = kind.startswith("all_to_all")
         gaps = (list(tensor.stride()) for tensor in tensors if _has_gaps(tensor))
         if "gather" in kind and not self._recorder.quiet:
-            few = (t for t in tensors if t.is_floating_point() and t.numel() <= GATHERED_VALUES)
-            self._recorder.gathered.extend(tensor.detach().float() for tensor in few)
+            few = [tensor.detach() for tensor in tensors if tensor.numel() <= GATHERED_VALUES]
+            self._recorder.gathered.extend(t.float() for t in few if t.is_floating_point())
+            if self._recorder.evaluated is not None:
+                self._recorder.evaluated.given.extend(t for t in few if t.ndim)
         self._recorder.note(
             ev.CollectiveCalled(
                 kind,

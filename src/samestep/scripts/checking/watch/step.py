@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,6 +75,8 @@ class _Held:
     """The gradients of the sample as they were last remembered."""
     grown: float = 1.0
     """What the script has multiplied them by since the backward pass; 0 for anything else."""
+    changes: list[tuple[float, float]] = field(default_factory=list)
+    """A number that is linear in them, where they were remembered and when that was settled."""
     against: tuple[float, str] = (0.0, "")
     """The cosine of the last pass's part and what an older pass, of this line, had left."""
 
@@ -96,6 +98,7 @@ class _Held:
 
     def settle(self) -> None:
         """Count what they were multiplied by since they were last remembered."""
+        self.changes.append((_linear_in(self.exchanged), _linear_in(p.grad for p in self.sample)))
         now = ((g, _part_of(p.grad)) for g, p in zip(self.exchanged, self.sample, strict=False))
         both = [(g, n) for g, n in now if g is not None and n is not None and g.any()]
         some = [(g.double(), n.double()) for g, n in both if g.shape == n.shape]
@@ -205,7 +208,7 @@ class _Steps:
                     held.still_left &= not held.is_left()
                     held.added_up = now if held.still_left and any(now := held.sums()) else []
                     held.backwards += 1
-                    held.cleared, held.grown = "", 1.0
+                    held.cleared, held.grown, held.changes = "", 1.0, []
                     held.weights = [*map(checksum, held.sample)]
                     held.remember()
 
@@ -281,6 +284,7 @@ class _Steps:
                 missing=missing,
                 grown=held.grown,
                 weights_grown=times,
+                changes=held.changes,
                 against=held.against[0],
                 leaked=held.against[1],
             )
@@ -443,6 +447,13 @@ def _part_of(gradient: Tensor | None) -> Tensor | None:
     """Return this rank's part of a gradient, None for a sparse one."""
     part = getattr(gradient, "to_local", lambda: gradient)()
     return part if part is not None and part.layout == torch.strided else None
+
+
+def _linear_in(gradients: Iterable[Tensor | None]) -> float:
+    """Return a number that is the sum of those of other gradients if these are their sum."""
+    parts = [part.double().flatten() for g in gradients if (part := _part_of(g)) is not None]
+    number = sum(float(part @ torch.arange(len(part)).double().cos()) for part in parts)
+    return number if math.isfinite(number) else 0.0
 
 
 def _total(scheduler: Any) -> int | None:
