@@ -248,7 +248,8 @@ _KNOWN = {
     "graph of the step before: let Recipe(carry=…) carry it, or detach() it.",
     "does not require grad and does not have a grad_fn": "Evaluations run without gradients. Where "
     "forward needs some of its own, such as forces, compute them within `with torch.enable_grad():`"
-    " from inputs that requires_grad_() has marked.",
+    " from inputs that requires_grad_() has marked. A loss with a gradient penalty needs "
+    "another for evaluations: Recipe(evaluation_loss=…).",
     "setStorage: sizes": "With --strategy fsdp, torch.autograd.grad in forward meets weights that "
     "are freed already. Use --strategy ddp.",
     "Expected sparse gradient to be defined": "--find-unused sends zeros for what a step leaves "
