@@ -99,6 +99,7 @@ class Logs(TrainerCallback):
         with open(args.output_dir + ".log", "a") as file:
             file.write(json.dumps([state.global_step, state.epoch, logs]) + "\\n")
     on_epoch_end = lambda self, *known, **_: self.on_log(*known, {})
+    on_epoch_begin = on_step_begin = on_step_end = on_epoch_end
 def patch(net, forward, layers):  # functions that hold the model itself
     net.forward = functools.wraps(forward)(lambda **given: forward(**given))
     net.classifier.register_forward_hook(lambda *_: _[2] * (1 + layers[0].bias[0]))
@@ -263,10 +264,15 @@ OwnSteps = type("OwnSteps", (transformers.Trainer,), {"training_step": print})
 OwnEvaluate = type("OwnEvaluate", (transformers.Trainer,), {"evaluate": print})
 SAVES = {"on_train_end": lambda own, *known, **given: given["model"].save()}
 Saves = type("Saves", (transformers.TrainerCallback,), SAVES)
-OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {"on_step_end": print})
+OwnCallback = type("OwnCallback", (transformers.TrainerCallback,), {"on_substep_end": print})
 PaddingFree = type("PaddingFree", (transformers.Trainer,), {"padding_free": True})
 WITH_MODEL = {"__init__": lambda own: vars(own).update(net=torch.nn.Linear(1, 1)), "on_log": print}
 Held = type("Held", (transformers.TrainerCallback,), WITH_MODEL)
+
+
+class Stops(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = True
 
 
 @pytest.mark.parametrize(
@@ -274,13 +280,11 @@ Held = type("Held", (transformers.TrainerCallback,), WITH_MODEL)
     [
         ({"fsdp": True}, {}, "fsdp=True.*--strategy fsdp"),
         ({"optim": "adamw_anyprecision"}, {}, "optim='adamw_any"),
-        ({"data_seed": 3}, {}, "data_seed"),
         ({"label_names": []}, {"compute_metrics": print}, "BertFor.*label_names"),
         ({"num_train_epochs": 1.5}, {}, "max_steps"),
-        ({"save_steps": 0.1}, {}, "save_steps"),
         ({}, {"callbacks": [Saves()]}, "Saves.*on_train_end uses 'model'.*samestep.load"),
-        ({"accelerator_config": {"split_batches": True}}, {}, "batch_size"),
-        ({}, {"callbacks": [OwnCallback()]}, "OwnCallback.*its own on_step_end"),
+        ({}, {"callbacks": [OwnCallback()]}, "OwnCallback.*its own on_substep_end"),
+        ({}, {"callbacks": [Stops()]}, "Stops.*on_step_end changes the Trainer's control"),
         ({}, {"callbacks": [Held()]}, "Held.*uses self.net, a Linear"),
         ({}, {"test_dataset": {"one": [], "other": []}}, "a dict of 2 data sets"),
         ({}, {"eval_dataset": iter([])}, "is a stream"),

@@ -100,6 +100,7 @@ def test_a_loss_that_counts_its_calls_is_told_and_not_resumed(tmp_path, refused,
 
 
 PACKED = "lambda x: nn.utils.rnn.pack_sequence([a[: int(9 + a.sum()) % 7 + 1] for a in x], False)"
+MASKED = "lambda x: torch.tensor([float(random.random() > 0.2) for _ in x])"
 PADDED = "lambda x: torch.rand(len(x), int(99 * x[0].abs().sum()))"
 BESIDE = "data=kept, forward=lambda m, b: m(b[0]), loss=lambda o, b: mean(o, b[1]), metrics={}"
 # Fields of a recipe → what a note says of them, if anything.
@@ -110,6 +111,7 @@ DRAWN = {
     "augment=lambda x, keys: x + torch.randn_like(x)": "",
     "augment=lambda x, keys: x + samestep.uniform(keys, 8)": None,
     f"{BESIDE}, collate=partial(pairs, {PADDED})": "",
+    f"{BESIDE}, collate=partial(pairs, {MASKED})": "",
     f"{BESIDE}, collate=partial(pairs, {PACKED})": None,
     f"{BESIDE}, collate=partial(pairs, lambda x: 3 * torch.arange(len(x)))": None,
     f"{BESIDE}, collate=partial(pairs, list)": None,
@@ -117,7 +119,7 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize(("fields", "named"), DRAWN.items(), ids=range(10))
+@pytest.mark.parametrize(("fields", "named"), DRAWN.items(), ids=range(11))
 def test_what_gives_other_samples_when_asked_again_is_told(tmp_path, fields, named):
     text = """
 import samestep, random
@@ -224,6 +226,7 @@ def test_a_model_that_counts_its_calls_is_told_and_not_resumed_unless_its_state_
     assert found(Counts(2, 2)) == {"forward": ("n",)}
     assert found(nn.Sequential(nn.Dropout(), Counts(2, 2))) == {"forward": ("1.n",)}
     assert found(Counts(2, 2), lambda model, x: 0 * model(x)) == {"counts": ("n",)}
+    assert found(Counts(2, 2), lambda model, x: (0 * model(x), model.n)) == {"forward": ("n",)}
     assert not any((found(Keeps(2, 2)) | found(nn.BatchNorm1d(2))).values())
     assert found(nn.Linear(2, 2), counting) == {"forward": ("forward's calls",)}
 
@@ -274,21 +277,24 @@ def write_growing(folder, forward: str, loading: str = "", **other: str):
 
 
 def test_a_buffer_for_which_its_module_makes_room_resumes_to_the_last_bit(tmp_path):
-    recipe = write_growing(tmp_path, GROWING, MAKES_ROOM)
+    recipe = write_growing(tmp_path, GROWING, MAKES_ROOM, **PACKS)
     tiny.trained(recipe, tmp_path / "whole", "--max-steps", "13")
     tiny.trained(recipe, tmp_path / "stopped", "--max-steps", "9")
     tiny.resumed(tmp_path / "stopped", "--max-steps", "13")
     one, other = (tiny.last_state(tmp_path / name)["model"] for name in ("stopped", "whole"))
-    assert (one["_extra_state"], len(one["seen"])) == ({"calls": 13}, 13)
+    assert one["_extra_state"].tolist() == [1] * 13 == [1] * len(one["seen"])
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+PACKS = {'{"calls": self.calls}': "torch.ones(self.calls, dtype=torch.uint8)"}
+PACKS['state["calls"]'] = "len(state.numpy())"
 KEPT_APART = {"self.calls = state": "self.kept = state"}
 GROWN = "seen has shape (1,), the model (0,)"
 # What a forward does, with a change of the model, and what is then told.
 LOST = {
     "grows": (GROWING, {}, GROWN),
     "grows in step 2": (f"if self.calls == 2: {GROWING}", {}, GROWN),
+    "another type": ("self.seen = self.seen.float()", {}, "seen'] is a float32 tensor (0,), and"),
     "begins as None": ("self.none = x[:1].detach()", {}, "none is not in the model"),
     "gets layers": ("self.layers.append(nn.Linear(2, 2))", {}, "layers.0.weight is not in"),
     "extra state": ("pass", KEPT_APART, "['_extra_state']['calls'] is 1, and 0"),

@@ -248,7 +248,8 @@ _KNOWN = {
     "graph of the previous step: let Recipe(carry=…) carry it, or detach() it.",
     "does not require grad and does not have a grad_fn": "Evaluations run without gradients. If "
     "forward needs gradients, such as forces, compute them within `with torch.enable_grad():`"
-    " from inputs that requires_grad_() has marked.",
+    " from inputs that requires_grad_() has marked. A loss with a gradient penalty needs "
+    "another for evaluations: Recipe(evaluation_loss=…).",
     "setStorage: sizes": "With --strategy fsdp, torch.autograd.grad in forward finds weights that "
     "are already freed. Use --strategy ddp.",
     "Expected sparse gradient to be defined": "--find-unused sends zeros for what a step leaves "

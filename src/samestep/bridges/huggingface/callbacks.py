@@ -4,9 +4,10 @@ import dis
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, cast
 
+import torch
 from torch import nn
 from transformers import (
     EarlyStoppingCallback,
@@ -19,9 +20,12 @@ from transformers import (
 
 from samestep.base.errors import UserError, defined_at, listed
 from samestep.base.run.records import read_records
+from samestep.base.settings import Settings
+from samestep.core.recipe import Recipe
 
+_AROUND_STEPS = ("on_epoch_begin", "on_step_begin", "on_step_end")
 _CALLED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("on_train_begin", "on_epoch_end", "on_train_end"), ()),
+    **dict.fromkeys(("on_train_begin", *_AROUND_STEPS, "on_epoch_end", "on_train_end"), ()),
     "on_log": ("logs",),
     "on_evaluate": ("metrics",),
 }
@@ -31,6 +35,8 @@ _OF_TRAINER = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_d
 _OF_RECORDS = ("event", "split", "epoch", "step", "samples", "seconds")
 _LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
 _BY_SETTINGS = "Use --patience to stop early, --eval-every-steps to evaluate, --log-every to log."
+_CONTROL = vars(TrainerControl()).keys()
+_NOT_FOLLOWED = "changes the Trainer's control, which samestep does not follow."
 _WITH_MODEL = "If it needs the model, write a Recipe with after_epoch."
 _AFTER = f"Leave it out: samestep.load(run) returns the trained model. {_WITH_MODEL}"
 _UNCALLED = ("on_init_end", "on_save", "on_predict", "on_prediction_step", "on_push_begin")
@@ -80,7 +86,7 @@ def _check(callback: Any, own: Mapping[str, Callable[..., Any]]) -> None:
     if others := [name for name in own if name not in (*_CALLED, *_UNCALLED)]:
         raise UserError(
             f"{named} has its own {listed(others)}, which samestep would not call.",
-            remedy=f"Leave it out: only {listed([*_CALLED], 5)} are called. {_BY_SETTINGS} "
+            remedy=f"Leave it out: only {listed([*_CALLED], 8)} are called. {_BY_SETTINGS} "
             f"{_WITH_MODEL}",
         )
     check_held(named, own.values(), {f"self.{n}": value for n, value in vars(callback).items()})
@@ -89,6 +95,8 @@ def _check(callback: Any, own: Mapping[str, Callable[..., Any]]) -> None:
             raise UserError(
                 f"{named}: {name} uses {asked!r}, which it does not get.", remedy=_AFTER
             )
+        if _CONTROL & {i.argval for i in _names(own[name]) if i.opname == "STORE_ATTR"}:
+            raise UserError(f"{named}: {name} {_NOT_FOLLOWED}", remedy=_BY_SETTINGS)
         try:
             inspect.signature(own[name]).bind(None, None, None, **dict.fromkeys(_CALLED[name]))
         except TypeError as error:
@@ -144,9 +152,9 @@ def _asked(function: Any) -> str:
 
 
 def _names(function: Any) -> list[dis.Instruction]:
-    """Return a Python function's instructions that load names."""
+    """Return a Python function's instructions that load or set names, and where it returns."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    kinds = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "RETURN_VALUE")  # the last ends a function
+    kinds = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "STORE_ATTR", "RETURN_VALUE")
     return [] if code is None else [i for i in dis.get_instructions(code) if i.opname in kinds]
 
 
@@ -179,6 +187,24 @@ class LoggingCallbacks:
     state: TrainerState = field(default_factory=TrainerState)
     steps_per_epoch: int = 1
     run_dir: str = ""
+    _at: tuple[bool, bool] = (False, False)
+    """Whether a training has begun in this process, and a step of it."""
+
+    def begin_step(self, step: int) -> None:
+        """Take the first forward of a step, counted from 0."""
+        if self._at == (True, False):
+            self._at, self.state.global_step = (True, True), step
+            self.state.epoch = step / self.steps_per_epoch
+            if step % self.steps_per_epoch == 0:
+                self._call("on_epoch_begin")
+            self._call("on_step_begin")
+
+    def end_step(self) -> None:
+        """Take the end of a step, in which the optimizer has changed the weights."""
+        if self._at == (True, True):
+            self._at, self.state.global_step = (True, False), self.state.global_step + 1
+            self.state.epoch = self.state.global_step / self.steps_per_epoch
+            self._call("on_step_end")
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Take a record."""
@@ -189,6 +215,7 @@ class LoggingCallbacks:
             for before in read_records(self.run_dir):  # with `--elastic`, of another rank 0
                 for _ in self._logs(before):
                     pass
+            self._at = (True, False)
             self._call("on_train_begin")
         for values in () if event == "start" else self._logs(record):
             self._call("on_log", logs=values)
@@ -235,7 +262,29 @@ class LoggingCallbacks:
             more = {n: value for n, value in more.items() if every or n in taken}
             changed = function(self.args, self.state, control, **given, **more)
             if (changed or control) != TrainerControl():
-                raise UserError(
-                    f"{where} changes the Trainer's control, which samestep does not follow.",
-                    remedy=_BY_SETTINGS,
-                )
+                raise UserError(f"{where} {_NOT_FOLLOWED}", remedy=_BY_SETTINGS)
+
+
+def called_around_steps(recipe: Recipe) -> Recipe:
+    """Return a recipe whose callbacks are called at the begin and the end of each step, if any."""
+    calls = recipe.on_record
+    forward, make = cast("Any", recipe.forward), cast("Any", recipe.optimizer)
+    own = calls.callbacks if isinstance(calls, LoggingCallbacks) else ()
+    if not any(name in _own_methods(one) for one in own for name in _AROUND_STEPS):
+        return recipe
+    told, asks = (
+        cast("LoggingCallbacks", calls),
+        {"step"} & {*inspect.signature(forward).parameters},
+    )
+
+    def forward_in_step(model: nn.Module, batch: Any, *, step: int) -> Any:
+        if model.training:
+            told.begin_step(step)
+        return forward(model, batch, **dict.fromkeys(asks, step))
+
+    def told_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = make(model, settings)
+        optimizer.register_step_post_hook(lambda *_: told.end_step())
+        return optimizer
+
+    return replace(recipe, forward=forward_in_step, optimizer=told_optimizer)

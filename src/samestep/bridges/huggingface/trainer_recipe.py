@@ -38,6 +38,7 @@ from samestep.bridges.huggingface import trainer_methods as methods
 from samestep.bridges.huggingface import training_arguments as arguments
 from samestep.bridges.huggingface.callbacks import (
     LoggingCallbacks,
+    called_around_steps,
     check_held,
     settings_of_callbacks,
 )
@@ -143,7 +144,7 @@ def recipe(
         derived.pop("micro_batch_size", None)
     if optimizers[0] is not None:
         derived["lr"] = max(g.get("initial_lr", g["lr"]) for g in optimizers[0].param_groups)
-    return Recipe(
+    made = Recipe(
         model=given.build,
         data=given.data,
         collate=given.collate,
@@ -157,6 +158,7 @@ def recipe(
         on_record=LoggingCallbacks(called, args, processing_class) if called else None,
         settings=derived | settings,
     )
+    return called_around_steps(made)
 
 
 def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any) -> Recipe:
@@ -208,7 +210,7 @@ def from_trainer(trainer: Trainer, *, test_dataset: Any = None, **settings: Any)
         trainer.state.max_steps = max(1, trainer.args.max_steps)
         schedule = parts.get("schedule", base.schedule)
         parts["schedule"] = functools.partial(methods.with_length, trainer, given.about, schedule)
-    return replace(base, **parts)
+    return called_around_steps(replace(base, **parts))
 
 
 def _map_style(data: Any) -> Any:

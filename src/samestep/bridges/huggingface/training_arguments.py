@@ -68,6 +68,7 @@ _REFUSED = {
 _OWN_OPTIMIZER = "Create it yourself: optimizers=(optimizer, None)."
 _OPTIMIZERS = (
     *("adamw_torch", "adamw_torch_fused", "adamw_hf", "sgd", "adagrad", "rmsprop", "adafactor"),
+    *("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"),
 )
 
 

@@ -7,6 +7,7 @@ import platform
 import random
 import re
 import sys
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.base.errors import UserError, listed
-from samestep.base.trees import real_parts
+from samestep.base.trees import map_tensors, real_parts
 from samestep.core.data.keyed_random import seed_alike
 from samestep.core.data.order import held_parts
 from samestep.core.learner.optimizer_state import Joint
@@ -140,8 +141,8 @@ def check_same(values: Mapping[str, Any], world: World, of: str, *, where: str =
     raise UserError(
         f"{of} differ between the ranks: {listed(differences)}.",
         where=where,
-        remedy="Give all ranks the same: what is taken from the clock, the rank or the memory of a "
-        "node is another on each.",
+        remedy="Give all ranks the same: what is taken from a rank's own samples, the clock, the "
+        "rank or the memory of a node is another on each.",
         on_all_ranks=True,
     )
 
@@ -159,12 +160,24 @@ def _as_text(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
+_NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+"""What neither Gloo nor NCCL sends."""
+
+
 def check_same_model(model: nn.Module, world: World, name: str = "") -> None:
     """Check that all ranks train the same tensors of a model; all ranks call it.
 
     `name` is that of the model in a state.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for of, tensor in tensors.items() if world.connected else ():
+        if tensor.dtype in _NOT_SENT:
+            raise UserError(
+                f"The model's {name}{of} is a tensor of {tensor.dtype}, which ranks cannot send "
+                "each other.",
+                remedy="Let it be int32 or int64.",
+                on_all_ranks=True,
+            )
     forms = {
         f"{name}{of}": f"{'trained' if t.requires_grad else 'frozen'}, {t.dtype} {tuple(t.shape)}"
         for of, t in tensors.items()
@@ -202,13 +215,25 @@ def check_weights(
     *,
     draws: bool = True,
     optimizers: Sequence[torch.optim.Optimizer] = (),
+    modules: Mapping[str, nn.Module] = types.MappingProxyType({}),
 ) -> None:
     """Check by one number per weight that all ranks, if they round alike, have the same weights.
 
     Two things are for the message: `added` says what may be wrong with a gradient that differs, and
     `draws` whether the update may draw random numbers or read a rank's own. The groups of the
-    optimizers tell whether a setting of theirs, such as the learning rate, differs.
+    optimizers tell whether a setting of theirs, such as the learning rate, differs. What `modules`
+    keep by `get_extra_state` must be the same, too: a resumed run gives rank 0's to all.
     """
+    # What is packed into bytes may name a rank's device.
+    states = {
+        f"{f'{name}.{of}'.strip('.')}.get_extra_state()": state
+        for name, module in modules.items()
+        for of, part in module.named_modules()
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+        and getattr(state := part.get_extra_state(), "dtype", None) != torch.uint8
+    }
+    if states:
+        check_same(map_tensors(Tensor.cpu, states), world, "The extra states of modules")
     if not (world.connected and named):
         return
     bits = bits_of([*named.values()])

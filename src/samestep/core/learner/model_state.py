@@ -161,7 +161,7 @@ class ModelTrial:
         if self._new is None or (of_loop and grown):
             return
         state = model.state_dict()
-        form = {name: _shape(value) for name, value in state.items()}
+        form = {name: (_shape(v), getattr(v, "dtype", None)) for name, v in state.items()}
         if form != self._form and (why := self._why_lost(state)):
             raise UserError(
                 f"{what} could not be resumed: {why.rstrip('.')}.",
@@ -174,7 +174,9 @@ class ModelTrial:
 
     def _why_lost(self, state: dict[str, Any]) -> str:
         assert self._new is not None
-        state.update(map_tensors(hollow, dict(state)))
+        # A module's own code may read what it has packed into bytes.
+        plain = {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
+        state.update(map_tensors(hollow, plain))
         with Hollowing():
             twin = copied(self._new)
         try:

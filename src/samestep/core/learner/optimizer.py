@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from inspect import Parameter, getsource, signature
@@ -372,12 +373,17 @@ class Update:
                     f"{what}, takes the gradient of a gradient, for which backward would have to "
                     "keep its graph (create_graph=True). Choose one that needs gradients only."
                 ) from error
-            parts = (
-                "With --strategy fsdp, an optimizer is given a rank's parts of the weights, which "
-                "not every optimizer can step. Use --strategy ddp."
+            if not self._sharded:
+                blame(f"{what}, failed in a step", error, self._maker)
+            if re.search("DTensor|placement|sharding", str(error)):  # of many lines
+                error.args = (re.split(r"[.,]\s", str(error))[0],)
+            blame(
+                f"{what}, cannot step the parts of the weights that a rank has",
+                error,
+                self._maker,
+                remedy="Use --strategy ddp, torch.optim.Muon, or an optimizer that changes each "
+                "number by itself, such as AdamW.",
             )
-            remedy = parts if self._sharded else ""
-            blame(f"{what}, failed in a step", error, self._maker, remedy=remedy)
 
     def _look_up(self) -> Callable[[list[Tensor], float], None] | None:
         states = [self._optimizer.state[p] for p in self._parameters]

@@ -38,7 +38,8 @@ def sharded_update(what: str, *, looks: bool, may_draw: bool = False) -> Iterato
     Raises:
         UserError: if this `looks`, an optimizer has multiplied sharded matrices in half precision,
             and the product is a sum over ranks of what is rounded: Newton-Schulz makes percents of
-            that. Or it has drawn random numbers for sharded tensors, unless it `may_draw` them.
+            that. Or it has drawn random numbers for sharded tensors or from a generator of its own,
+            unless it `may_draw` them.
     """
     with patched((_muon, "_zeropower_via_newtonschulz", _of_whole)), whole_numbers():
         if not looks:
@@ -56,8 +57,9 @@ def sharded_update(what: str, *, looks: bool, may_draw: bool = False) -> Iterato
         )
     if products.draws and not may_draw:
         raise UserError(
-            f"{what}, draws random numbers for the parts of the weights that each rank has: with "
-            "--strategy fsdp they are other ones than for whole weights.",
+            f"{what}, draws random numbers for the parts of the weights that each rank has, or "
+            "from a generator of its own: with --strategy fsdp they may be other ones than for "
+            "whole weights.",
             remedy="Use --strategy ddp; or, if other numbers serve as well, add --no-self-check.",
             on_all_ranks=True,
         )
@@ -95,5 +97,7 @@ class _PartialProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in _PRODUCTS and result.dtype in _HALF and is_partial_sum(result):
             self.rounded_to = result.dtype
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags and is_sharded(result)
+        # A whole weight has the same numbers on all ranks, unless it is looked up for a seed.
+        own = any(isinstance(given, torch.Generator) for given in (*args, *(kwargs or {}).values()))
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags and (own or is_sharded(result))
         return result

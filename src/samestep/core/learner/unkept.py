@@ -38,6 +38,8 @@ _HOLD = "Let a buffer or get_extra_state hold it"
 _TRIED = 4
 """Training samples that are read again: as few as mixup takes, and enough for a draw to show."""
 
+_NUMBERS = (Tensor, int, float)
+
 ASKS_TRAINED = ContextVar("asks_trained", default=False)
 """Whether a model in eval mode is asked for the loss of its training, where it has two."""
 
@@ -137,9 +139,9 @@ def of_data(
             else:
                 marks = _marks(batch)
                 # Other samples may be padded to another length, which says nothing; copies are not.
-                copies = [first[-1]] * _TRIED
-                pairs = ((batch, last), (read(copies), copies[:2]))
-                apart = all(_equal_batches(whole, read(few), len(few)) for whole, few in pairs)
+                copies = first if makers else first[-1:]  # draws may be equal by chance
+                tries = [(first, last), *(([one] * _TRIED, [one] * 2) for one in copies)]
+                apart = all(_equal_batches(read(of), read(few), len(few)) for of, few in tries)
                 names["among"] = () if apart else (*makers,)
         mixes = recipe.batch_transform is not None and not names["data"]
         if mixes and not _repeats(train.peek(_TRIED), recipe, settings, world):
@@ -400,7 +402,8 @@ def of_forward(
         put_back()
         with random_numbers(0):
             outputs = forward(rows)
-        outputs_seen.append([t.clone() for t in tree_leaves(outputs) if isinstance(t, Tensor)])
+        leaves = [torch.as_tensor(t) for t in tree_leaves(outputs) if isinstance(t, _NUMBERS)]
+        outputs_seen.append([t.clone() for t in leaves])
         prints.append(forward_prints(model, function))
 
     with contextlib.suppress(Exception):  # the first step tells how it fails

@@ -373,7 +373,8 @@ class LoopSession:
         self.world.on_every(self._check_trials)
         added = "call run.backward, not loss.backward(), to add it up"
         optimizers = [o for o in self.state.values() if isinstance(o, torch.optim.Optimizer)]
-        check_weights(self.trained, self.world, self.position.step, added, optimizers=optimizers)
+        also: Any = {"optimizers": optimizers, "modules": self.modules()}
+        check_weights(self.trained, self.world, self.position.step, added, **also)
 
     def _check_trials(self) -> None:
         for name, module in self.modules().items():

@@ -122,7 +122,9 @@ def check_alike(work: Work, step: int) -> None:
         named |= dict(model.named_buffers())
     added = "something changes it after the ranks have reduced it, such as a hook"
     draws = may_draw(work.learner.optimizer)
-    check_weights(named, work.world, step, added, draws=draws, optimizers=[work.learner.optimizer])
+    how: Any = {"draws": draws, "optimizers": [work.learner.optimizer]}
+    how["modules"] = {"": model} if work.settings.self_check else {}
+    check_weights(named, work.world, step, added, **how)
 
 
 def check_resumable(work: Work, step: int) -> None:
