@@ -213,11 +213,10 @@ def test_a_short_script_runs_to_its_end_and_what_there_is_is_told(here, output_o
     ],
 )
 def test_flags_may_stand_before_what_is_profiled(given, target):
-    from samestep.base.settings import Settings
     from samestep.shell.commands.profile import ProfileFlags
     from samestep.shell.commands.target import target_first
 
-    assert target_first(given.split(), ProfileFlags, Settings) == target.split()
+    assert target_first(given.split(), ProfileFlags) == target.split()
 
 
 def test_sigterm_ends_the_profile_of_a_recipe_and_shows_what_was_measured(here):

@@ -86,7 +86,7 @@ def test_no_verb_a_range_without_a_batch_and_an_equal_array_are_mistakes(here, s
     assert slurm("submit", "mine.py", *elastic)[0] == 0  # a script of the user's
     code, text, _ = slurm()
     assert (code, "verbs:" in text) == (2, True)
-    code, _, said = slurm("submit", "spiral", "--array", "0-3", "--dry-run", "--", "--seed", "1")
+    code, _, said = slurm("submit", "--array", "0-3", "--dry-run", "spiral", "--", "--seed", "1")
     assert code == 2
     assert "--seed %a" in said
 

@@ -248,4 +248,4 @@ def test_ranks_wait_for_each_other_as_long_as_the_user_says(here, refused, monke
         raise UserError(f"joined with {timeout_s}")
 
     monkeypatch.setattr(training, "join", join)
-    assert "joined with 7.5" in refused("train", "spiral", "--timeout-s", "7.5")
+    assert "joined with 7.5" in refused("train", "--timeout-s", "7.5", "spiral")

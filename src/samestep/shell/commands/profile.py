@@ -11,7 +11,6 @@ from samestep.base.errors import UserError
 from samestep.base.file_kinds import is_recipe_file
 from samestep.base.flags import NumRanks
 from samestep.base.run.directory import is_run, new_run_path
-from samestep.base.settings import Settings
 from samestep.base.startup import PARENT
 from samestep.core.recipes import RECIPES
 from samestep.launch.ranks import process, watched
@@ -106,7 +105,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _profile(arguments: list[str], log: process.RankLog) -> int:
-    arguments = target_first(arguments, ProfileFlags, Settings)
+    arguments = target_first(arguments, ProfileFlags)
     target = script_target("profile", arguments, "a recipe, a recipe file, a script")
     is_script = target.module or target.name.endswith(".py")
     if is_script and (target.module or not is_recipe_file(Path(target.name))):

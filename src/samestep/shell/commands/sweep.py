@@ -24,7 +24,12 @@ from samestep.shell.api.arguments import check_positive
 from samestep.shell.api.sweeps import check_trainings, sweep
 from samestep.shell.cli import HELP
 from samestep.shell.commands.forms import Form, Switch, kind_of, parse, show_notes
-from samestep.shell.commands.target import canonical_flags, cut_at_dashes, parse_target
+from samestep.shell.commands.target import (
+    canonical_flags,
+    cut_at_dashes,
+    parse_target,
+    target_first,
+)
 
 if TYPE_CHECKING:
     from samestep.core.session.request import Request
@@ -67,7 +72,7 @@ def main(arguments: list[str]) -> int:
     of_sweep, after = cut_at_dashes(arguments)
     if not of_sweep or HELP & {*of_sweep}:
         parse_target(FORM, arguments)
-    target, *words = canonical_flags(of_sweep)
+    target, *words = canonical_flags(target_first(of_sweep, FORM.kind))
     if target.startswith("-"):
         raise UserError(f"Name what to sweep before {target}: a recipe or a recipe file.")
     if target not in RECIPES and is_run(Path(target)):

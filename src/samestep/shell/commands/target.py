@@ -65,7 +65,7 @@ def parse_target(form: Form, arguments: list[str]) -> "tuple[Any, Request]":
     from samestep.core.session.declared import known_of_run  # noqa: PLC0415 - they import torch
     from samestep.core.session.request import draft, finish, recipe_copy_of  # noqa: PLC0415
 
-    target, *flags = canonical_flags(arguments)
+    target, *flags = canonical_flags(target_first(arguments, form.kind))
     if target.startswith("-"):
         raise UserError(
             f"Name what to {form.verb} before {target}: a recipe ({', '.join(RECIPES)}), a "
@@ -236,9 +236,9 @@ def script_target(verb: str, arguments: list[str], kinds: str) -> ScriptTarget:
     return ScriptTarget(target, module, *cut_at_dashes(flags))
 
 
-def target_first(arguments: list[str], *kinds: type) -> list[str]:
-    """Move the target to the front if flags of these kinds precede it."""
-    switches = {flag.name for kind in kinds for flag in flags_of(kind) if not flag.takes}
+def target_first(arguments: list[str], kind: type) -> list[str]:
+    """Move the target to the front if flags of this kind, or settings, precede it."""
+    switches = {f.name for form in (kind, Settings) for f in flags_of(form) if not f.takes}
     place = 0
     while place < len(arguments) and arguments[place].startswith("--") and arguments[place] != "--":
         name = arguments[place].removeprefix("--").replace("-", "_")

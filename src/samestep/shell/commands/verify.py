@@ -23,7 +23,13 @@ from samestep.launch.ranks.process import TASK, rank_of, run_as_rank
 from samestep.prove.verification import NO_EFFECT
 from samestep.shell.api.on_ranks import run_verify, verify
 from samestep.shell.commands.forms import Form, Switch, kind_of, parse, print_json, rich_console
-from samestep.shell.commands.target import canonical_flags, cut_at_dashes, names_given, parse_target
+from samestep.shell.commands.target import (
+    canonical_flags,
+    cut_at_dashes,
+    names_given,
+    parse_target,
+    target_first,
+)
 
 _OLD_NAME = re.compile(r"^--world[-_]sizes(?==|$)")  # of --nproc: it is taken for one more release
 # Ranks that wait for each other are a finding: verify reports them after this time.
@@ -65,7 +71,8 @@ def main(arguments: list[str]) -> int:
     flags, words = cut_at_dashes(arguments)
     if len(flags) < len(arguments):
         words = ["--", *words]
-    arguments = [_OLD_NAME.sub("--nproc", flag) for flag in flags] + words
+    flags = [_OLD_NAME.sub("--nproc", flag) for flag in flags]
+    arguments = [*target_first(flags, FORM.kind), *words]
     instructions = os.environ.get(TASK)
     run = _verify if instructions is None else partial(_rank, Path(instructions))
     return run_as_rank(lambda _log: run(arguments))

@@ -24,7 +24,7 @@ from samestep.cluster.slurm.script import JobScript, array_text, script_text
 from samestep.core.recipes import RECIPES
 from samestep.shell.cli import example_text, show_general_help
 from samestep.shell.commands.forms import Form, Switch, parse, show_notes
-from samestep.shell.commands.target import cut_at_dashes, with_value
+from samestep.shell.commands.target import cut_at_dashes, target_first, with_value
 
 _GROUPS = {
     "job_name": "job",
@@ -84,7 +84,7 @@ FORM = Form(
 def main(arguments: list[str]) -> int:
     """Submit a job, or write or print its script."""
     show_general_help(arguments, f"{_USAGE}\n{example_text(*FORM.examples)}")
-    target, *flags = arguments
+    target, *flags = target_first(arguments, SubmitFlags)
     if target.startswith("-"):
         raise UserError(f"Name what to submit before {target}: a recipe, a run or a script.")
     flags, words = cut_at_dashes(flags)
