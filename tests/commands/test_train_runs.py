@@ -212,7 +212,7 @@ checkpoint_every_minutes=0.5 checkpoint_sync=true
 keep_newest=3 keep_hours=2.5 strategy="fsdp" shard_within="node" reshard_after_forward=false
 gather_dtype="bf16" cpu_offload=true
 keep_top_k=2 monitor="loss" mode="max" patience=4 min_delta=0.0625
-halving=3 mirror="file:///x"
+stop_monitor="loss:min" halving=3 mirror="file:///x"
 pictures=false channels_last=true cudnn_benchmark=true deterministic=true find_unused=true
 checkpoint_activations=true static_graph=true sync_batchnorm=true engine="lightning"
 track="tensorboard" track_project="spirals" track_name="one" track_workspace="us" track_tags="a,b"
