@@ -91,13 +91,6 @@ def test_the_trace_is_of_one_epoch_with_workers_if_there_are_some(from_its_folde
 PREDICTED = re.compile(r"First (\w+) image: predicted (\d) with probability (\S+), label (\d)$")
 
 
-def layers_and_functions(trace: Path) -> tuple[list[dict], list[str]]:
-    """Return what a trace tells of each linear layer's call, and its Python functions."""
-    events = json.loads(trace.read_text())["traceEvents"]
-    layers = [event["args"] for event in events if event["name"] == "aten::addmm"]
-    return layers, [event["name"] for event in events if event.get("cat") == "python_function"]
-
-
 def test_an_image_is_normalised_by_mnists_numbers_and_another_each_time_if_augmented(folder):
     dataset = defined(TRAIN)["MnistDataset"](folder / "data" / "mnist")
     image, label = dataset[3]
