@@ -402,8 +402,9 @@ def _evaluation(explained: Explanation) -> Rows:
         where = "" if events is None else ": not before the end"
         if first is not None and first.step < explained.plan.total_steps:
             where = f"; after step {first.step:,} at the earliest"
-        patience = count(settings.patience, "evaluation")
-        yield "may stop", f"after {patience} without improvement{where}"
+        patience, metric = count(settings.patience, "evaluation"), settings.stop_monitor or ""
+        of_it = f" of {metric.partition(':')[0]}" if metric else ""
+        yield "may stop", f"after {patience} without improvement{of_it}{where}"
     if (n := settings.halving) is not None:
         epochs = ", ".join(str(settings.eval_every_epochs * n**k) for k in range(3))
         yield "may stop", f"after epochs {epochs} … if others of the sweep are better"
