@@ -272,10 +272,8 @@ def called_around_steps(recipe: Recipe) -> Recipe:
     own = calls.callbacks if isinstance(calls, LoggingCallbacks) else ()
     if not any(name in _own_methods(one) for one in own for name in _AROUND_STEPS):
         return recipe
-    told, asks = (
-        cast("LoggingCallbacks", calls),
-        {"step"} & {*inspect.signature(forward).parameters},
-    )
+    told = cast("LoggingCallbacks", calls)
+    asks = {"step"} & {*inspect.signature(forward).parameters}
 
     def forward_in_step(model: nn.Module, batch: Any, *, step: int) -> Any:
         if model.training:

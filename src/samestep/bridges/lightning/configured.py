@@ -124,8 +124,7 @@ def stepped(part: dict[str, Any], trainer: Any, call: Callable[..., Any] | None)
 
     def step(times: int) -> None:
         of_step = interval == "step" or ends
-        position = divmod(times - 1, steps) if of_step else (times - 1, steps - 1)
-        epoch, in_epoch = position
+        epoch, in_epoch = divmod(times - 1, steps) if of_step else (times - 1, steps - 1)
         if ends and in_epoch + 1 < steps:
             return
         number = trainer.batches_before(in_epoch + 1) if interval == "step" else epoch + 1

@@ -109,15 +109,19 @@ def take_collected(
 @contextmanager
 def _with_collected(module: Any, added: Mapping[Place, list[Any]]) -> Iterator[None]:
     """Let the lists of a module have what the steps of all ranks have added, within this."""
-    before = {name: copy.copy(vars(module)[name]) for name, *_ in added}
+    own, names = vars(module), {name for name, *_ in added}
+    # A rank without samples has not what the hook at the start of an evaluation makes.
+    before = {name: copy.copy(own[name]) for name in names & own.keys()}
     for place, new in added.items():
-        owner = vars(module) if len(place) == 1 else vars(module)[place[0]]
+        owner = own if len(place) == 1 else own.setdefault(place[0], {})
         whole = map_tensors(lambda tensor: tensor.to(module.device), new)
         owner[place[-1]] = owner.get(place[-1], []) + whole
     try:
         yield
     finally:
-        vars(module).update(before)
+        for name in names - before.keys():
+            del own[name]
+        own.update(before)
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:

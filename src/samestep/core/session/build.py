@@ -416,10 +416,9 @@ def _try_out(
         _agree_on_stream(other)
         tried = world.on_every(lambda: trial(other if validation is None else validation))
     # A dict's order may differ between the ranks, which add up what it holds in one order.
-    parts, evaluation_loss, measured = world.broadcast(
-        (tried.parts, tried.evaluation_parts, tried.measured)
-    )
-    return tried._replace(parts=parts, evaluation_parts=evaluation_loss, measured=measured)
+    names = ("parts", "evaluation_parts", "measured")
+    agreed = world.broadcast([getattr(tried, name) for name in names])
+    return tried._replace(**dict(zip(names, agreed, strict=True)))
 
 
 def _share_cores(request: Request, model: nn.Module, world: World, train: Source) -> int:

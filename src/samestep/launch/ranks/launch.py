@@ -251,8 +251,8 @@ def _with_master(
     address = environment.get("MASTER_ADDR") or (first_host if launch.num_nodes > 1 else LOOPBACK)
     if address is None:
         raise UserError(
-            f"{launch.launcher} started processes on {launch.num_nodes} nodes, but not which is "
-            "the first. Export MASTER_ADDR (its host name) and MASTER_PORT (a free port on it)."
+            f"{launch.launcher} started processes on {launch.num_nodes} nodes without naming the "
+            "first. Export MASTER_ADDR (its host name) and MASTER_PORT (a free port on it)."
         )
     if environment.get("MASTER_PORT"):
         port = _number(environment, "MASTER_PORT", at_least=1, at_most=65535)
