@@ -192,6 +192,8 @@ class LoggingCallbacks:
 
     def begin_step(self, step: int) -> None:
         """Take the first forward of a step, counted from 0."""
+        if step > self.state.global_step:  # fp16 may leave the optimizer's step out
+            self.end_step()
         if self._at == (True, False):
             self._at, self.state.global_step = (True, True), step
             self.state.epoch = step / self.steps_per_epoch

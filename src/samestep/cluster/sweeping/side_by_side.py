@@ -174,7 +174,7 @@ def _ended(sweep: SweepPlan, name: str, code: int, received: Sequence[int]) -> E
     if code > 128 and result.get("status") == "stopped":
         return EndedTraining(name, "stopped", "saved; the same command continues")
     if code in [end for signum in received[:1] for end in (-signum, 128 + signum)]:
-        return EndedTraining(name, "stopped", "before its first step; the same command starts it")
+        return EndedTraining(name, "stopped", "with nothing saved yet; the same command starts it")
     log = sweep.folder / LOGS / f"{name}.log"
     lines = log.read_text(errors="replace").splitlines()
     error_at = next((n for n, line in enumerate(lines) if re.match("samestep: |╭─", line)), None)
