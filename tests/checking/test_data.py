@@ -213,6 +213,7 @@ def test_padding_that_a_script_leaves_out_by_hand_does_not_count(tmp_path):
         base=PADDED,
     )
     gathered = planted(
+        ("manual_seed(1)", "manual_seed(7)"),  # 13 of 34 are right: no share of one rank's 17
         ("        counts = torch.zeros(2)\n", "        rights = []\n"),
         ("counts += torch.tensor([float(right.sum()), len(labels)])", "rights.append(right)"),
         (
@@ -222,7 +223,10 @@ def test_padding_that_a_script_leaves_out_by_hand_does_not_count(tmp_path):
         base=PADDED,
     )
     assert check(tmp_path, own).findings == []
-    assert codes(check(tmp_path, gathered.replace("ALL", "33"))) == set()
+    of_rank = (".float()\n        dist", ".float(); own.mean().item()\n        dist")
+    numpy = ("ALL].mean().item()", "ALL].numpy().mean()"), ("accuracy:.3f", "accuracy:.2f")
+    for text in (gathered, planted(of_rank, *numpy, base=gathered)):
+        assert codes(check(tmp_path, text.replace("ALL", "33"))) == set()
     found_in(tmp_path, gathered.replace("ALL", ""), "SS107", "val_sampler = ", "of 34")
 
 
@@ -389,9 +393,16 @@ def test_nothing_is_found_in_what_looks_like_a_mistake_with_the_data_and_is_righ
     assert {said[:5] for said in report.not_seen} >= {"SS107", "SS114"}
 
 
-def test_streams_that_draw_with_replacement_may_draw_the_same(tmp_path):
-    drawn = "torch.randint(16, (64,), generator=torch.Generator().manual_seed(first))"
-    text = planted(("self.x[first::step]", f"self.x[{drawn}]"), base=STREAMED)
+HALF = "torch.randperm(64, generator=torch.Generator().manual_seed(1))"
+
+
+@pytest.mark.parametrize("rows", [
+    "self.x[torch.randint(16, (64,), generator=torch.Generator().manual_seed(first))]",
+    "self.x[::2][first::step]",
+    f"map(self.x.__getitem__, {HALF}[:48][first::step].tolist())",
+], ids=["with replacement", "one of two", "a shuffled half"])  # fmt: skip
+def test_streams_that_are_shared_out_once_or_drawn_are_right(rows, tmp_path):
+    text = planted(("in self.x[first::step]:", f"in {rows}:"), base=STREAMED)
     assert check(tmp_path, text).findings == []
 
 

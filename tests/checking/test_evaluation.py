@@ -124,6 +124,8 @@ GATHERED = """\
             accuracy = float((torch.cat(parts) == val_set.tensors[1]).float().mean())
 """
 RANK_BY_RANK = planted(("        accuracy = float(counts[0] / counts[1])\n", GATHERED))
+IN_TURN = RANK_BY_RANK.replace("torch.cat(parts)", "torch.stack(parts, 1).flatten()")
+OF_CLASSES = ("own)\n", "own), dist.all_gather([own[:, None] > 0] * 2, own[:, None] > 0)\n")
 FLOATS = (
     "both = [0, 0]\n        dist.all_gather_object(both, float(mean))\n        mean = sum(both)"
 )
@@ -186,7 +188,7 @@ RIGHT = {
     "with statistics": (NO_STATISTICS, "if True:", FOLLOWS),
     "a teacher": (TAUGHT, DROPOUT[1], f"{DROPOUT[1]}.eval()"),
     "a mean teacher": (TAUGHT, "            optimizer.step()\n", MOVES),
-    "in turn": (RANK_BY_RANK, "torch.cat(parts)", "torch.stack(parts, 1).flatten()"),
+    "in turn": (IN_TURN, *OF_CLASSES),
     "a count": (OF_MEANS_OF_COUNTS, "total / 2 / (count // 2)", "total / count"),
     "attention": (ATTENDS, "p=0.5", "p=0.5 if self.training else 0.0"),
     "left so on rank 0": (NO_TRAIN, "model.eval()", "rank or nn.Identity().eval()"),

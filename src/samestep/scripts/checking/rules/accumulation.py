@@ -4,6 +4,8 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import partial
+from itertools import starmap
 from typing import TypeVar
 
 from samestep.scripts.checking import events as ev
@@ -70,14 +72,16 @@ def adds_up_again(seen: Seen) -> Iterator[Found | NotSeen]:
 
 def added_up(seen: Seen) -> list[ev.GradientsUsed]:
     """Return rank 0's steps with the sum of what the gradients of all ranks were before."""
-    return [
-        used[0]
-        for used in seen.together(ev.GradientsUsed)
-        for changes in zip(*(event.changes for event in used), strict=False)
-        if (total := math.fsum(before for before, _ in changes))
-        and all(math.isclose(after, total, rel_tol=_EXACT_STEP) for _, after in changes)
-        and not math.isclose(changes[0][0], total, rel_tol=_EXACT_STEP)
-    ]
+    close = partial(math.isclose, rel_tol=_EXACT_STEP)
+    steps = []
+    for used in seen.together(ev.GradientsUsed):
+        each = zip(*(event.changes for event in used), strict=False)
+        # After a sum that is clipped, a division may follow.
+        changed = [own for own in each if not all(starmap(close, own))]
+        sums = [(math.fsum(before for before, _ in own), own) for own in changed]
+        if sums and all(close(total, after) for total, own in sums for _, after in own):
+            steps.append(used[0])
+    return steps
 
 
 @rule("SS314", least_ranks=1)

@@ -15,7 +15,8 @@ _IN_A_ROW = 2
 _EXACT = 1e-5
 _WHOLE_EPOCHS = 2  # those that are not cut to one batch
 _DECIMALS = 7  # of a number that is read
-_SHARE = 0.02  # of a sample, within which a share of samples is a whole number of them
+_FLOAT = 1e-7  # the error of a single-precision number below 1
+_SHARE = 0.002  # of a sample, within which a share is hardly by chance a whole number of them
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,15 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
                 plain = all(value.is_integer() for value in values)  # counts of right answers
                 mean = sum(values) / len(values)
                 same = len(set(values)) == 1 or (len(set(counts)) == 1 and not bent)
-                shown = first.op == "AVG" or _is_shown(mean, parts)
+                whole = sum(v * n for v, n in zip(values, counts, strict=True))
+                whole /= max(1, sum(counts))
+                # A rounded number may be both.
+                right = not bent and _is_shown(whole, parts)
+                shown = first.op == "AVG" or (_is_shown(mean, parts) and not right)
                 if plain or same or not shown:
                     continue
                 numbers = " and ".join(f"{value:.4g}" for value in values)
                 samples = " and ".join(map(str, counts))
-                whole = sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
                 says = bent or f"where all samples together have {whole:.4g}"
                 text = f"{numbers} of {samples} samples became {mean:.4g}, {says}"
                 remedy = "Reduce the sum and the count on every rank, then divide once."
@@ -404,7 +408,9 @@ def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
         met = [*_met_after(seen.ranks[0], first)]
         calls = [event for event in met if isinstance(event, ev.CollectiveCalled)]
         cut = any(left.cut for reading in readings for left in reading.left)
-        of = None if cut else _results_of(seen, met, [whole, counts.total()])
+        smaller = {batch.n for reading in readings for batch in reading.batches}
+        smaller |= {len(reading.order) for reading in readings}
+        of = None if cut else _results_of(seen, met, [whole, counts.total()], smaller)
         if of == whole or any(event.trims for event in calls):
             continue
         text += f", and the results are of {of}" if of else ""
@@ -436,8 +442,11 @@ def _met_after(rank: RankSeen, reading: Reading) -> Iterator[ev.Event]:
             yield event
 
 
-def _results_of(seen: Seen, met: list[ev.Event], sizes: list[int]) -> int | None:
-    """Return of which number of samples results are: None if no count and no share tells."""
+def _results_of(seen: Seen, met: list[ev.Event], sizes: list[int], smaller: set[int]) -> int | None:
+    """Return of which number of samples results are: None if no count and no share tells.
+
+    `smaller`: of how many samples other results are, of a batch or of a rank.
+    """
     sums = {
         sum(column)
         for events in seen.together(ev.NumbersReduced)
@@ -455,10 +464,9 @@ def _results_of(seen: Seen, met: list[ev.Event], sizes: list[int]) -> int | None
     votes = Counter[int]()
     for number, decimals in (pair for pair in shares if pair[0] % 1):  # else it is a count
         share, error = (number / 100, 0.005) if number > 1 else (number, 0.5)  # percent
-        error = sizes[1] * error / 10**decimals
-        fits = [n for n in sizes if abs(share * n - round(share * n)) <= _SHARE + error]
-        # A share of one batch may be one of both.
-        if len(fits) == 1 and 0 < share < 1 and error < _SHARE and (64 * share) % 1:
+        error = error / 10**decimals + _FLOAT
+        fits = [n for n in (*smaller, *sizes) if abs(share * n - round(share * n)) <= n * error]
+        if len(fits) == 1 and fits[0] in sizes and 0 < share < 1 and sizes[1] * error < _SHARE:
             votes[fits[0]] += 1
     (of, times), (_, others), *_ = [*votes.most_common(), (None, 0), (None, 0)]
     return of if times > others else None

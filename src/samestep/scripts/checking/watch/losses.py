@@ -132,11 +132,13 @@ class _Labels:
         if recorder.quiet or not all(type(value) is Tensor for value in pair) or is_tracing():
             return
         if torch.is_grad_enabled():
-            for value in pair if recorder.gathered else ():
+            # Every row with every other, and not predictions with labels.
+            for value in pair if recorder.gathered and pair[0].shape != pair[1].shape else ():
                 if value.numel() == max(value.shape, default=0) and not value.is_floating_point():
                     self._compared = [*self._compared, (recorder.where(), value.flatten())][-4:]
         elif recorder.evaluated is not None and pair[0].numel() == pair[1].numel():
-            with recorder.unwatched(), contextlib.suppress(ValueError):
+            # What cannot be compared, as booleans in a matrix, tells no order.
+            with recorder.unwatched(), contextlib.suppress(Exception):
                 event = self._orders_of(*map(torch.ravel, pair))
         if event is not None:
             recorder.once(event)
