@@ -75,7 +75,6 @@ SEEDED = "best, ones = 0.0, torch.ones(8).long()\n    torch.manual_seed(0)\n"
 ALIKE = planted((f"        {LOOP}:\n", DRAWN), ("best = 0.0\n", SEEDED))
 COPIES = unsampled(and_then("train_set.name = f'copy {rank}'"))
 BY_SUBSET = unsampled(subset("range(rank * 16, rank * 16 + 48)"))
-CUT_SUBSET = planted(subset("range(rank, 64, 2)"))
 CUT_SLICE = planted((TRAIN_SET, TRAIN_SET.replace("x[:64]", "x[rank:64:2]")))
 SHARD = "list(datasets.Dataset.from_dict({'n': range(64)}).shard(2, rank)['n'])"
 CUT_SHARD = planted(and_then(f"import datasets; train_set = TensorDataset(*train_set[{SHARD}])"))
@@ -123,14 +122,6 @@ EACH_EPOCH = planted((SET_EPOCH, ""), ("in train_loader:", f"in {EACH}"))
 JITTERS = "            inputs = inputs + torch.randn(inputs.shapeBY)\n"
 IN_LOOP = (f"        {LOOP}:\n", f"        {LOOP}:\n            torch.manual_seed(SEED)\n{JITTERS}")
 SEEDED_IN_STEPS = planted(IN_LOOP).replace("BY", "").replace("SEED", "rank")
-OWN = """
-class Own(torch.utils.data.Sampler):
-    def __iter__(self):
-        order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
-        return iter(order[dist.get_rank() :: 2].tolist())
-def main():
-"""
-OWN_ORDER = unsampled((MAIN, OWN), loader=SHUFFLED.replace("shuffle=True", "sampler=Own()"))
 SEEDED_AGAIN = unsampled(
     subset("range(rank, 64, 2)"),
     ("        model.train()\n", "        model.train(); torch.manual_seed(0)\n"),
@@ -144,11 +135,9 @@ PLANTED = {
     "no loader and one seed": (ALIKE, "SS101", "loss = loss_of", "same 8 samples"),
     "shares by subset": (BY_SUBSET, "SS102", LOADER_LINE, "both read 32 of their 48"),
     "shares by slice": (BY_SLICE, "SS102", LOADER_LINE, "both read 32 of their 48"),
-    "a sampler of a subset": (CUT_SUBSET, "SS114", "shuffle=True, seed=0", "read 32 of 64 samples"),
-    "a sampler of a slice": (CUT_SLICE, "SS114", "shuffle=True, seed=0", "a part of one tensor"),
     "a sampler of a shard": (CUT_SHARD, "SS114", "shuffle=True, seed=0", "rank has a `shard`"),
+    "a sampler of a slice": (CUT_SLICE, "SS114", "shuffle=True, seed=0", "a part of one tensor"),
     "a seed for each step": (SEEDED_IN_STEPS, "SS717", "torch.manual_seed(rank)", "of torch"),
-    "a sampler with one seed": (OWN_ORDER, "SS103", f"{LOOP}:", "in the same order"),
     "a seed for each epoch": (SEEDED_AGAIN, "SS103", f"{LOOP}:", "in the same order"),
     "a loader for each epoch": (EACH_EPOCH, "SS103", EACH, "epochs 1 and 2", "was 0 and 0"),
     "no shuffling": (UNSHUFFLED, "SS104", "train_set, shuffle=False", "0, 2, 4, 6"),

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
-from samestep.scripts.checking.readings import Reading, few, same_data, together
+from samestep.scripts.checking.readings import few, same_data, together
 from samestep.scripts.checking.seen import E, RankSeen, Seen
 
 _JOINING = ("all_reduce", "reduce", "all_gather", "gather", "all_to_all", "reduce_scatter")
@@ -405,7 +405,8 @@ def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
         if not twice or len(twice) >= most or len(counts) != whole:
             continue
         text = f"{len(counts)} samples were evaluated {counts.total()} times: {few(twice)} twice"
-        met = [*_met_after(seen.ranks[0], first)]
+        latest = _with_latest(seen.ranks[0], ev.Event)
+        met = [event for loader, event in latest if loader == first.loader.loader_id]
         calls = [event for event in met if isinstance(event, ev.CollectiveCalled)]
         cut = any(left.cut for reading in readings for left in reading.left)
         smaller = {batch.n for reading in readings for batch in reading.batches}
@@ -432,16 +433,6 @@ def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(where, text, remedy, "advice" if cut else None)
 
 
-def _met_after(rank: RankSeen, reading: Reading) -> Iterator[ev.Event]:
-    """Yield the collectives and numbers that follow batches of an evaluation."""
-    follows = False
-    for event in rank.of(ev.BatchRead, ev.CollectiveCalled, ev.NumberRead, ev.NumbersShown):
-        if isinstance(event, ev.BatchRead):
-            follows = event.loader_id == reading.loader.loader_id
-        elif follows:
-            yield event
-
-
 def _results_of(seen: Seen, met: list[ev.Event], sizes: list[int], smaller: set[int]) -> int | None:
     """Return of which number of samples results are: None if no count and no share tells.
 
@@ -454,17 +445,17 @@ def _results_of(seen: Seen, met: list[ev.Event], sizes: list[int], smaller: set[
     }
     if len(counted := [n for n in sizes if n in sums]) == 1:
         return counted[0]
-    shares: list[tuple[float, int]] = []  # and the decimals that are known
+    numbers: list[str] = []
     for event in (event for event in met if event.epoch <= _WHOLE_EPOCHS):
         if isinstance(event, ev.NumberRead):
-            shares.append((event.value or 0.0, _DECIMALS))
+            numbers.append(f"{event.value or 0.0:.{_DECIMALS}f}")
         elif isinstance(event, ev.NumbersShown):
-            plain = [number for number in event.numbers if "e" not in number]
-            shares += [(float(number), len(number.partition(".")[2])) for number in plain]
+            numbers += [number for number in event.numbers if "e" not in number]
     votes = Counter[int]()
-    for number, decimals in (pair for pair in shares if pair[0] % 1):  # else it is a count
-        share, error = (number / 100, 0.005) if number > 1 else (number, 0.5)  # percent
-        error = error / 10**decimals + _FLOAT
+    for text in (text for text in numbers if float(text) % 1):  # else it is a count
+        percent = 100 if float(text) > 1 else 1
+        share, digits = float(text) / percent, len(text.partition(".")[2])
+        error = 0.5 / percent / 10**digits + _FLOAT
         fits = [n for n in (*smaller, *sizes) if abs(share * n - round(share * n)) <= n * error]
         if len(fits) == 1 and fits[0] in sizes and 0 < share < 1 and sizes[1] * error < _SHARE:
             votes[fits[0]] += 1

@@ -265,12 +265,11 @@ def labels_of_other_ranks(seen: Seen) -> Iterator[Found | NotSeen]:
     for compared in seen.together(ev.RowsLabelled):
         own = [one.blocks[one.own // one.rows] for one in compared if one.blocks]
         by_rank = all(one.own == k * one.rows for k, one in enumerate(compared))
-        for one in compared if len(own) == seen.world_size else ():
-            # Other numbers may be of other rows, such as those of a queue.
-            moved = by_rank and one.blocks[: len(own)] != own
-            if {*one.blocks} < {*own} or (moved and {*one.blocks} == {*own}):
-                mixed.append(one)
-                break
+        first = own if by_rank else []
+        # Other numbers may be of other rows, such as those of a queue.
+        known = [event for event in compared if {*event.blocks} <= {*own}]
+        wrong = [e for e in known if {*own} - {*e.blocks} or e.blocks[: len(first)] != first]
+        mixed += wrong[:1] if len(own) == seen.world_size else []
     if len(mixed) >= _FEW_STEPS:
         text = f"in {len(mixed)} steps the columns of a product are the rows of "
         text += f"{len(mixed[0].blocks)} ranks, and what is compared here are not their labels"

@@ -181,13 +181,9 @@ class _Labels:
 
 def _standing(values: Tensor, own: Tensor, places: dict[str, Tensor]) -> list[str]:
     """Return the orders in which a rank's own values are in those of all; none if they are few."""
-    inside = {name: at < len(values) for name, at in places.items()}
-    return [
-        name
-        for name, at in places.items()
-        if int(inside[name].sum()) >= _FEW
-        and torch.equal(values[at[inside[name]]], own[inside[name]])
-    ]
+    inside = [(name, at, at < len(values)) for name, at in places.items()]
+    many = [(name, at[known], own[known]) for name, at, known in inside if known.sum() >= _FEW]
+    return [name for name, at, there in many if torch.equal(values[at], there)]
 
 
 def _factors_of(logits: Tensor) -> Iterator[Tensor]:
