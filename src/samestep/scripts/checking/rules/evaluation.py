@@ -16,7 +16,7 @@ _EXACT = 1e-5
 _WHOLE_EPOCHS = 2  # those that are not cut to one batch
 _DECIMALS = 7  # of a number that is read
 _FLOAT = 1e-7  # the error of a single-precision number below 1
-_SHARE = 0.002  # of a sample, within which a share is hardly by chance a whole number of them
+_SHARE = 0.01  # of a sample, within which a share is hardly by chance a whole number of them
 
 
 @dataclass(frozen=True)
