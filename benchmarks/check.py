@@ -42,7 +42,7 @@ in public ones, unless reading the script shows that the finding is right. Advic
 programs used as well if the load is above 4. The public scripts were checked at e8203e6b, at a load
 of 11 to 20 (with a load of 3 the median was 12, measured at 71b78b10), and not again since then.
 The planted scripts and the right ones were checked at 13982a7c, those about a rule that changed
-later again at c79c87c9. **Cost**: the CPU time of a script under watch over that of the script
+later again at 6ac5ee9f. **Cost**: the CPU time of a script under watch over that of the script
 alone, on the same ranks, with all of its steps.
 """
 

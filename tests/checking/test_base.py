@@ -3,6 +3,7 @@
 import pytest
 
 from tests.checking.planted import BASE, check, codes
+from tests.checking.test_plants import clean
 from tests.examples.programs import ROOT
 from tests.idx_files import write_mnist
 
@@ -25,29 +26,11 @@ def test_nothing_is_found_in_the_script_of_the_lesson(tmp_path):
     assert check(tmp_path, script.read_text(), *few).findings == []
 
 
-ALONE = """\
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-torch.manual_seed(0)
-x = torch.randn(64, 8)
-loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8, shuffle=True)
-model = nn.Linear(8, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for epoch in range(2):
-    for inputs, labels in loader:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-    torch.save(model.state_dict(), "model.pt")
-"""
-
-
 def test_a_script_of_one_process_is_judged_by_the_number_of_ranks_only_if_it_is_given(tmp_path):
-    report = check(tmp_path, ALONE, asked=False)
+    report = check(tmp_path, alone := clean()["vae"], asked=False)
     assert (report.findings, report.exit_code) == ([], 0)
     (note,) = report.notes
     assert "--nproc 2" in note
-    report = check(tmp_path, ALONE)
+    report = check(tmp_path, alone)
     assert {"SS101", "SS201"} <= codes(report)
     assert ("SS501", "error") in {(found.code, found.severity) for found in report.findings}

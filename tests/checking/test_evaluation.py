@@ -124,12 +124,10 @@ GATHERED = """\
             accuracy = float((torch.cat(parts) == val_set.tensors[1]).float().mean())
 """
 RANK_BY_RANK = planted(("        accuracy = float(counts[0] / counts[1])\n", GATHERED))
-FLOATS = (
-    "both = [0, 0]\n        dist.all_gather_object(both, float(mean))\n        mean = sum(both)"
-)
-OF_FLOATS = planted(
-    ("dist.all_reduce(mean)", FLOATS), ("{accuracy:.3f}", "{accuracy}"), base=OF_MEANS
-)
+IN_TURN = RANK_BY_RANK.replace("torch.cat(parts)", "torch.stack(parts, 1).flatten()")
+OF_CLASSES = ("own)\n", "own), dist.all_gather([own[:, None] > 0] * 2, own[:, None] > 0)\n")
+FLOATS = ("dist.all_reduce(mean)", EXPONENTIALS.replace("math.exp(mean)", "float(mean)"))
+OF_FLOATS = planted(FLOATS, ("{accuracy:.3f}", "{accuracy}"), base=OF_MEANS)
 WITH_GRADIENTS = planted(("with torch.no_grad():", "if True:"))
 EACH_16 = "rank 0 evaluated 16 samples, rank 1 another 16"
 # What is wrong → the script, its code, a part of the line to blame, and of the evidence.
@@ -153,12 +151,7 @@ PLANTED = {
     "a mean that is not shown": (IN_A_LIBRARY, "SS402", "dist.all_reduce(mean)", "8 and 24"),
     "a count that is cut": (OF_MEANS_OF_COUNTS, "SS402", "dist.all_reduce(total)", "33 / 2 = 16"),
     "means as floats": (OF_FLOATS, "SS402", "dist.all_gather_object", "of 8 and 24 samples"),
-    "rank by rank": (
-        RANK_BY_RANK,
-        "SS406",
-        "accuracy = float",
-        "labels of the same samples one of",
-    ),
+    "rank by rank": (RANK_BY_RANK, "SS406", "accuracy = float", "of the same samples one of"),
     "gradients in evaluation": (WITH_GRADIENTS, "SS709", "right = model("),
 }
 
@@ -186,7 +179,7 @@ RIGHT = {
     "with statistics": (NO_STATISTICS, "if True:", FOLLOWS),
     "a teacher": (TAUGHT, DROPOUT[1], f"{DROPOUT[1]}.eval()"),
     "a mean teacher": (TAUGHT, "            optimizer.step()\n", MOVES),
-    "in turn": (RANK_BY_RANK, "torch.cat(parts)", "torch.stack(parts, 1).flatten()"),
+    "in turn": (IN_TURN, *OF_CLASSES),
     "a count": (OF_MEANS_OF_COUNTS, "total / 2 / (count // 2)", "total / count"),
     "attention": (ATTENDS, "p=0.5", "p=0.5 if self.training else 0.0"),
     "left so on rank 0": (NO_TRAIN, "model.eval()", "rank or nn.Identity().eval()"),

@@ -180,34 +180,6 @@ def test_a_script_that_starts_other_processes_than_ranks_runs_on_those_of_check(
     assert (codes(report), report.ranks) == (set(), 2)
 
 
-LIGHTNING = """\
-import lightning
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-class Model(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 2)
-    def training_step(self, batch, _):
-        return nn.functional.cross_entropy(self.linear(batch[0]), batch[1])
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-lightning.seed_everything(0)
-x = torch.randn(64, 8)
-loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8, shuffle=True)
-lightning.Trainer(max_epochs=2, logger=False, enable_checkpointing=False).fit(Model(), loader)
-"""
-
-
-@pytest.mark.slow
-def test_lightnings_trainer_takes_the_ranks_that_there_are(tmp_path):
-    pytest.importorskip("lightning")
-    report = check(tmp_path, LIGHTNING)
-    assert codes(report) == set()
-    assert report.steps == 8
-
-
 @pytest.mark.slow
 def test_inside_a_job_each_rank_runs_its_own_and_rank_zero_tells(tmp_path):
     (tmp_path / "train.py").write_text(planted(("        sampler.set_epoch(epoch)\n", "")))

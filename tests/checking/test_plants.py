@@ -3,7 +3,10 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 import samestep.scripts.checking
+from tests.checking.planted import check, codes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -20,3 +23,10 @@ def test_planted_scripts_compile_and_differ_from_their_twins():
     for name, text in right.items():
         compile(text, name, "exec")
     assert (len(PLANTS), len(right)) == (55, 78)
+
+
+@pytest.mark.slow
+def test_lightnings_trainer_takes_the_ranks_that_there_are(tmp_path):
+    pytest.importorskip("lightning")
+    report = check(tmp_path, clean()["lightning_means"])
+    assert (codes(report), report.ranks, report.steps > 1) == (set(), 2, True)

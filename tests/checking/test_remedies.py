@@ -6,20 +6,15 @@ import torch
 from tests.checking import test_data, test_files, test_model, test_one_process, test_step
 from tests.checking.planted import check, codes, planted, remedied
 
-ZEROED = planted((test_one_process.ZERO, ""))
-CLIPS_SCALED = planted(
-    test_step.SCALER, (test_step.STEP, test_step.SCALED.replace(test_step.UNSCALE, ""))
-)
-UNSET = planted((test_data.SET_EPOCH, ""))
 PRINTED = {
     "SS101": test_data.unsampled(),
-    "SS103": UNSET,
+    "SS103": planted((test_data.SET_EPOCH, "")),
     "SS204": test_model.PAST_DDP,
     "SS208": test_model.SEARCHED,
-    "SS302": CLIPS_SCALED,
+    "SS302": test_step.CLIPS_SCALED,
     "SS310": test_step.PLANTED["scaled gradients"][0],
     "SS314": test_step.NOT_DIVIDED,
-    "SS704": ZEROED,
+    "SS704": planted((test_one_process.ZERO, "")),
     "SS714": test_one_process.LOADS_ITSELF,
 }
 

@@ -206,7 +206,7 @@ BY_EPOCH = [
     ("kept = torch.load(args.resume)", 'kept = torch.load(sorted(glob("out/*.pt"))[PLACE])'),
     ("if args.resume:", 'if glob("out/*.pt"):'),
 ]
-TORN = [(WRITES, "    torch.save(state, path)\n")]
+TORN = (WRITES, "    torch.save(state, path)\n")
 READS = "    kept = torch.load(args.resume)\n"
 TOLERANT = """    try:
         kept = torch.load(args.resume)
@@ -228,103 +228,68 @@ def threaded(state):
     return [THREADS, (WRITES, IN_A_THREAD.replace("STATE", state))]
 
 
+def script(base, *changes, **how):
+    return base, changes, how
+
+
+NOT_RUNNING = '{k: v for k, v in kept["net"].items() if "running" not in k}, strict=False'
 PLANTS = {
-    "SS801": (WITHIN, [("sampler=order[4 * skip :]", "sampler=order")], {}),
-    "SS802": (WITHIN, [("order[4 * skip :]", "order[8 * skip :]")], {}),
-    "SS803": (PLAIN, [("set_epoch(epoch)", "set_epoch(epoch - first)")], {}),
-    "SS804": (WITHIN, [("within = skip", "within = 0"), ("epoch < 2", "epoch < 1")], {}),
-    "SS805": (STREAM, [(PLACE + '"place"], kept["buffer"]', "pass")], {}),
-    "SS806": (STREAM, [('kept["place"], kept["buffer"]', 'kept["place"], []')], {}),
-    "SS807": (
+    "SS801": script(WITHIN, ("sampler=order[4 * skip :]", "sampler=order")),
+    "SS802": script(WITHIN, ("order[4 * skip :]", "order[8 * skip :]")),
+    "SS803": script(PLAIN, ("set_epoch(epoch)", "set_epoch(epoch - first)")),
+    "SS804": script(WITHIN, ("within = skip", "within = 0"), ("epoch < 2", "epoch < 1")),
+    "SS805": script(STREAM, (PLACE + '"place"], kept["buffer"]', "pass")),
+    "SS806": script(STREAM, ('kept["place"], kept["buffer"]', 'kept["place"], []')),
+    "SS807": script(
         WITHIN,
-        [
-            ("manual_seed(1000 * epoch + index)", "manual_seed(next(calls))"),
-            ("class Rows", "from itertools import count\ncalls = count()\n\n\nclass Rows"),
-        ],
-        {},
+        ("manual_seed(1000 * epoch + index)", "manual_seed(next(calls))"),
+        ("class Rows", "from itertools import count\ncalls = count()\n\n\nclass Rows"),
     ),
-    "SS811": (
+    "SS811": script(PLAIN, ('_state_dict(kept["net"]', f"_state_dict({NOT_RUNNING}")),
+    "SS812": script(PLAIN, (LOADS["optimizer"], "")),
+    "SS813": script(PLAIN, (LOADS["scheduler"], "")),
+    "SS814": script(PLAIN, (LOADS["scheduler"], LOADS["scheduler"] + "    scheduler.step()\n")),
+    "SS815": script(PLAIN, (LOADS["scaler"], "")),
+    "SS816": script(PLAIN, (LOADS["average"], "")),
+    "SS817": script(PLAIN, (LOADS["random"], "")),
+    "SS818": script(PLAIN, (COUNTERS, 'first, best = kept["epoch"], kept["best"]\n')),
+    "SS818 that only the loss shows": script(
         PLAIN,
-        [
-            (
-                LOADS["net"],
-                LOADS["net"].replace(
-                    'kept["net"]',
-                    '{k: v for k, v in kept["net"].items() if "running" not in k}, strict=False',
-                ),
-            )
-        ],
-        {},
+        ("first, best, done = 0, 9.0, 0", "first, best, done, scale = 0, 9.0, 0, 1.0"),
+        ("model(inputs), labels)", "model(inputs), labels) * scale"),
+        ("        done += 1\n", "        done += 1\n        scale += 0.1\n"),
     ),
-    "SS812": (PLAIN, [(LOADS["optimizer"], "")], {}),
-    "SS813": (PLAIN, [(LOADS["scheduler"], "")], {}),
-    "SS814": (PLAIN, [(LOADS["scheduler"], LOADS["scheduler"] + "    scheduler.step()\n")], {}),
-    "SS815": (PLAIN, [(LOADS["scaler"], "")], {}),
-    "SS816": (PLAIN, [(LOADS["average"], "")], {}),
-    "SS817": (PLAIN, [(LOADS["random"], "")], {}),
-    "SS818": (PLAIN, [(COUNTERS, 'first, best = kept["epoch"], kept["best"]\n')], {}),
-    "SS818 that only the loss shows": (
+    "SS821": script(
         PLAIN,
-        [
-            ("first, best, done = 0, 9.0, 0", "first, best, done, scale = 0, 9.0, 0, 1.0"),
-            ("model(inputs), labels)", "model(inputs), labels) * scale"),
-            ("        done += 1\n", "        done += 1\n        scale += 0.1\n"),
-        ],
-        {},
+        ('"net": net.state_dict()', '"net": previous'),
+        ("scheduler.step()\n", "scheduler.step()\n    last = copy.deepcopy(net.state_dict())\n"),
+        ('"out/last.pt", epoch + 1)\n', '"out/last.pt", epoch + 1)\n    previous = last\n'),
     ),
-    "SS821": (
-        PLAIN,
-        [
-            ('"net": net.state_dict()', '"net": previous'),
-            (
-                "    scheduler.step()\n",
-                "    scheduler.step()\n    last = copy.deepcopy(net.state_dict())\n",
-            ),
-            ('"out/last.pt", epoch + 1)\n', '"out/last.pt", epoch + 1)\n    previous = last\n'),
-        ],
-        {},
+    "SS822": script(PLAIN, ('"net": net.state_dict()', '"net": start')),
+    "SS823": script(PLAIN, *threaded("state")),
+    "SS824": script(PLAIN, TORN, (READS, TOLERANT)),
+    "SS825": script(PLAIN, *at("0"), resume="auto"),
+    "SS831": script(
+        PLAIN, ("if args.resume:", 'if args.resume and os.path.exists("out/latest.pt"):')
     ),
-    "SS822": (PLAIN, [('"net": net.state_dict()', '"net": start')], {}),
-    "SS823": (PLAIN, threaded("state"), {}),
-    "SS824": (PLAIN, [*TORN, (READS, TOLERANT)], {}),
-    "SS825": (PLAIN, at("0"), {"resume": "auto"}),
-    "SS831": (
-        PLAIN,
-        [("if args.resume:", 'if args.resume and os.path.exists("out/latest.pt"):')],
-        {},
+    "SS832": script(
+        PLAIN, (LOADS["optimizer"], f"    if rank == 0:\n    {LOADS['optimizer']}"), nproc=2
     ),
-    "SS832": (
-        PLAIN,
-        [(LOADS["optimizer"], "    if rank == 0:\n    " + LOADS["optimizer"])],
-        {"nproc": 2},
-    ),
-    "SS833": (
-        PLAIN,
-        [("batch_size=8 // world", "batch_size=4")],
-        {"nproc": 2, "resume_nproc": [1]},
-    ),
-    "SS834": (PLAIN, [('os.makedirs("out"', 'shutil.rmtree("out", True)\nos.makedirs("out"')], {}),
-    "SS801 without a loader": (
+    "SS833": script(PLAIN, ("batch_size=8 // world", "batch_size=4"), nproc=2, resume_nproc=[1]),
+    "SS834": script(PLAIN, ('os.makedirs("out"', 'shutil.rmtree("out", True)\nos.makedirs("out"')),
+    "SS801 without a loader": script(
         WITHIN,
-        [
-            ("1000 * epoch + index", "index"),
-            ("DataLoader(Rows(), batch_size=4, sampler=order[4 * skip :])", UNLOADED),
-            ("epoch < 2", "epoch < 3"),
-        ],
-        {},
+        ("1000 * epoch + index", "index"),
+        ("DataLoader(Rows(), batch_size=4, sampler=order[4 * skip :])", UNLOADED),
+        ("epoch < 2", "epoch < 3"),
     ),
-    "SS816 of a model made anew": (
+    "SS816 of a model made anew": script(
         PLAIN,
-        [
-            (LOADS["average"], ""),
-            ("average = copy.deepcopy(net)", "average = nn.Sequential(" + LAYERS),
-        ],
-        {},
+        (LOADS["average"], ""),
+        ("average = copy.deepcopy(net)", "average = nn.Sequential(" + LAYERS),
     ),
-    "SS817 on rank 1 only": (
-        PLAIN,
-        [('kept["random"][rank % len(kept["random"])]', 'kept["random"][0]')],
-        {"nproc": 2},
+    "SS817 on rank 1 only": script(
+        PLAIN, ('kept["random"][rank % len(kept["random"])]', 'kept["random"][0]'), nproc=2
     ),
 }
 """Of each code a base, the change that plants the mistake, and how the script is checked."""
@@ -345,27 +310,25 @@ WAITS = 'if done == 6 and os.environ["START"] == "killed": time.sleep(60)'
 SLOW_STEP = ("        scaler.scale", f"        {WAITS}\n        scaler.scale")
 MADE = 'os.makedirs("out", exist_ok=True)\n'
 RIGHT = {
-    "a loop of open_run": (LOOP, [], {"resume": "auto"}),
-    "at an epoch's end, on other ranks, too": (PLAIN, [], {"nproc": 2, "resume_nproc": [1]}),
-    "within an epoch": (WITHIN, [], {"resume": "auto"}),
-    "a stream with its buffer": (STREAM, [], {"resume": "auto"}),
-    "a file that may be torn is an error": (PLAIN, TORN, {}),
-    "ended by the clock amid a step, after a checkpoint": (PLAIN, [SLOW_STEP], {"seconds": 3.0}),
-    "the newest of several": (PLAIN, at("-1"), {"resume": "auto"}),
-    "a folder of shards": (SHARDED, [], {"resume": "--resume {checkpoint}"}),
-    "a folder of two files": (
+    "a loop of open_run": script(LOOP, resume="auto"),
+    "at an epoch's end, on other ranks, too": script(PLAIN, nproc=2, resume_nproc=[1]),
+    "within an epoch": script(WITHIN, resume="auto"),
+    "a stream with its buffer": script(STREAM, resume="auto"),
+    "a file that may be torn is an error": script(PLAIN, TORN),
+    "ended by the clock amid a step, after a checkpoint": script(PLAIN, SLOW_STEP, seconds=3.0),
+    "the newest of several": script(PLAIN, *at("-1"), resume="auto"),
+    "a folder of shards": script(SHARDED, resume="--resume {checkpoint}"),
+    "a folder of two files": script(
         PLAIN,
-        [
-            ('save("out/last.pt", epoch + 1)', 'save(f"out/{epoch}/all.pt", epoch + 1)'),
-            ("    state = {", "    os.makedirs(os.path.dirname(path))\n    state = {"),
-            (WRITES, WRITES + '    torch.save(torch.ones(1), path.replace("all", "some"))\n'),
-            ("torch.load(args.resume)", 'torch.load(args.resume + "/all.pt")'),
-        ],
-        {"resume": "--resume {checkpoint}"},
+        ('save("out/last.pt", epoch + 1)', 'save(f"out/{epoch}/all.pt", epoch + 1)'),
+        ("    state = {", "    os.makedirs(os.path.dirname(path))\n    state = {"),
+        (WRITES, WRITES + '    torch.save(torch.ones(1), path.replace("all", "some"))\n'),
+        ("torch.load(args.resume)", 'torch.load(args.resume + "/all.pt")'),
+        resume="--resume {checkpoint}",
     ),
-    "its checkpoint is written anew": (PLAIN, [(MADE, MADE + 'save("out/last.pt", first)\n')], {}),
-    "an older one, by the user's word": (PLAIN, at("-1")[:1], {"resume": "--resume out/1.pt"}),
-    "copies in a thread": (PLAIN, threaded("copy.deepcopy(state)"), {}),
+    "its checkpoint is written anew": script(PLAIN, (MADE, MADE + 'save("out/last.pt", first)\n')),
+    "an older one, by the user's word": script(PLAIN, at("-1")[0], resume="--resume out/1.pt"),
+    "copies in a thread": script(PLAIN, *threaded("copy.deepcopy(state)")),
 }
 
 

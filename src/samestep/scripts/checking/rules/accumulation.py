@@ -4,6 +4,8 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import partial
+from itertools import starmap
 from typing import TypeVar
 
 from samestep.scripts.checking import events as ev
@@ -70,14 +72,16 @@ def adds_up_again(seen: Seen) -> Iterator[Found | NotSeen]:
 
 def added_up(seen: Seen) -> list[ev.GradientsUsed]:
     """Return rank 0's steps with the sum of what the gradients of all ranks were before."""
-    return [
-        used[0]
-        for used in seen.together(ev.GradientsUsed)
-        for changes in zip(*(event.changes for event in used), strict=False)
-        if (total := math.fsum(before for before, _ in changes))
-        and all(math.isclose(after, total, rel_tol=_EXACT_STEP) for _, after in changes)
-        and not math.isclose(changes[0][0], total, rel_tol=_EXACT_STEP)
-    ]
+    close = partial(math.isclose, rel_tol=_EXACT_STEP)
+    steps = []
+    for used in seen.together(ev.GradientsUsed):
+        each = zip(*(event.changes for event in used), strict=False)
+        # After a sum that is clipped, a division may follow.
+        changed = [own for own in each if not all(starmap(close, own))]
+        sums = [(math.fsum(before for before, _ in own), own) for own in changed]
+        if sums and all(close(total, after) for total, own in sums for _, after in own):
+            steps.append(used[0])
+    return steps
 
 
 @rule("SS314", least_ranks=1)
@@ -122,28 +126,20 @@ def adds_up_micro_batches(seen: Seen) -> Iterator[Found | NotSeen]:
 def divides_twice(seen: Seen) -> Iterator[Found | NotSeen]:
     """Look for means that are divided twice by the number of backward passes of their step."""
     rank, twice, steps = seen.ranks[0], list[tuple[ev.BackwardPass, int, str]](), 0
-    average: ev.LossAverage | None = None
-    divided, passes = list[float](), list[ev.BackwardPass]()
-    for event in rank.of(ev.LossAverage, ev.BackwardPass, ev.GradientsUsed):
-        if isinstance(event, ev.LossAverage):
-            average = event
-        elif isinstance(event, ev.BackwardPass):
-            passes.append(event)
-            if average is not None and average.count > 1:  # else the number may be of samples
-                divided.append(average.by / average.count)
-            average = None
-        elif isinstance(event, ev.GradientsUsed):
-            number = len(passes)
-            # Without a library that divides, one may be the number of ranks, or both.
-            unclear = seen.world_size in (number, number**2) and not passes[-1].aided
-            if number > 1 and not unclear and divided == [number**2] * number:
-                twice.append((passes[0], number, event.optimizer))
-            steps, divided, passes = steps + bool(passes), [], []
+    for events, step in by_step(rank, ev.Event, ev.GradientsUsed):
+        passes = [event for event in events if isinstance(event, ev.BackwardPass)]
+        averages = [event for event in events if isinstance(event, ev.LossAverage)]
+        # Over one value, the number may be of samples.
+        divided, number = [one.by / one.count for one in averages if one.count > 1], len(passes)
+        # Without a library that divides, one may be the number of ranks, or both.
+        unclear = seen.world_size in (number, number**2) and not passes[-1].aided
+        if number > 1 and not unclear and divided == [number**2] * number:
+            twice.append((passes[0], number, step.optimizer))
+        steps += bool(passes)
     if len(twice) >= _FEW_STEPS and 2 * len(twice) > steps:
         backward, number, optimizer = twice[0]
-        text = (
-            f"each loss is divided by {number**2} in {len(twice)} steps of {number} micro-batches"
-        )
+        text = f"each loss is divided by {number**2} in {len(twice)} steps of {number} "
+        text += "micro-batches"
         text += ": the library that is called here divides, too" if backward.aided else ""
         # Other optimizers divide the gradient by its own size.
         sgd = optimizer == "SGD"

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
@@ -24,7 +24,6 @@ from samestep.scripts.checking.readings import (
 from samestep.scripts.checking.seen import RankSeen, Seen, why_apart
 
 _APART = 0.9  # of samples, at least, that no other rank reads
-_ALMOST = 0.05  # of what an epoch leaves out of a stream, as at its end
 _MUCH = 0.1  # of samples that differ in content
 
 
@@ -330,26 +329,26 @@ def cuts_what_is_a_part(seen: Seen) -> Iterator[Found | NotSeen]:
 
 
 def _streams_cut_twice(seen: Seen) -> Iterator[Found]:
-    """Yield streams of which all ranks and workers together have one row of several."""
+    """Yield streams of which each rank and worker has one row of too many."""
     for readings in together(seen):
-        loader, parts = readings[0].loader, dict[tuple[int, int, int], list[int]]()
+        loader, parts = readings[0].loader, defaultdict[tuple[int, int, int], set[int]](set)
         for rank, own in zip(seen.ranks, readings, strict=True):
             for event in rank.of(ev.StreamPlaces):
                 if event.loader_id == own.loader.loader_id:
-                    key = event.whole, rank.rank, event.worker
-                    parts[key] = [*parts.get(key, ()), *event.places]
-        read = {place for places in parts.values() for place in places}
-        steps = {b - a for places in parts.values() for a, b in pairwise(places)}
-        ends = not any(left.cut for own in readings for left in own.left if not left.turn)
-        whole = max(parts)[0] if len({key[0] for key in parts}) == 1 else 0
-        share = whole / len(read) if whole and ends else 0.0
-        share = min(steps) / len(parts) if whole and len(steps) == 1 else share
-        workers = max(1, loader.workers)
+                    parts[event.whole, rank.rank, event.worker].update(event.places)
+        every = [sorted(places) for places in parts.values()]
+        steps = {b - a for places in every for a, b in pairwise(places)}
+        if len({whole for whole, *_ in parts}) != 1 or len(steps) != 1:
+            continue
+        (step,), workers = steps, max(1, loader.workers)
+        first = sorted(places[0] % step for places in every)
+        # Every n-th row may be for training: the first ones are equally far apart then.
+        gaps = {(b - a) % step for a, b in pairwise([*first, first[0]])}
         times = {seen.world_size, workers, seen.world_size * workers} - {1}
-        if len(read) >= ENOUGH and any(abs(share - n) < _ALMOST * n for n in times):
-            rows = "; ".join(f"rank {key[1]} has {few(places)}" for key, places in parts.items())
-            text = f"the samples are rows of a tensor of {whole}, and all ranks together have one "
-            text += f"row of {share:.0f} ({rows})"
+        if len(gaps) > 1 and sum(map(len, every)) >= ENOUGH and step / len(parts) in times:
+            rows = "; ".join(f"rank {key[1]} has {few(sorted(parts[key]))}" for key in parts)
+            text = f"the samples are rows of a tensor of {min(parts)[0]}, and all ranks together "
+            text += f"have one row of {step // len(parts)} ({rows})"
             remedy = "Share out the stream once, by rank and worker: leave out the other cut."
             yield Found(loader.reads or readings[0].made, text, remedy)
 

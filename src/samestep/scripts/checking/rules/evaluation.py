@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 from samestep.scripts.checking import events as ev
 from samestep.scripts.checking.findings import Found, NotSeen, replaced, rule
-from samestep.scripts.checking.readings import Reading, few, same_data, together
+from samestep.scripts.checking.readings import few, same_data, together
 from samestep.scripts.checking.seen import E, RankSeen, Seen
 
 _JOINING = ("all_reduce", "reduce", "all_gather", "gather", "all_to_all", "reduce_scatter")
@@ -15,7 +15,8 @@ _IN_A_ROW = 2
 _EXACT = 1e-5
 _WHOLE_EPOCHS = 2  # those that are not cut to one batch
 _DECIMALS = 7  # of a number that is read
-_SHARE = 0.02  # of a sample, within which a share of samples is a whole number of them
+_FLOAT = 1e-7  # the error of a single-precision number below 1
+_SHARE = 0.01  # of a sample, within which a share is hardly by chance a whole number of them
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,15 @@ def averages_means(seen: Seen) -> Iterator[Found | NotSeen]:
                 plain = all(value.is_integer() for value in values)  # counts of right answers
                 mean = sum(values) / len(values)
                 same = len(set(values)) == 1 or (len(set(counts)) == 1 and not bent)
-                shown = first.op == "AVG" or _is_shown(mean, parts)
+                whole = sum(v * n for v, n in zip(values, counts, strict=True))
+                whole /= max(1, sum(counts))
+                # A rounded number may be both.
+                right = not bent and _is_shown(whole, parts)
+                shown = first.op == "AVG" or (_is_shown(mean, parts) and not right)
                 if plain or same or not shown:
                     continue
                 numbers = " and ".join(f"{value:.4g}" for value in values)
                 samples = " and ".join(map(str, counts))
-                whole = sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
                 says = bent or f"where all samples together have {whole:.4g}"
                 text = f"{numbers} of {samples} samples became {mean:.4g}, {says}"
                 remedy = "Reduce the sum and the count on every rank, then divide once."
@@ -401,10 +405,13 @@ def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
         if not twice or len(twice) >= most or len(counts) != whole:
             continue
         text = f"{len(counts)} samples were evaluated {counts.total()} times: {few(twice)} twice"
-        met = [*_met_after(seen.ranks[0], first)]
+        latest = _with_latest(seen.ranks[0], ev.Event)
+        met = [event for loader, event in latest if loader == first.loader.loader_id]
         calls = [event for event in met if isinstance(event, ev.CollectiveCalled)]
         cut = any(left.cut for reading in readings for left in reading.left)
-        of = None if cut else _results_of(seen, met, [whole, counts.total()])
+        smaller = {batch.n for reading in readings for batch in reading.batches}
+        smaller |= {len(reading.order) for reading in readings}
+        of = None if cut else _results_of(seen, met, [whole, counts.total()], smaller)
         if of == whole or any(event.trims for event in calls):
             continue
         text += f", and the results are of {of}" if of else ""
@@ -426,18 +433,11 @@ def padding_is_counted(seen: Seen) -> Iterator[Found | NotSeen]:
             yield Found(where, text, remedy, "advice" if cut else None)
 
 
-def _met_after(rank: RankSeen, reading: Reading) -> Iterator[ev.Event]:
-    """Yield the collectives and numbers that follow batches of an evaluation."""
-    follows = False
-    for event in rank.of(ev.BatchRead, ev.CollectiveCalled, ev.NumberRead, ev.NumbersShown):
-        if isinstance(event, ev.BatchRead):
-            follows = event.loader_id == reading.loader.loader_id
-        elif follows:
-            yield event
+def _results_of(seen: Seen, met: list[ev.Event], sizes: list[int], smaller: set[int]) -> int | None:
+    """Return of which number of samples results are: None if no count and no share tells.
 
-
-def _results_of(seen: Seen, met: list[ev.Event], sizes: list[int]) -> int | None:
-    """Return of which number of samples results are: None if no count and no share tells."""
+    `smaller`: of how many samples other results are, of a batch or of a rank.
+    """
     sums = {
         sum(column)
         for events in seen.together(ev.NumbersReduced)
@@ -445,20 +445,19 @@ def _results_of(seen: Seen, met: list[ev.Event], sizes: list[int]) -> int | None
     }
     if len(counted := [n for n in sizes if n in sums]) == 1:
         return counted[0]
-    shares: list[tuple[float, int]] = []  # and the decimals that are known
+    numbers: list[str] = []
     for event in (event for event in met if event.epoch <= _WHOLE_EPOCHS):
         if isinstance(event, ev.NumberRead):
-            shares.append((event.value or 0.0, _DECIMALS))
+            numbers.append(f"{event.value or 0.0:.{_DECIMALS}f}")
         elif isinstance(event, ev.NumbersShown):
-            plain = [number for number in event.numbers if "e" not in number]
-            shares += [(float(number), len(number.partition(".")[2])) for number in plain]
+            numbers += [number for number in event.numbers if "e" not in number]
     votes = Counter[int]()
-    for number, decimals in (pair for pair in shares if pair[0] % 1):  # else it is a count
-        share, error = (number / 100, 0.005) if number > 1 else (number, 0.5)  # percent
-        error = sizes[1] * error / 10**decimals
-        fits = [n for n in sizes if abs(share * n - round(share * n)) <= _SHARE + error]
-        # A share of one batch may be one of both.
-        if len(fits) == 1 and 0 < share < 1 and error < _SHARE and (64 * share) % 1:
+    for text in (text for text in numbers if float(text) % 1):  # else it is a count
+        percent = 100 if float(text) > 1 else 1
+        share, digits = float(text) / percent, len(text.partition(".")[2])
+        error = 0.5 / percent / 10**digits + _FLOAT
+        fits = [n for n in (*smaller, *sizes) if abs(share * n - round(share * n)) <= n * error]
+        if len(fits) == 1 and fits[0] in sizes and 0 < share < 1 and sizes[1] * error < _SHARE:
             votes[fits[0]] += 1
     (of, times), (_, others), *_ = [*votes.most_common(), (None, 0), (None, 0)]
     return of if times > others else None

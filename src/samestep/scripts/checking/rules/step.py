@@ -192,7 +192,8 @@ def _added_by_hand(seen: Seen) -> Iterator[Found]:
     losses, calls = [average for average, *_ in _losses(rank)], rank.of(ev.ForwardPass)
     means = 2 * sum(mean is not None and is_plain_mean(mean) for mean in losses) > len(losses)
     # A sum over the samples of one call may be meant as one over all ranks' samples.
-    judged = means or sum(call.grad for call in calls) > len(losses)
+    parts = any(mean is not None and mean.weight * mean.count < 1 - _EXACT_STEP for mean in losses)
+    judged = means or (not parts and sum(call.grad for call in calls) > len(losses))
     if judged and len(added) >= _FEW_STEPS and 2 * len(added) > len(rank.of(ev.GradientsUsed)):
         text = f"in {len(added)} steps the gradients of {seen.world_size} ranks are added up, and "
         text += "not divided: the step grows with the number of ranks"
@@ -264,8 +265,10 @@ def labels_of_other_ranks(seen: Seen) -> Iterator[Found | NotSeen]:
     for compared in seen.together(ev.RowsLabelled):
         own = [one.blocks[one.own // one.rows] for one in compared if one.blocks]
         by_rank = all(one.own == k * one.rows for k, one in enumerate(compared))
-        among = list if by_rank else Counter
-        wrong = [one for one in compared if one.blocks and among(one.blocks) != among(own)]
+        first = own if by_rank else []
+        # Other numbers may be of other rows, such as those of a queue.
+        known = [event for event in compared if {*event.blocks} <= {*own}]
+        wrong = [e for e in known if {*own} - {*e.blocks} or e.blocks[: len(first)] != first]
         mixed += wrong[:1] if len(own) == seen.world_size else []
     if len(mixed) >= _FEW_STEPS:
         text = f"in {len(mixed)} steps the columns of a product are the rows of "

@@ -171,7 +171,8 @@ class _NumbersWatcher:
     def on_reduce(self, call: ProbedCall) -> Around:
         gathers = call.name.startswith("all_gather")
         given = call.argument(gathers, "obj" if "object" in call.name else "tensor")
-        tensor = torch.tensor(given, dtype=torch.float64) if isinstance(given, float) else given
+        is_number = type(given) in {int, float}
+        tensor = torch.tensor(given, dtype=torch.float64) if is_number else given
         if not isinstance(tensor, Tensor) or not _is_readable(tensor):
             return
         op = call.argument(2 if call.name == "reduce" else 1, "op", dist.ReduceOp.SUM)

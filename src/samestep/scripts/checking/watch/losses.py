@@ -132,11 +132,13 @@ class _Labels:
         if recorder.quiet or not all(type(value) is Tensor for value in pair) or is_tracing():
             return
         if torch.is_grad_enabled():
-            for value in pair if recorder.gathered else ():
+            # Every row with every other, and not predictions with labels.
+            for value in pair if recorder.gathered and pair[0].shape != pair[1].shape else ():
                 if value.numel() == max(value.shape, default=0) and not value.is_floating_point():
                     self._compared = [*self._compared, (recorder.where(), value.flatten())][-4:]
         elif recorder.evaluated is not None and pair[0].numel() == pair[1].numel():
-            with recorder.unwatched(), contextlib.suppress(ValueError):
+            # What cannot be compared, as booleans in a matrix, tells no order.
+            with recorder.unwatched(), contextlib.suppress(Exception):
                 event = self._orders_of(*map(torch.ravel, pair))
         if event is not None:
             recorder.once(event)
@@ -179,13 +181,9 @@ class _Labels:
 
 def _standing(values: Tensor, own: Tensor, places: dict[str, Tensor]) -> list[str]:
     """Return the orders in which a rank's own values are in those of all; none if they are few."""
-    inside = {name: at < len(values) for name, at in places.items()}
-    return [
-        name
-        for name, at in places.items()
-        if int(inside[name].sum()) >= _FEW
-        and torch.equal(values[at[inside[name]]], own[inside[name]])
-    ]
+    inside = [(name, at, at < len(values)) for name, at in places.items()]
+    many = [(name, at[known], own[known]) for name, at, known in inside if known.sum() >= _FEW]
+    return [name for name, at, there in many if torch.equal(values[at], there)]
 
 
 def _factors_of(logits: Tensor) -> Iterator[Tensor]:
