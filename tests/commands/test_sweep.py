@@ -112,7 +112,6 @@ def test_a_training_that_is_stopped_while_it_starts_has_not_failed(here):
     until(psutil.Process(sweeper.pid).children)
     sweeper.terminate()
     printed = sweeper.communicate(timeout=TIMEOUT_S)[0]
-    assert sweeper.returncode == 128 + signal.SIGTERM
     assert "stopped" in printed
     assert "failed" not in printed
 
