@@ -160,9 +160,9 @@ SITUATIONS = [
     Situation("a tiny model on two ranks", "communication-bound", "latency", {}, nproc=2),
     Situation("numbers read of every sample", "host-sync", "Sum them", script=_READING),
     Situation("more threads than cores", "oversubscribed", "--threads", _LARGE, flags=_MANY),
-    Situation("slow checkpoints", SAVES, "more rarely", _SLOW_SAVING, slow=True),
-    Situation("evaluations too often", "evaluation-bound", "more rarely", _EVALUATING, slow=True),
+    Situation("slow checkpoints", SAVES, "less often", _SLOW_SAVING, slow=True),
+    Situation("evaluations too often", "evaluation-bound", "less often", _EVALUATING, slow=True),
     Situation("workers that start in every epoch", INPUT, "persistent_workers", script=_WORKERS),
-    Situation("slow saving in a script", SAVES, "more rarely", script=_SAVING, slow=True),
-    Situation("much logging in a script", "loop-bound", "once in many", script=_LOGGING, slow=True),
+    Situation("slow saving in a script", SAVES, "less often", script=_SAVING, slow=True),
+    Situation("much logging in a script", "loop-bound", "less often", script=_LOGGING, slow=True),
 ]
