@@ -11,7 +11,7 @@ import torch
 import samestep
 from samestep.base.file_kinds import trainer_of
 from tests.command_line import call, run, train_here
-from tests.tiny import last_state
+from tests.tiny import changed, last_state
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -127,11 +127,7 @@ ALONE = ("--threads", "1", "--device", "cpu")
 
 
 def written(tmp_path, *changes):
-    text = FILE
-    for old, new in changes:
-        assert old in text, old
-        text = text.replace(old, new, 1)
-    (tmp_path / "brought.py").write_text(text)
+    (tmp_path / "brought.py").write_text(changed(FILE, *changes))
     return str(tmp_path / "brought.py")
 
 

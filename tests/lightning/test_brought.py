@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import samestep
+from tests import tiny
 from tests.command_line import run, train_here
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -111,11 +112,7 @@ ALONE = ("--threads", "1", "--device", "cpu")
 
 
 def written(tmp_path, *changes):
-    text = MODULE
-    for old, new in changes:
-        assert old in text, old
-        text = text.replace(old, new, 1)
-    (tmp_path / "brought.py").write_text(text)
+    (tmp_path / "brought.py").write_text(tiny.changed(MODULE, *changes))
     return str(tmp_path / "brought.py")
 
 
@@ -227,6 +224,16 @@ def test_on_three_ranks_and_after_a_resume_it_is_the_same_training(tmp_path, str
         assert split == "test" or own["late"] == other["late"] == 1  # the best: of the first epoch
 
 
+def test_a_list_that_a_validation_begins_is_there_on_a_rank_without_samples(tmp_path):
+    few = ("return DataLoader(self.data,", "return DataLoader(Subset(self.data, range(2)),")
+    unset = ("; self.outs = collections.defaultdict(list)", "")
+    begins = "def on_validation_epoch_start(self): self.outs = {'all': []}\n    def forward"
+    file = written(tmp_path, few, unset, ("def forward", begins))
+    flags = ("--max-steps", "16", "--device", "cpu", "--run-dir", str(tmp_path / "run"))
+    run("train", file, *flags, world_size=3, folder=tmp_path / "ranks")
+    assert abs(evaluated(tmp_path / "run", "validation")["gathered"]) > 0
+
+
 CALLBACK = """import dataclasses, functools, types
 def given(_, optimizer): return optimizer  # as LightningCLI sets it
 made = functools.partial(given, optimizer=torch.optim.SGD(net.parameters(), 0.1))
@@ -296,7 +303,7 @@ LISTED = '[optimizer], [{"scheduler": scheduler, "interval": "step"}]'
 BY_DICT = '[optimizer], {"scheduler": scheduler,'
 TOP = 'dict(optimizer=optimizer, lr_scheduler=scheduler, monitor="val_acc")'
 KEEPS = ('"val_step", 2e-7)', '"val_step", 2.0); self.kept = 2.0')
-FREEZES = "self.net[3].requires_grad_(self.current_epoch < 1)"
+FACTOR, FREEZES = "self.factor =", "self.net[3].requires_grad_(self.current_epoch < 1)"
 NO_END = ("def on_validation_epoch_end", "def not_a_hook")
 SEEN = [("self.loss, self", "self.seen = []; self.loss, self")]
 SEEN += [("loss = loss", "self.seen.append(loss.detach()); loss = loss")]
@@ -325,7 +332,7 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([("self.net[1].bias.sum() +", "self.accuracy.compute() +")], "has no samples there"),
         ([("return {", "return None and {")], "returned no loss"),
         ([("(self.trainer.esti", "(self.trainer.fit_loop.esti")], "asks its Trainer for 'fit"),
-        ([("self.factor", "self.trainer.should_stop = True; self.factor")], "sets its Trainer's s"),
+        ([(FACTOR, f"self.trainer.should_stop = True; {FACTOR}")], "sets its Trainer's s"),
         ([('"val_loss", self.mean', '"val_loss", out.max(), reduce_fx="std"')], "reduce_fx=std"),
         ([("epochs=3,", "max_epochs=3,")], "Use epochs"),
         ([("epochs=3,", "epochs=3, lr=0.5,")], "--lr 0.5 changes nothing"),
@@ -335,7 +342,7 @@ IN_EVAL = "self.still.train(self.current_epoch != 1)"
         ([STEP, (LISTED, TOP)], "has the monitor 'acc'"),
         ([STEP, (LISTED, f'{BY_DICT} "frequency": 3}}')], "--eval-every 3epochs"),
         ([("def test_step", "def optimizer_step(*_): pass\n    def test_step")], "0 times, not"),
-        ([("self.factor", f"{FREEZES}; self.factor")], "freezes or unfreezes"),
+        ([(FACTOR, f"{FREEZES}; {FACTOR}")], "freezes or unfreezes"),
         ([("self.factor", f"{IN_EVAL}; self.factor")], "still into eval mode in one epoch"),
         ([("net = Net()", "net = lambda: Net().double()")], "precision='fp64'"),
         ([("(net, Data, batch", "(net, Own([1]), batch")], "builds its own batches"),

@@ -12,6 +12,7 @@ from samestep.prove.verification.trace import ROUNDING
 from tests.cifar_files import write_binary
 from tests.idx_files import write_mnist
 from tests.image_files import write_images
+from tests.tiny import changed
 from tests.verification.forked import check, differing, verified, verified_loop
 
 LOOP = """
@@ -90,12 +91,8 @@ BY_ITSELF = {
 
 
 def write(folder, *changes):
-    text = LOOP
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
     script = folder / "loop.py"
-    script.write_text(text)
+    script.write_text(changed(LOOP, *changes))
     return script
 
 
