@@ -171,7 +171,7 @@ class WholeMetrics(ComputedOnce):
         for where in [where for where in lists if not where[0]]:  # logged with `reduce_fx`
             parts = lists.pop(where)
             values[where[1]] = REDUCTIONS[parts[0].by](float(part.value) for part in parts)
-        self._tell_means(lists)
+        self._note_means(lists)
         with _with_collected(module, lists):
             logged = self._ended(module)
         for place in states:
@@ -190,7 +190,7 @@ class WholeMetrics(ComputedOnce):
         self.by.ended |= {plain_name(name): name for name in logged}
         return values | {plain_name(name): value for name, value in logged.items()}
 
-    def _tell_means(self, lists: Mapping[Place, list[Any]]) -> None:
+    def _note_means(self, lists: Mapping[Place, list[Any]]) -> None:
         """Say once that a mean over what was collected may depend on the number of ranks."""
 
         def is_mean(leaf: Any) -> bool:

@@ -142,7 +142,7 @@ def check_same(values: Mapping[str, Any], world: World, of: str, *, where: str =
         f"{of} differ between the ranks: {listed(differences)}.",
         where=where,
         remedy="Give all ranks the same: what is taken from a rank's own samples, the clock, the "
-        "rank or the memory of a node is another on each.",
+        "rank or the memory of a node differs on each.",
         on_all_ranks=True,
     )
 

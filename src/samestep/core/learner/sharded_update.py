@@ -58,7 +58,7 @@ def sharded_update(what: str, *, looks: bool, may_draw: bool = False) -> Iterato
     if products.draws and not may_draw:
         raise UserError(
             f"{what}, draws random numbers for the parts of the weights that each rank has, or "
-            "from a generator of its own: with --strategy fsdp they may be other ones than for "
+            "from a generator of its own: with --strategy fsdp they may differ from those for "
             "whole weights.",
             remedy="Use --strategy ddp; or, if other numbers serve as well, add --no-self-check.",
             on_all_ranks=True,

@@ -118,7 +118,7 @@ def _check_flags(command: Any) -> None:
         for flag in (flag for flag, value in of_ranks.items() if value is not None):
             raise UserError(f"--here uses the ranks of the job. Leave {flag} out.")
     else:
-        alone = "Start it as one process, in a shell or a job of one task; or add --here."
+        alone = "Start one process, in a shell or in a job with one task, or add --here."
         refuse_inside_launcher("samestep check", alone)
     if command.sarif is not None and not command.sarif.absolute().parent.is_dir():
         raise UserError(f"--sarif {command.sarif}: there is no folder {command.sarif.parent}.")
